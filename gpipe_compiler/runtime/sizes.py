@@ -22,6 +22,7 @@ __all__ = [
     "Requirement",
     "Shape",
     "Size",
+    "Sizes",
     "example_shape",
     "larger",
     "shape_at",
@@ -63,7 +64,7 @@ class Expression:
 
     __slots__ = ()
 
-    def at(self, sizes: Mapping[str, int]) -> int:
+    def at(self, sizes: Sizes) -> int:
         """The number at these sizes, by name.
 
         Raises:
@@ -131,7 +132,7 @@ class Size(Expression):
     of: tuple[str, int]
     example: int
 
-    def at(self, sizes: Mapping[str, int]) -> int:
+    def at(self, sizes: Sizes) -> int:
         """Its value."""
         return sizes[self.name]
 
@@ -154,7 +155,7 @@ class Operation(Expression):
     left: Dim
     right: Dim
 
-    def at(self, sizes: Mapping[str, int]) -> int:
+    def at(self, sizes: Sizes) -> int:
         """The result."""
         return self.applied(value_at(self.left, sizes), value_at(self.right, sizes))
 
@@ -181,6 +182,9 @@ class Operation(Expression):
 
 Dim: TypeAlias = int | Expression
 """A dimension: a number, or what it follows from."""
+
+Sizes: TypeAlias = Mapping[str, int]
+"""The sizes of a call, by name."""
 
 Shape: TypeAlias = tuple[Dim, ...]
 """The dimensions of a tensor."""
@@ -213,12 +217,12 @@ def larger(left: Dim, right: Dim) -> Operation:
     return Operation(Operator.LARGER, left, right)
 
 
-def value_at(dim: Dim, sizes: Mapping[str, int]) -> int:
+def value_at(dim: Dim, sizes: Sizes) -> int:
     """A dimension at these sizes, by name."""
     return dim.at(sizes) if isinstance(dim, Expression) else dim
 
 
-def shape_at(shape: Sequence[Dim], sizes: Mapping[str, int]) -> tuple[int, ...]:
+def shape_at(shape: Sequence[Dim], sizes: Sizes) -> tuple[int, ...]:
     """A shape at these sizes, by name."""
     return tuple(value_at(dim, sizes) for dim in shape)
 
@@ -271,7 +275,7 @@ class Requirement:
     right: Dim
     where: str
 
-    def holds(self, sizes: Mapping[str, int]) -> bool:
+    def holds(self, sizes: Sizes) -> bool:
         """Whether sizes meet it."""
         return self.relation(value_at(self.left, sizes), value_at(self.right, sizes))
 

@@ -148,7 +148,8 @@ def stage_run(part: GraphPart, module: PartModule, wiring: StageWiring) -> Stage
     """The part at work as the runtime has it at work."""
     request = StepRequest(
         RunRequest.TRAIN if part.training else RunRequest.INFER,
-        sizes=(1,),
+        samples=(1,),
+        sizes=({},),
         inputs=({},),
         loss_weights=((1.0,),),
         kept=frozenset(),

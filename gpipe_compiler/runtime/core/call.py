@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import AgreedError, UsageError
+from ..sizes import Sizes
 from .inputs import Inputs
 from .loss_weights import Counts, summed
 from .request import RandomKey, RunRequest
@@ -41,8 +43,10 @@ class Call:
 
     Attributes:
         training: whether the stages are in training mode.
-        sizes: samples in each micro-batch; none where the inputs were refused, or where this
-            replica's share of the mini-batch is empty.
+        samples: in each micro-batch; none where the inputs were refused, or where this replica's
+            share of the mini-batch is empty.
+        sizes: of each micro-batch.
+        listed: whether the micro-batches were passed as a list.
         loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
             loss.
         refusal: the problem and the hint, where the inputs are wrong.
@@ -51,22 +55,42 @@ class Call:
             the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.
         total: the loss weights of the mini-batch, over all replicas; () without any.
+        varied: whether sizes differ among the micro-batches of the mini-batch, over all replicas.
     """
 
     work: RunRequest
     training: bool
-    sizes: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
+    sizes: tuple[Sizes, ...] = ()
+    listed: bool = False
     loss_weights: tuple[Counts, ...] = ()
     refusal: tuple[str, str] | None = None
     wanted: frozenset[str] = frozenset()
     read: int = 0
     first: int = 0
     total: Counts = ()
+    varied: bool = False
+
+    @property
+    def groups(self) -> Sequence[Sequence[int]]:
+        """The micro-batches that were passed together, and whose outputs are one."""
+        numbers = range(len(self.samples))
+        return [[m] for m in numbers] if self.listed else [numbers]
 
     def packed(self) -> dict[str, object]:
         """Its fields, of Python's own types: ranks may have the package under different names."""
         own = {name: getattr(self, name) for name in self.__slots__}
         return {**own, "work": self.work.value}
+
+    def among(self, calls: Sequence[Call], replica: int = 0) -> Call:
+        """This call as that of one replica among all, with what it needs to know of theirs."""
+        sizes = [own for call in calls for own in call.sizes]
+        return dataclasses.replace(
+            self,
+            first=sum(len(call.samples) for call in calls[:replica]),
+            total=summed([counts for call in calls for counts in call.loss_weights]),
+            varied=any(own != sizes[0] for own in sizes),
+        )
 
 
 def agree(topology: Topology, call: Call, number: int) -> Call:
@@ -83,7 +107,7 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
             samples than replicas, or when ranks do not make the same call.
     """
     if topology.world.size == 1:
-        return dataclasses.replace(call, total=summed(call.loss_weights))
+        return call.among([call])
     calls = _exchange(topology, call)
     firsts = range(0, topology.world.size, topology.pipeline.size)
     for rank, other in zip(firsts, calls, strict=True):
@@ -94,14 +118,10 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
     for rank, other in zip(firsts, calls, strict=True):
         if other.read and calls[0].read and other.read != calls[0].read:
             raise _other_data(rank, number)
-    if not all(other.sizes for other in calls):
-        samples = sum(sum(other.sizes) for other in calls)
+    if not all(other.samples for other in calls):
+        samples = sum(sum(other.samples) for other in calls)
         raise UsageError(f"a batch of {samples} is too small for {topology.replicas} replicas")
-    return dataclasses.replace(
-        calls[topology.replica],
-        first=sum(len(other.sizes) for other in calls[: topology.replica]),
-        total=summed([counts for other in calls for counts in other.loss_weights]),
-    )
+    return calls[topology.replica].among(calls, topology.replica)
 
 
 def _exchange(topology: Topology, call: Call) -> list[Call]:

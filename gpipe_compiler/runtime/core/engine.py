@@ -138,10 +138,10 @@ class _Run:
         stage = self.wiring[action.stage]
         m = action.microbatch
         if stage.joint is None:
-            batch = ActionBatch((m,), (self.request.sizes[m],), {})
+            batch = ActionBatch((m,), (self.request.samples[m],), {})
         else:
             batch = ActionBatch(
-                tuple(range(self.request.microbatches)), self.request.sizes, stage.joint
+                tuple(range(self.request.microbatches)), self.request.samples, stage.joint
             )
         try:
             match action.phase:

@@ -15,10 +15,14 @@ from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
-from .inputs import batch_of, bind, passed_to, split
+from .input_gradients import give_back, wanted_of
+from .inputs import (
+    BoundCall,
+    bind_call,
+)
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed
-from .options import ExecutionOptions
+from .options import ExecutionOptions, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
@@ -110,20 +114,23 @@ class Execution:
             raise
 
     def _run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
-        call, bound, parts = Call(args.work, args.training), Values(), list[Values]()
+        call, bound = Call(args.work, args.training), BoundCall()
         if self._topology.feeds:
-            call, bound, parts = self._offered(args)
+            call, bound = self._offered(args)
         if args.read:
             call = dataclasses.replace(call, read=args.read)
         call = agree(self._topology, call, args.key.step + 1)
         prepared = self._programs.of(
-            args.work, len(call.sizes), training=args.training, wanted=call.wanted
+            args.work, len(call.samples), training=args.training, wanted=call.wanted
         )
+        if call.varied:
+            self._check_varied(prepared)
         shares = prepared.loss_weights(self._weigher.shares(call.loss_weights, call.total))
         request = StepRequest(
             work=args.work,
+            samples=call.samples,
             sizes=call.sizes,
-            inputs=parts,
+            inputs=bound.parts,
             # The mean over the replicas' losses and gradients is the sum of their shares.
             loss_weights=tuple(
                 tuple(self._topology.replicas * share for share in own) for own in shares
@@ -134,21 +141,24 @@ class Execution:
         )
         results = self._run_engines(prepared, request)
         loss = self._loss(results, request) if args.work.makes_loss else None
-        made = self._gathered(results, request)
+        made = self._gathered(results, request, call.groups)
         if call.wanted and self._topology.feeds:
-            self._give_back(args, bound, results[0].gradients, call.sizes)
+            gradients, replicas = results[0].gradients, self._topology.replicas
+            give_back(self._spec, bound, call.groups, gradients, replicas)
         if args.work.makes_loss and loss is None:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (args.outputs and self._topology.feeds):
             return loss, None
-        outputs = rebuild(self._spec.outputs, {**bound, **made}, call.sizes)
-        return loss, as_returned(outputs, self._spec.classes)
+        outputs = [
+            self._returned({**whole, **own}, call, group)
+            for whole, own, group in zip(bound.wholes, made, call.groups, strict=True)
+        ]
+        return loss, outputs if call.listed else outputs[0]
 
     def loss_weights(self, inputs: object, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
-        bound = bind(inputs, target, self._spec, inputs_for(self._spec, RunRequest.TRAIN))
-        parts, sizes = split(bound, self._spec, 1)
-        return summed(self._weigher.weigh(parts, sizes))
+        needed = inputs_for(self._spec, RunRequest.TRAIN)
+        return summed(self._weigher.weigh(bind_call(inputs, target, self._spec, needed, 1)))
 
     def close(self) -> None:
         """End the threads, and leave the process groups."""
@@ -173,32 +183,54 @@ class Execution:
                 hint="compile it with --mode train",
             )
 
-    def _offered(self, args: CallArgs) -> tuple[Call, Values, list[Values]]:
+    def _check_varied(self, prepared: PreparedSchedule) -> None:
+        """Refuses micro-batches of different sizes where they cannot be taken together.
+
+        Raises:
+            UsageError: on every rank alike.
+        """
+        joint = [stage.index for stage in prepared.wiring if stage.joint is not None]
+        if joint:
+            raise UsageError(
+                f"stage {joint[0]} takes all micro-batches as one, for exact BatchNorm: they must "
+                "be of the same sizes",
+                hint="pad them to the same sizes, or use batchnorm='deferred'",
+            )
+        if self._weigher.unknown and any(stage.makes_loss for stage in prepared.wiring):
+            raise UsageError(
+                f"micro-batches of {self._spec.name} must be of the same sizes: how many things "
+                "its loss is a mean over is not known at others",
+                hint="pad them to the same sizes, or write the loss as a sum divided by a count",
+            )
+
+    def _returned(self, values: Values, call: Call, group: Sequence[int]) -> object:
+        """What the model returns for the micro-batches that were passed together."""
+        samples, sizes = [call.samples[m] for m in group], call.sizes[group[0]]
+        made = rebuild(self._spec.outputs, values, samples, sizes)
+        return as_returned(made, self._spec.classes)
+
+    def _offered(self, args: CallArgs) -> tuple[Call, BoundCall]:
         """What this process's inputs come to: the call, and its tensors whole and split."""
         work, training = args.work, args.training
         try:
             needed = inputs_for(self._spec, work)
-            bound = bind(args.inputs, args.target, self._spec, needed)
-            if self._topology.replicas > 1 and batch_of(bound, self._spec) == 0:
-                return Call(work, training), bound, []
-            microbatches = self._microbatches
+            microbatches, replicas = self._microbatches, self._topology.replicas
             if self._apart and args.outputs and not (training or work is RunRequest.TRAIN):
                 microbatches = 1
-            parts, sizes = split(bound, self._spec, microbatches)
-            weights = self._weigher.weigh(parts, sizes) if work.makes_loss else ()
-            wanted = self._wanted(args)
+            bound = bind_call(
+                *(args.inputs, args.target, self._spec, needed, microbatches),
+                may_be_empty=replicas > 1,
+            )
+            refuse_parts(self._spec, len(bound.samples))
+            weights = self._weigher.weigh(bound) if work.makes_loss else ()
+            trains = work is RunRequest.TRAIN
+            wanted = wanted_of(self._spec, bound) if trains else frozenset[str]()
         except UsageError as error:
             if self._topology.world.size == 1:
                 raise
-            return Call(work, training, refusal=(error.problem, error.hint)), {}, []
-        return Call(work, training, sizes, weights, wanted=wanted), bound, parts
-
-    def _wanted(self, args: CallArgs) -> frozenset[str]:
-        """The inputs whose gradients the caller wants."""
-        if args.work is not RunRequest.TRAIN:
-            return frozenset()
-        passed = passed_to(self._spec, args.inputs, args.target)
-        return frozenset(name for name, tensor in passed.items() if tensor.requires_grad)
+            return Call(work, training, refusal=(error.problem, error.hint)), BoundCall()
+        passed = bound.samples, bound.sizes, bound.listed
+        return Call(work, training, *passed, weights, wanted=wanted), bound
 
     def _run_engines(
         self, prepared: PreparedSchedule, request: StepRequest
@@ -240,6 +272,7 @@ class Execution:
             topology.pipeline,
             prepared.placement,
             [dataclasses.replace(one, dtype=dtypes[one.value]) for one in prepared.crossings],
+            request.samples,
             request.sizes,
             self._spec.microbatch_size,
             self._sum_shared,
@@ -294,49 +327,32 @@ class Execution:
         mean = value / self._topology.replicas
         return torch.where(replicas > 0, mean, torch.nan).to(total.dtype)
 
-    def _gathered(self, results: Sequence[DeviceResult], request: StepRequest) -> Values:
-        """The outputs, on rank 0: one after another, in the same order on all ranks."""
-        pipeline, outputs = self._topology.pipeline, Values()
+    def _gathered(
+        self,
+        results: Sequence[DeviceResult],
+        request: StepRequest,
+        groups: Sequence[Sequence[int]],
+    ) -> Sequence[Values]:
+        """The outputs of each group of micro-batches, on rank 0.
+
+        One after another, in the same order on all ranks.
+        """
+        pipeline, outputs = self._topology.pipeline, [Values() for _ in groups]
         for leaf in self._leaves:
             if leaf.value not in request.kept:
                 continue
-            mine: torch.Tensor | None = None
-            for result in results:
-                if leaf.value in result.results[0]:
-                    pieces = [values[leaf.value] for values in result.results]
-                    mine = join(leaf, pieces, request.sizes)
             source = self._topology.rank_of(self._makers[leaf.value])
-            if source != 0 and pipeline.rank in (0, source):
-                mine = pipeline.pass_on(mine, source, f"output {leaf.value}")
-            if mine is not None and pipeline.rank == 0:
-                outputs[leaf.value] = mine
+            for group, made in zip(groups, outputs, strict=True):
+                mine: torch.Tensor | None = None
+                for result in results:
+                    if leaf.value in result.results[group[0]]:
+                        pieces = [result.results[m][leaf.value] for m in group]
+                        mine = join(leaf, pieces, [request.samples[m] for m in group])
+                if source != 0 and pipeline.rank in (0, source):
+                    mine = pipeline.pass_on(mine, source, f"output {leaf.value}")
+                if mine is not None and pipeline.rank == 0:
+                    made[leaf.value] = mine
         return outputs
-
-    def _give_back(
-        self,
-        args: CallArgs,
-        bound: Values,
-        gradients: Mapping[tuple[str, int], torch.Tensor | None],
-        sizes: Sequence[int],
-    ) -> None:
-        """Adds the gradients of inputs to them, as a backward of the plain model does."""
-        passed = passed_to(self._spec, args.inputs, args.target)
-        roots, found = [], []
-        for source in self._spec.inputs:
-            pieces = [gradients.get((source.name, m)) for m in range(len(sizes))]
-            if all(piece is None for piece in pieces):
-                continue
-            total = torch.zeros_like(bound[source.name])
-            start = 0
-            for piece, size in zip(pieces, sizes, strict=True):
-                if piece is not None:
-                    source.part(total, start, size).add_(piece.to(total.device))
-                start += size
-            roots.append(passed[source.name])
-            # Those of replicas are averaged for the parameters, of which each has its own here.
-            found.append(total / self._topology.replicas)
-        if roots:
-            torch.autograd.backward(roots, found)
 
 
 def _on(request: StepRequest, device: torch.device) -> StepRequest:

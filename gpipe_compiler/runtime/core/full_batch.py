@@ -81,11 +81,11 @@ class ActionBatch:
 
     Attributes:
         microbatches: their numbers; under the first of them is kept what there is one of.
-        sizes: the samples in each.
+        samples: in each.
     """
 
     microbatches: tuple[int, ...]
-    sizes: tuple[int, ...]
+    samples: tuple[int, ...]
     dims: BatchDims
 
     @property
@@ -100,17 +100,17 @@ class ActionBatch:
 
     def split(self, name: str, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """The pieces of a value; views of it."""
-        dim = self.dims.get(name) if len(self.sizes) > 1 else None
+        dim = self.dims.get(name) if len(self.samples) > 1 else None
         if dim is None:
-            return (whole,) * len(self.sizes)
-        length, samples = whole.shape[dim], sum(self.sizes)
-        if any(length * size % samples for size in self.sizes):
+            return (whole,) * len(self.samples)
+        length, total = whole.shape[dim], sum(self.samples)
+        if any(length * size % total for size in self.samples):
             raise PipelineError(
-                f"{name} has {length} entries for {samples} samples in dimension {dim}, which do "
-                f"not split into micro-batches of {', '.join(map(str, self.sizes))} samples",
+                f"{name} has {length} entries for {total} samples in dimension {dim}, which do "
+                f"not split into micro-batches of {', '.join(map(str, self.samples))} samples",
                 hint="use batches that the number of micro-batches divides",
             )
-        return torch.split(whole, [length * size // samples for size in self.sizes], dim)
+        return torch.split(whole, [length * size // total for size in self.samples], dim)
 
     def join_gradients(
         self, name: str, value: torch.Tensor, pieces: Sequence[torch.Tensor | None]
@@ -134,6 +134,6 @@ class ActionBatch:
         self, name: str, gradient: torch.Tensor | None
     ) -> Sequence[torch.Tensor | None]:
         """The gradients of the pieces that were joined: that of a single value is the first's."""
-        if gradient is None or (len(self.sizes) > 1 and self.dims[name] is None):
-            return (gradient, *(None,) * (len(self.sizes) - 1))
+        if gradient is None or (len(self.samples) > 1 and self.dims[name] is None):
+            return (gradient, *(None,) * (len(self.samples) - 1))
         return self.split(name, gradient)

@@ -2,31 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
 from ..errors import UsageError
+from ..sizes import Dim, Size, Sizes, sizes_in, value_at
 from ..spec import Input, PipelineSpec
 from .nest import tensors_of
 from .request import Values
 
 Inputs: TypeAlias = object
-"""A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict)."""
+"""A tensor, a tuple of positional arguments, a dict of keyword arguments, or (tuple, dict).
+
+Or a list of these: the micro-batches, each of which may have sizes of its own. Where the model's
+first argument is a list itself, a list is that argument.
+"""
+
+Passed: TypeAlias = tuple[Inputs, object]
+"""Inputs and target, as the model itself is called."""
 
 _MISSING = object()
 
 
-def bind(inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[str]) -> Values:
-    """The tensors of a call by the names of the pipeline's inputs.
+@dataclass(frozen=True, slots=True)
+class BoundCall:
+    """A mini-batch by the names of the pipeline's inputs.
+
+    Attributes:
+        calls: the mini-batch as it was passed, or every micro-batch.
+        wholes: the tensors of each call.
+        parts: the tensors of every micro-batch.
+        samples: in each micro-batch.
+        sizes: of each micro-batch.
+        listed: whether it was passed as a list of micro-batches.
+    """
+
+    calls: Sequence[Passed] = ()
+    wholes: Sequence[Values] = ()
+    parts: Sequence[Values] = ()
+    samples: tuple[int, ...] = ()
+    sizes: tuple[Sizes, ...] = ()
+    listed: bool = False
+
+
+def is_listed(spec: PipelineSpec, inputs: Inputs) -> bool:
+    """Whether inputs are a list of micro-batches."""
+    inside = [source.path[2:] for source in spec.inputs if source.path[:2] == ("args", 0)]
+    takes_list = any(isinstance(key, int) for key, *_ in filter(None, inside))
+    return isinstance(inputs, list) and not takes_list
+
+
+def passed_calls(spec: PipelineSpec, inputs: Inputs, target: object) -> Sequence[Passed]:
+    """The mini-batch, or each of its micro-batches where they are passed as a list.
+
+    Raises:
+        UsageError: when inputs are such a list, and the target is none or of another length.
+    """
+    if not is_listed(spec, inputs):
+        return [(inputs, target)]
+    assert isinstance(inputs, list)
+    targets = [None] * len(inputs) if target is None else target
+    if not isinstance(targets, list) or len(targets) != len(inputs):
+        raise UsageError(
+            f"the inputs are a list of {len(inputs)} micro-batches, and the target is "
+            f"{_describe(target)}",
+            hint="give a list with the target of each; positional arguments are given as a tuple",
+        )
+    return list(zip(inputs, targets, strict=True))
+
+
+def bind_call(
+    inputs: Inputs,
+    target: object,
+    spec: PipelineSpec,
+    needed: frozenset[str],
+    microbatches: int,
+    *,
+    may_be_empty: bool = False,
+) -> BoundCall:
+    """The tensors of a mini-batch, micro-batch by micro-batch.
+
+    Args:
+        needed: the inputs that must be there; others may be None or absent.
+        microbatches: into which a mini-batch that is passed whole is split, at most; see `split`.
+        may_be_empty: whether it may have no samples, as a replica's share of a mini-batch.
+
+    Raises:
+        UsageError: when a tensor is missing, does not fit, or is one that the pipeline knows
+            nothing of; when sizes are not what the model demands; when there are no samples.
+    """
+    calls = passed_calls(spec, inputs, target)
+    if not is_listed(spec, inputs):
+        whole, sizes = bind(inputs, target, spec, needed)
+        if may_be_empty and _batch_of(whole, spec) == 0:
+            return BoundCall()
+        parts, samples = split(whole, spec, microbatches)
+        return BoundCall(calls, [whole], parts, samples, (sizes,) * len(parts))
+    if not calls and may_be_empty:
+        return BoundCall()
+    if not calls:
+        raise UsageError(f"{spec.name}: the list of micro-batches is empty")
+    wholes: list[Values] = []
+    counts: list[int] = []
+    every: list[Sizes] = []
+    for number, call in enumerate(calls):
+        try:
+            whole, sizes = bind(*call, spec, needed)
+            _, count = split(whole, spec, 1)
+        except UsageError as error:
+            problem = f"micro-batch {number}: {error.problem}"
+            raise UsageError(problem, hint=error.hint) from error
+        wholes.append(whole)
+        counts += count
+        every.append(sizes)
+    return BoundCall(calls, wholes, wholes, tuple(counts), tuple(every), listed=True)
+
+
+def bind(
+    inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[str]
+) -> tuple[Values, Sizes]:
+    """The tensors of a call by the names of the pipeline's inputs, and its sizes.
 
     Args:
         needed: the inputs that must be there; others may be None or absent.
 
     Raises:
-        UsageError: when one is missing, is no tensor, has another dtype or shape, or when a tensor
-            is passed that the pipeline knows nothing of.
+        UsageError: when one is missing, is no tensor, has another dtype or shape, when a tensor is
+            passed that the pipeline knows nothing of, or when sizes are not what the model demands.
     """
     args, kwargs = as_call(inputs)
     call = {"args": args, "kwargs": kwargs, "target": target}
@@ -50,7 +155,12 @@ def bind(inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[s
                 f"{spec.name} takes no {describe_path(path)}",
                 hint=f"the pipeline takes {_expected(spec)}",
             )
-    return bound
+    sizes = _sizes_of(bound, spec)
+    for source in spec.inputs:
+        if source.name in bound:
+            _check_shape(source, bound[source.name], sizes, spec)
+    _check_required(sizes, spec)
+    return bound, sizes
 
 
 def passed_to(spec: PipelineSpec, inputs: Inputs, target: object) -> Values:
@@ -74,7 +184,7 @@ def as_call(inputs: Inputs) -> tuple[tuple[object, ...], Mapping[str, object]]:
             return (inputs,), {}
 
 
-def batch_of(bound: Values, spec: PipelineSpec) -> int | None:
+def _batch_of(bound: Values, spec: PipelineSpec) -> int | None:
     """The samples in a call, None where nothing is batched."""
     for source in spec.inputs:
         if source.batched and source.name in bound:
@@ -167,7 +277,7 @@ def _check(source: Input, tensor: torch.Tensor) -> None:
     dim = source.batch_dim
     if dim is not None and tensor.dim() <= dim:
         raise UsageError(
-            f"{where} has shape {_sizes(tensor.shape)}: no dimension {dim} to split into "
+            f"{where} has shape {_as_text(tensor.shape)}: no dimension {dim} to split into "
             "micro-batches"
         )
     if source.dtype is not None and tensor.dtype != source.dtype:
@@ -175,15 +285,57 @@ def _check(source: Input, tensor: torch.Tensor) -> None:
             f"{where} is of {tensor.dtype}, the model was compiled for {source.dtype}",
             hint=f"convert it: .to({source.dtype})",
         )
+
+
+def _sizes_of(bound: Values, spec: PipelineSpec) -> dict[str, int]:
+    """The sizes of a call: from the input that they are of, or else another that has them."""
+    found: dict[str, int] = {}
+    for source in spec.inputs:
+        shape = bound[source.name].shape if source.name in bound else ()
+        for place, (dim, number) in enumerate(zip(source.shape or (), shape, strict=False)):
+            if isinstance(dim, Size) and (dim.of == (source.name, place) or dim.name not in found):
+                found[dim.name] = number
+    return found
+
+
+def _check_shape(source: Input, tensor: torch.Tensor, sizes: Sizes, spec: PipelineSpec) -> None:
     if source.shape is None:
         return
-    wanted = ["batch" if d == dim else size for d, size in enumerate(source.shape)]
-    if len(wanted) != tensor.dim() or any(
-        size not in ("batch", found) for size, found in zip(wanted, tensor.shape, strict=True)
-    ):
-        raise UsageError(
-            f"{where} has shape {_sizes(tensor.shape)}, the model was compiled for {_sizes(wanted)}"
-        )
+
+    def fits(place: int, dim: Dim, number: int) -> bool:
+        if place == source.batch_dim or any(size.name not in sizes for size in sizes_in((dim,))):
+            return True
+        return value_at(dim, sizes) == number
+
+    pairs = zip(source.shape, tensor.shape, strict=False)
+    if tensor.dim() == len(source.shape) and all(fits(d, *pair) for d, pair in enumerate(pairs)):
+        return
+    wanted = ["batch" if d == source.batch_dim else dim for d, dim in enumerate(source.shape)]
+    free = dict.fromkeys(size for size in sizes_in(source.shape) if size.name in sizes)
+    raise UsageError(
+        f"{describe_path(source.path)} has shape {_as_text(tensor.shape)}, the model was compiled "
+        f"for {_as_text(wanted)}{_where(free, sizes, spec)}"
+    )
+
+
+def _check_required(sizes: Sizes, spec: PipelineSpec) -> None:
+    for requirement in spec.requires:
+        free = dict.fromkeys(sizes_in((requirement.left, requirement.right)))
+        if all(size.name in sizes for size in free) and not requirement.holds(sizes):
+            raise UsageError(
+                f"{spec.name} demands {requirement}{_where(free, sizes, spec)}: {requirement.where}"
+            )
+
+
+def _where(free: Iterable[Size], sizes: Sizes, spec: PipelineSpec) -> str:
+    """What sizes are in a call, and of which input."""
+    paths = {source.name: describe_path(source.path) for source in spec.inputs}
+    told = (
+        f"{size} is {sizes[size.name]} (dimension {size.of[1]} of {paths[size.of[0]]})"
+        for size in free
+    )
+    text = " and ".join(told)
+    return f", and {text}" if text else ""
 
 
 def _expected(spec: PipelineSpec) -> str:
@@ -193,7 +345,7 @@ def _expected(spec: PipelineSpec) -> str:
 def _describe(item: object) -> str:
     match item:
         case torch.Tensor():
-            return f"a tensor {_sizes(item.shape)}"
+            return f"a tensor {_as_text(item.shape)}"
         case dict():
             return "{" + ", ".join(f"{key!r}: {_describe(v)}" for key, v in item.items()) + "}"
         case tuple() | list():
@@ -204,5 +356,5 @@ def _describe(item: object) -> str:
             return type(item).__name__
 
 
-def _sizes(shape: Sequence[object]) -> str:
+def _as_text(shape: Sequence[object]) -> str:
     return "x".join(map(str, shape)) or "()"

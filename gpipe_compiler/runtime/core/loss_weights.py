@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from ..errors import UsageError
+from ..sizes import Sizes, value_at
 from ..spec import LossTerm, PipelineSpec, Reduction
 from ..wording import said
+from .inputs import BoundCall
 from .request import Values
 from .weights import Weights, build_stage
 
@@ -37,22 +39,34 @@ class LossWeigher:
         if self.loss is not None and self.loss.weight is not None:
             self.module = build_stage(self.loss.weight, weights, torch.device("cpu"), seed)
 
-    def weigh(self, parts: Sequence[Values], sizes: Sequence[int]) -> tuple[Counts, ...]:
+    def weigh(self, call: BoundCall) -> tuple[Counts, ...]:
         """The counts of each micro-batch.
 
         Raises:
             UsageError: when something cannot be counted, as where a label is of no class.
         """
         return tuple(
-            self._counts(part, float(size)) for part, size in zip(parts, sizes, strict=True)
+            self._counts(*each) for each in zip(call.parts, call.samples, call.sizes, strict=True)
         )
 
-    def _counts(self, part: Values, size: float) -> Counts:
+    def _counts(self, part: Values, samples: int, sizes: Sizes) -> Counts:
         counted = iter(self._counted(part))
-        samples = {Reduction.MEAN: size, Reduction.SUM: 1.0}
-        return tuple(
-            next(counted) if term.counted else samples[term.reduction] for term in self.terms
-        )
+
+        def count(term: LossTerm) -> float:
+            if term.counted:
+                return next(counted)
+            if term.reduction is Reduction.SUM:
+                return 1.0
+            per_sample = 1 if term.per_sample is None else value_at(term.per_sample, sizes)
+            return float(samples * per_sample)
+
+        return tuple(map(count, self.terms))
+
+    @property
+    def unknown(self) -> bool:
+        """Whether it is not known what a term is a mean over where sizes differ."""
+        means = [term for term in self.terms if term.reduction is Reduction.MEAN]
+        return any(term.per_sample is None and not term.counted for term in means)
 
     def _counted(self, part: Values) -> tuple[float, ...]:
         if self.module is None or self.loss is None or self.loss.weight is None:

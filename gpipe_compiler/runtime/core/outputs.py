@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..sizes import Expression, Sizes, value_at
 from ..spec import Joined, Leaf, OutputClass, OutputTerm, Samples, Structure
 from .loss_weights import divisor
 from .nest import Path
@@ -55,26 +56,36 @@ def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> 
 
 
 def rebuild(
-    structure: Structure, values: Mapping[str, torch.Tensor], samples: Sequence[int]
+    structure: Structure,
+    values: Mapping[str, torch.Tensor],
+    samples: Sequence[int],
+    sizes: Sizes,
 ) -> object:
     """The structure that the pipeline returns, with a tensor at every leaf.
 
     Args:
         samples: in each micro-batch.
+        sizes: of all of them.
     """
+
+    def inner(item: Structure) -> object:
+        return rebuild(item, values, samples, sizes)
+
     match structure:
         case Leaf(terms=terms) if terms:
             return _sum_of_terms(terms, values, samples)
         case Leaf(value=value):
             return values[value]
         case Samples(factor=factor):
-            return factor * sum(samples)
+            return value_at(factor, sizes) * sum(samples)
+        case Expression():
+            return structure.at(sizes)
         case dict():
-            return {key: rebuild(item, values, samples) for key, item in structure.items()}
+            return {key: inner(item) for key, item in structure.items()}
         case list():
-            return [rebuild(item, values, samples) for item in structure]
+            return list(map(inner, structure))
         case tuple():
-            return tuple(rebuild(item, values, samples) for item in structure)
+            return tuple(map(inner, structure))
         case _:
             return structure
 

@@ -8,6 +8,8 @@ from enum import Enum
 
 import torch
 
+from ..sizes import Sizes
+
 Values = dict[str, torch.Tensor]
 """Tensors by the names of the pipeline's values."""
 
@@ -45,7 +47,8 @@ class StepRequest:
     """One run of a program: what to compute, and what to keep of it.
 
     Attributes:
-        sizes: samples in each micro-batch.
+        samples: in each micro-batch.
+        sizes: of each micro-batch.
         inputs: the pipeline's inputs for every micro-batch; only the first device reads them.
         loss_weights: for each micro-batch, the weights of its loss's terms (mostly one) in those
             of the mini-batch; none where no loss is made. A term of weight 0 sends no gradient
@@ -56,7 +59,8 @@ class StepRequest:
     """
 
     work: RunRequest
-    sizes: tuple[int, ...]
+    samples: tuple[int, ...]
+    sizes: tuple[Sizes, ...]
     inputs: Sequence[Mapping[str, torch.Tensor]]
     loss_weights: tuple[tuple[float, ...], ...]
     kept: frozenset[str]
@@ -66,4 +70,4 @@ class StepRequest:
     @property
     def microbatches(self) -> int:
         """How many micro-batches there are."""
-        return len(self.sizes)
+        return len(self.samples)

@@ -6,13 +6,21 @@ import copy
 import hashlib
 from collections.abc import Iterable, Mapping
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
 
 from ..spec import PipelineSpec
-from .inputs import Inputs, as_call, even_sizes, look_up, microbatch_count
+from .inputs import (
+    Inputs,
+    as_call,
+    even_sizes,
+    is_listed,
+    look_up,
+    microbatch_count,
+    passed_to,
+)
 from .nest import Path
 
 
@@ -23,7 +31,7 @@ def share_of(
     replicas: int,
     microbatches: int,
 ) -> tuple[Inputs, object]:
-    """The consecutive samples of a mini-batch that one of several replicas takes.
+    """The consecutive samples of a mini-batch, or micro-batches of a list, that a replica takes.
 
     Replicas' micro-batches, one replica's after another's, are those of a single pipeline with
     as many micro-batches as all of them: sizes differ by one sample at most. A batch with fewer
@@ -34,6 +42,14 @@ def share_of(
         call: inputs and target.
         microbatches: those of each replica.
     """
+    inputs, target = call
+    if is_listed(spec, inputs):
+        assert isinstance(inputs, list)
+        ends = [0, *accumulate(even_sizes(len(inputs), replicas))]
+        start, stop = ends[replica : replica + 2]
+        if isinstance(target, list) and len(target) == len(inputs):
+            return inputs[start:stop], target[start:stop]
+        return (inputs[start:stop], None) if target is None else call
     args, kwargs = as_call(call[0])
     whole = {"args": args, "kwargs": kwargs, "target": call[1]}
     found = {
@@ -57,10 +73,12 @@ def share_of(
 
 def checksum_of(spec: PipelineSpec, call: tuple[Inputs, object]) -> int:
     """A checksum of all tensors of a mini-batch that the pipeline takes."""
-    args, kwargs = as_call(call[0])
-    whole = {"args": args, "kwargs": kwargs, "target": call[1]}
-    found = [(source.name, look_up(whole, source.path)) for source in spec.inputs]
-    return checksum((name, item) for name, item in found if isinstance(item, torch.Tensor))
+    inputs, target = call
+    calls = [call]
+    if is_listed(spec, inputs):
+        assert isinstance(inputs, list)
+        calls = list(zip_longest(inputs, target if isinstance(target, list) else ()))
+    return checksum(item for own in calls for item in passed_to(spec, *own).items())
 
 
 def bounds(

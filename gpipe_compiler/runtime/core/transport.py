@@ -12,6 +12,7 @@ import torch
 
 from ..errors import PipelineError, TransportError
 from ..schedule.actions import SharedSum, Transfer
+from ..sizes import Sizes
 from ..spec import Crossing
 from .devices import intra_op_threads
 from .distributed import Network
@@ -228,7 +229,8 @@ class DistributedEndpoint:
     in the same order, as channels that deliver in order demand.
 
     Args:
-        sizes: samples in each micro-batch of this run.
+        samples: in each micro-batch of this run.
+        sizes: of each micro-batch.
     """
 
     def __init__(
@@ -236,13 +238,15 @@ class DistributedEndpoint:
         network: Network,
         placement: Sequence[int],
         crossings: Sequence[Crossing],
-        sizes: Sequence[int],
+        samples: Sequence[int],
+        sizes: Sequence[Sizes],
         microbatch_size: int,
         sum_gradients: Callable[[SharedSum], None],
     ) -> None:
         self.network = network
         self.placement = placement
         self.crossings = {crossing.value: crossing for crossing in crossings}
+        self.samples = samples
         self.sizes = sizes
         self.microbatch_size = microbatch_size
         self.sum_gradients = sum_gradients
@@ -258,7 +262,7 @@ class DistributedEndpoint:
         elif tensor.dtype != dtype or tensor.shape != shape:
             raise PipelineError(
                 f"{transfer} is {tensor.dtype} {tuple(tensor.shape)}, planned as {dtype} {shape}",
-                hint="the input differs from the one compiled for in more than its batch size",
+                hint="the input differs from the one compiled for in more than what is free",
             )
         target = self.placement[transfer.target]
         started = self.network.send(tensor, target, self._tag(self.network.rank, target))
@@ -304,8 +308,8 @@ class DistributedEndpoint:
         self.sent = [item for item in self.sent if not item[0].is_completed()]
 
     def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
-        crossing = self.crossings[transfer.value]
-        shape = crossing.shape_for(self.sizes[transfer.microbatch], self.microbatch_size, {})
+        crossing, m = self.crossings[transfer.value], transfer.microbatch
+        shape = crossing.shape_for(self.samples[m], self.microbatch_size, self.sizes[m])
         return shape, crossing.dtype
 
     def _tag(self, source: int, target: int) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ..sizes import Shape, example_shape, shape_at
+from ..sizes import Shape, Sizes, example_shape, shape_at
 
 if TYPE_CHECKING:
     import torch
@@ -81,9 +81,7 @@ class Crossing:
         """The shape of one micro-batch as the package was compiled."""
         return example_shape(self.shape)
 
-    def shape_for(
-        self, samples: int, microbatch_size: int, sizes: Mapping[str, int]
-    ) -> tuple[int, ...]:
+    def shape_for(self, samples: int, microbatch_size: int, sizes: Sizes) -> tuple[int, ...]:
         """The shape in a micro-batch.
 
         Args:

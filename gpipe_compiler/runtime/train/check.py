@@ -23,7 +23,7 @@ from torch import nn
 from ..core.batchnorm import DeferredStatistics
 from ..core.devices import intra_op_threads
 from ..core.full_batch import joint_stages
-from ..core.inputs import Inputs, bind, split
+from ..core.inputs import Inputs, bind_call
 from ..core.local_stages import owners_of
 from ..core.loss_weights import LossWeigher, summed, terms_of
 from ..core.nest import items_of
@@ -290,22 +290,23 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
     store = Weights.open(weights)
     modules = [build_stage(stage, store, device, pipe.seed) for stage in spec.stages]
     stages = _Stages(spec, modules, pipe.options, device, pipe.seed)
-    bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
-    parts, sizes = split(bound, spec, pipe.microbatches)
-    evaluated = stages.evaluate(parts)
+    needed = inputs_for(spec, most_work(spec))
+    call = bind_call(inputs, target, spec, needed, pipe.microbatches)
+    evaluated = stages.evaluate(call.parts)
     outputs = {
-        leaf.value: join(leaf, [values[leaf.value] for values in evaluated], sizes)
+        leaf.value: join(leaf, [values[leaf.value] for values in evaluated], call.samples)
         for leaf in output_leaves(spec.outputs)
     }
-    results: Tensors = {ComparedKind.OUTPUT: flat_tensors(rebuild(spec.outputs, outputs, sizes))}
+    returned = rebuild(spec.outputs, outputs, call.samples, call.sizes[0])
+    results: Tensors = {ComparedKind.OUTPUT: flat_tensors(returned)}
     if spec.loss is None:
         return results
     if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
-        parts, sizes = split(bound, spec, 1)
+        call = bind_call(inputs, target, spec, needed, 1)
     weigher = LossWeigher(spec, store, pipe.seed)
-    weighed = weigher.weigh(parts, sizes)
+    weighed = weigher.weigh(call)
     shares = weigher.shares(weighed, summed(weighed))
-    return {**results, **stages.train(spec.loss, parts, shares)}
+    return {**results, **stages.train(spec.loss, call.parts, shares)}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..core.inputs import batch_of, bind
+from ..core.inputs import bind_call
 from ..core.weights import load_file
 from ..core.wiring import inputs_for, most_work
 from ..errors import UsageError
@@ -79,9 +79,8 @@ def _refuse_too_large(
 
 def samples_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
     """The samples in a mini-batch; where nothing is batched, micro-batches are as planned."""
-    bound = bind(inputs, target, spec, inputs_for(spec, most_work(spec)))
-    batch = batch_of(bound, spec)
-    return microbatches * spec.microbatch_size if batch is None else batch
+    needed = inputs_for(spec, most_work(spec))
+    return sum(bind_call(inputs, target, spec, needed, microbatches).samples)
 
 
 def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[object, object]:

@@ -154,11 +154,13 @@ def test_weights_of_classes_are_state_of_the_model():
     with Pipeline(spec, None) as pipe:
         pipe.load_state_dict({"loss.of_class": of_class}, strict=False)
         pipe.step(inputs, target)
-        parts = [{"labels": part} for part in target["labels"].split(1)]
+        parts = [
+            ({"batch": {"tokens": part}}, {"labels": part}) for part in target["labels"].split(1)
+        ]
 
-        assert pipe._weigher.weigh(parts, (1,) * 4) == tuple(
-            (float(of_class[part["labels"]].sum()),) for part in parts
-        )
+        assert [pipe.loss_weights(*part) for part in parts] == [
+            (float(of_class[own["labels"]].sum()),) for _, own in parts
+        ]
 
 
 @pytest.mark.parametrize("name", ["skip", "tied"])
