@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from gpipe_compiler.passes.unknown_sizes import UNKNOWN, of_unknown_size
+
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
@@ -107,6 +109,11 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             made = self._without_device(func, args)
             if made is not None:
                 return made
+        if func in UNKNOWN:
+            with self:
+                unknown = of_unknown_size(func, args, kwargs or {})
+            if unknown is not None:
+                return unknown
         # Not by the mode's own handler, which torch wraps for dynamo: there is none here.
         returned = self.dispatch(func, types, args, kwargs or {})
         if func is not _LSTM or not isinstance(returned, tuple):

@@ -19,6 +19,7 @@ from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
 from gpipe_compiler.passes.remat import FEW, MANY
+from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.batch_outputs import apart_outputs
@@ -289,6 +290,14 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
     for name in graph.output_values:
         value = graph.values[name]
         if value.kind is ValueKind.TENSOR and not value.splittable:
+            selection = selection_behind(graph, name)
+            if selection is not None:
+                raise PlanError(
+                    f"how many elements the output {name} has depends on values, by "
+                    f"{selection.name}: which samples they belong to is not known",
+                    location=selection.source,
+                    hint="return all rows and a mask, or compile with --microbatches 1",
+                )
             maker = graph.producer.get(name)
             raise PlanError(
                 f"the output {name} of shape {value.shape} for {graph.batch_size} samples pairs "

@@ -19,6 +19,7 @@ from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.loss_additivity import first_bent, never_additive
 from gpipe_compiler.passes.loss_weight import different_means
+from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
 
@@ -179,7 +180,12 @@ def _unknown(graph: Graph) -> tuple[str, SourceLocation | None]:
 
 def _pairs_samples(graph: Graph, value: str) -> bool:
     known = graph.values.get(value)
-    return known is not None and known.kind is ValueKind.TENSOR and not known.splittable
+    return (
+        known is not None
+        and known.kind is ValueKind.TENSOR
+        and not known.splittable
+        and selection_behind(graph, value) is None
+    )
 
 
 def _is_scalar(graph: Graph, op: Op) -> bool:

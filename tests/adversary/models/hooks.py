@@ -198,7 +198,7 @@ def simple(name: str, model: object, **options: object) -> Case:
 CASES = (
     simple("forward", with_forward_hook),
     simple("pre", with_pre_hook),
-    simple("closure", with_closure, quick=True),
+    simple("closure", with_closure),
     simple("remembers", Remembers),
     simple("full_backward", with_full_backward_hook),
     simple(

@@ -1,0 +1,106 @@
+"""Fake results of ops whose number of elements depends on values: as many as there can be, or so.
+
+Such a value has three elements more than the most. So it neither doubles with the batch nor stays
+as it is, and counts for a value that cannot be split into micro-batches: `passes.atoms` keeps all
+that reads it in one stage.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.ops import called
+
+_aten = torch.ops.aten
+_MORE = 3
+
+_INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
+
+UNKNOWN = _INDEXING | {
+    *(_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default),
+    *(_aten.unique_consecutive.default, _aten.repeat_interleave.Tensor),
+}
+"""The ops that may be such."""
+
+
+_SELECTING = frozenset(
+    {"nonzero", "where", "masked_select", "unique", "unique_consecutive", "repeat_interleave"}
+)
+
+
+def selection_behind(graph: Graph, value: str) -> Op | None:
+    """The op by which the number of elements of a value depends on values; None where none does.
+
+    Args:
+        graph: annotated.
+    """
+    pending, seen = [value], set()
+    while pending:
+        op = graph.producer.get(pending.pop())
+        if op is None or op.name in seen:
+            continue
+        seen.add(op.name)
+        before = [name for name in op.inputs if not graph.values[name].splittable]
+        if not before and (called(op.call) in _SELECTING or _by_mask(graph, op)):
+            return op
+        pending.extend(before)
+    return None
+
+
+def _by_mask(graph: Graph, op: Op) -> bool:
+    """Whether an op indexes by a tensor of booleans."""
+    if not isinstance(op.call, FunctionCall) or op.call.function is not operator.getitem:
+        return False
+    return any(graph.values[name].dtype is torch.bool for name in value_names(op.call.args[1]))
+
+
+def most(tensor: torch.Tensor) -> int:
+    """How many elements are taken of a tensor when it is not known how many."""
+    return tensor.numel() + _MORE
+
+
+def of_unknown_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """What an op gives on fake tensors; None where its sizes follow from those it is given."""
+    match func:
+        case _aten.nonzero.default:
+            return args[0].new_empty((most(args[0]), args[0].dim()), dtype=torch.long)
+        case _aten.masked_select.default:
+            return args[0].new_empty((most(args[0].mul(args[1])),))
+        case _aten._unique2.default:
+            return _unique(args[0])
+        case _aten.unique_consecutive.default if (args[3:] or [kwargs.get("dim")])[0] is None:
+            return _unique(args[0])
+        case _aten.repeat_interleave.Tensor if kwargs.get("output_size") is None:
+            return args[0].new_empty((most(args[0]),), dtype=torch.long)
+        case _ if func in _INDEXING and any(_is_mask(index) for index in args[1]):
+            return func(args[0], _by_places(args[1]), *args[2:], **kwargs)
+    return None
+
+
+def _unique(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The elements, which of them each one is, and how often each is there."""
+    places = torch.empty_like(tensor, dtype=torch.long)
+    found = tensor.new_empty((most(tensor),))
+    return found, places, torch.empty_like(found, dtype=torch.long)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _by_places(indices: Sequence[Any]) -> list[Any]:
+    """Indices with the places where masks are true in their stead."""
+    found: list[Any] = []
+    for index in indices:
+        if _is_mask(index):
+            places = index.new_empty((most(index), index.dim()), dtype=torch.long)
+            found.extend(places.unbind(1))
+        else:
+            found.append(index)
+    return found

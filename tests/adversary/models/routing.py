@@ -1,0 +1,161 @@
+"""Ops whose number of elements depends on values: selections, routing, counting."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case, Refused
+from torch import Tensor, nn
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x).tanh()).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x))
+
+
+class Experts(nn.Module):
+    """Routing by index, as Mixtral has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(6, 3, bias=False), nn.Linear(6, 3)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        weights, chosen = self.gate(flat).softmax(-1, dtype=torch.float).topk(2, -1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(flat.dtype)
+        hot = F.one_hot(chosen, 3).permute(2, 1, 0)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            place, row = torch.where(hot[number])
+            made = F.gelu(expert(flat[row])) * weights[row, place, None]
+            out.index_add_(0, row, made.to(flat.dtype))
+        return out.view_as(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.mixed(x))
+
+
+class Layers(nn.Module):
+    """Several of them, so that a cut lies between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer.mixed(norm(x))
+        return self.head(x)
+
+
+class Selected(Two):
+    """Computes only the rows that a mask selects, and puts them back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        mask = x[:, 0] > 0
+        out = hidden.clone()
+        out[mask] = self.middle(hidden[mask]).tanh()
+        return self.last(out)
+
+
+class NonZero(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        rows = (x[:, 0] > 0).nonzero().squeeze(-1)
+        part = self.middle(hidden.index_select(0, rows)).tanh()
+        return self.last(hidden.index_copy(0, rows, part))
+
+
+class Early(Two):
+    """The selection is made at the beginning, and used at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nonzero(x[:, 0] > 0, as_tuple=True)[0]
+        hidden = self.body(x)
+        return self.last(hidden.index_add(0, rows, hidden[rows] * 0.5))
+
+
+class Scattered(Two):
+    """masked_select, masked_scatter, repeat_interleave by a tensor, unique."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        mask = hidden > 0
+        hidden = hidden.masked_scatter(mask, hidden.masked_select(mask).square())
+        counts = (x[:, :1] > 0).long() + 1
+        spread = hidden.flatten().repeat_interleave(counts.expand(-1, 8).flatten())
+        which = torch.arange(hidden.numel()).repeat_interleave(counts.expand(-1, 8).flatten())
+        summed = torch.zeros(hidden.numel()).index_add(0, which, spread.float())
+        _, inverse = torch.unique(x.round().long(), return_inverse=True)
+        return self.last(hidden + summed.view_as(hidden)) + 0 * inverse.sum(-1, keepdim=True)
+
+
+class Crossing(Two):
+    """What is selected is all that goes on."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = (x[:, 0] > 0).nonzero().squeeze(-1)  # refused: crossing
+        hidden = self.body(x.index_select(0, rows))
+        return self.last(hidden), rows
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def of_masked(output: Tensor, target: Tensor) -> Tensor:
+    """The mean over tokens that count."""
+    mask = target != 2
+    return F.cross_entropy(output[mask], target[mask])
+
+
+def of_chosen(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    logits, which = output
+    return F.cross_entropy(logits, target[which], reduction="sum")
+
+
+def simple(name: str, model: object, **options: object) -> Case:
+    return Case(name, model, rows, F.cross_entropy, classes, **options)
+
+
+CASES = (
+    simple("experts", Experts, quick=True),
+    Case(
+        "layers",
+        Layers,
+        lambda n: torch.randn(n, 4, 6),
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
+        lambda n: torch.randint(3, (n, 4)),
+        manners=FP32_ONLY,
+    ),
+    simple("selected", Selected, manners=FP32_ONLY),
+    simple("nonzero", NonZero, manners=FP32_ONLY),
+    simple("early", Early, manners=FP32_ONLY),
+    simple("scattered", Scattered, manners=FP32_ONLY),
+    Case("masked_loss", Two, rows, of_masked, classes, manners=FP32_ONLY),
+    Case(
+        "crossing",
+        Crossing,
+        rows,
+        of_chosen,
+        classes,
+        manners=FP32_ONLY,
+        expect=Refused(1, ("depends on values", "nonzero"), ("--microbatches 1", "mask")),
+    ),
+)
