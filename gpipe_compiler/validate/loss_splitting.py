@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_compiler.errors import SourceLocation, ValidationError
+from gpipe_compiler.errors import ModelError, SourceLocation, ValidationError
 from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -132,14 +132,14 @@ def refuse_unsplit(plan: Plan) -> None:
     """Refuses a plan whose loss is proven to be other than that of its micro-batches together.
 
     Raises:
-        ValidationError: naming the line.
+        ModelError: naming the line.
     """
     parts = plan.microbatches * plan.replicas
     if plan.graph is None or plan.graph.loss is None or parts == 1:
         return
     found = never_additive(plan.graph)
     if found is not None:
-        raise ValidationError(
+        raise ModelError(
             f"the loss of a mini-batch is not that of its micro-batches put together: {found.what}",
             location=found.op.source,
             hint=_HINT,

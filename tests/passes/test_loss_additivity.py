@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.loss_additivity import never_additive
@@ -131,7 +131,7 @@ def test_only_what_is_proven_is_accused(loss: LossOf, frontend: Frontend) -> Non
 def test_they_are_refused_with_their_line_before_anything_runs(loss: LossOf) -> None:
     options = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX)
 
-    with pytest.raises(ValidationError, match="not that of its micro-batches") as raised:
+    with pytest.raises(ModelError, match="not that of its micro-batches") as raised:
         compile_subject(subject(loss), options, None)
 
     assert raised.value.location is not None

@@ -29,7 +29,7 @@ from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ModelError, ValidationError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.validate.loss_splitting import Losses
@@ -182,20 +182,25 @@ def centred(output: Any, _: object) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "cause", "line"),
+    ("loss_fn", "error", "cause", "line"),
     [
-        (root_of_mean, "takes the sqrt of a mean", "mean().sqrt()"),
-        (centred, "no mean over samples", "middle).square()"),
+        (root_of_mean, ModelError, "takes the sqrt of a mean", "mean().sqrt()"),
+        (centred, ValidationError, "no mean over samples", "middle).square()"),
     ],
 )
 def test_the_cause_is_told(
-    loss_fn: Callable[[Any, Any], Tensor], cause: str, line: str, tmp_path: Path
+    loss_fn: Callable[[Any, Any], Tensor],
+    error: type[GPipeCompilerError],
+    cause: str,
+    line: str,
+    tmp_path: Path,
 ) -> None:
+    """Where the graph proves it, the model is refused; where numbers show it, its package."""
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
     ignored = labels.masked_fill(torch.arange(8) < 3, -100)
     given = dataclasses.replace(pairs(loss_fn), target=(labels, ignored))
 
-    with pytest.raises(ValidationError, match=cause) as raised:
+    with pytest.raises(error, match=cause) as raised:
         compile_subject(given, OPTIONS, tmp_path / "out")
 
     assert raised.value.location is not None
