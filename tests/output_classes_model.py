@@ -14,6 +14,13 @@ class Pair(NamedTuple):
     rest: list[Tensor]
 
 
+class Cache:
+    """No container whose tensors could be found in it."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
 @dataclass
 class Answer:
     rows: Tensor
@@ -23,6 +30,7 @@ class Answer:
     ordered: OrderedDict[str, Tensor | None]
     counted: defaultdict[str, Tensor]
     local: defaultdict[str, Tensor]
+    caches: tuple[Tensor, Cache]
 
 
 class Answering(nn.Module):
@@ -35,4 +43,5 @@ class Answering(nn.Module):
         counted = defaultdict(Tensor, {"rows": y + 2})
         ordered = OrderedDict(b=y - 1, a=None)
         local = defaultdict(lambda: y, {"rows": y + 3})  # a factory that cannot be imported
-        return Answer(y, y.sum(0), Pair(y * 2, [y + 1]), None, ordered, counted, local)
+        caches = (y * 3, Cache(y))
+        return Answer(y, y.sum(0), Pair(y * 2, [y + 1]), None, ordered, counted, local, caches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -50,6 +51,7 @@ def test_objects_of_classes_that_can_be_imported(answering: tuple[Subject, Path]
     assert actual.counted.default_factory is expected.counted.default_factory
     assert not isinstance(actual.local, defaultdict)
     torch.testing.assert_close(actual.local["rows"], expected.local["rows"])
+    torch.testing.assert_close(actual.caches[0], expected.caches[0])
     assert actual.ordered["a"] is None
     torch.testing.assert_close(actual.ordered["b"], expected.ordered["b"])
     torch.testing.assert_close(actual.counted["rows"], expected.counted["rows"])
@@ -70,3 +72,19 @@ def test_plain_objects_with_the_same_fields_elsewhere(
     assert actual.pair._fields == ("first", "rest")
     torch.testing.assert_close(actual.pair.first, expected.pair.first.detach())
     assert "where they can be imported" in (package / "README.md").read_text()
+
+
+def test_an_object_of_a_plain_class_is_refused_where_it_is_used(
+    answering: tuple[Subject, Path],
+) -> None:
+    """Nothing stands silently in its place: the way to it and its class are named."""
+    _, package = answering
+    module = load_package(package)
+    with module.Pipeline() as pipe:
+        cache = pipe(torch.ones(2, 4)).caches[1]
+    refusal = sys.modules[f"{module.__name__}.runtime.errors"].UsageError
+
+    copied = copy.deepcopy(cache)
+    for use in (lambda: copied.keys, lambda: cache[0], lambda: bool(cache), lambda: [*cache]):
+        with pytest.raises(refusal, match=r"caches\.1 is an object of the class Cache"):
+            use()

@@ -45,6 +45,7 @@ from gpipe_compiler.runtime.spec import (
     Samples,
     ScheduleKind,
     StageSpec,
+    Unreturned,
 )
 
 
@@ -76,7 +77,7 @@ def write_schedule(
 
 _SPEC_TYPES = (
     *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
-    *(LossSpec, LossTerm),
+    *(Unreturned, LossSpec, LossTerm),
     *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
 )
 

@@ -203,7 +203,7 @@ class Proof:
                 returned = [self._run(inputs) for inputs in _picked(tensors, dims, sizes)]
             except Exception:  # noqa: BLE001  # whatever the user's code raises on these shapes
                 continue
-            template, _ = describe(returned[0])
+            template = describe(returned[0])
             try:
                 return _Answer(sizes, returned, [pick(output, template) for output in returned])
             except (IndexError, KeyError, AttributeError, TypeError):  # another structure

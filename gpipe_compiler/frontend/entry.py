@@ -52,7 +52,8 @@ from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.spec import OutputClass
+from gpipe_compiler.runtime.core.nest import items_of
+from gpipe_compiler.runtime.spec import OutputClass, Unreturned
 from gpipe_compiler.runtime.wording import text_of
 
 _PROBE_SAMPLES = 4
@@ -68,7 +69,6 @@ class Probe:
 
     Attributes:
         structure: what the model returns; slots number its tensors.
-        dropped: the classes in it that no stage can hand out.
         classes: of the model's own, in it.
         own_loss: the slot of the loss that the model itself returns.
         squares: the slots whose squares are the loss, where that is asked for.
@@ -77,7 +77,6 @@ class Probe:
     """
 
     structure: Template
-    dropped: tuple[str, ...]
     classes: tuple[OutputClass, ...]
     own_loss: int | None = None
     squares: tuple[int, ...] = ()
@@ -158,12 +157,12 @@ class Entry(nn.Module):
         """Runs the model once, to know what it returns and how losses combine."""
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
         output, target = self._probe_output(count)
-        structure, dropped = describe(output)
-        structure = self._with_numbers(structure, count)
-        found = Probe(structure, dropped, tuple(classes_in(output)))
+        structure = self._with_numbers(describe(output), count)
+        found = Probe(structure, tuple(classes_in(output)))
         if not self.has_loss:
-            if dropped and not has_slots(structure):
-                raise self._no_container(dropped[0])
+            if not has_slots(structure):
+                for _, item in items_of(structure, Unreturned):
+                    raise self._no_container(item)
             return found
         leaves = pick(output, structure)
         if self.loss_fn is not None:
@@ -194,7 +193,7 @@ class Entry(nn.Module):
         others = {}
         for samples in (count + 1, 2 * count):
             with contextlib.suppress(ModelError):
-                others[samples] = describe(self._probe_output(samples)[0])[0]
+                others[samples] = describe(self._probe_output(samples)[0])
         return with_numbers(structure, count, others, definition(type(self.model).forward))
 
     def _dims(self, output: object, count: int, structure: Template) -> tuple[Dims, Dims]:
@@ -277,14 +276,15 @@ class Entry(nn.Module):
         try:
             return reduction_of(loss, count)
         except ModelError as error:
-            _, unknown = describe(output)
-            if not unknown:
+            unknown = next((item for _, item in items_of(structure, Unreturned)), None)
+            if unknown is None:
                 raise
             loss(0, count)  # raises what is wrong with the whole, too
-            raise self._no_container(unknown[0]) from error
+            raise self._no_container(unknown) from error
 
-    def _no_container(self, cls: str) -> ModelError:
+    def _no_container(self, output: Unreturned) -> ModelError:
         """The error for an output of a class that cannot be taken apart."""
+        cls = output.cls
         return ModelError(
             f"the model returns {cls}, which is no tensor, tuple, dict or dataclass: "
             "what is in it cannot be taken apart into micro-batches",

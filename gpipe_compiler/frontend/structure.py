@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.runtime.core.nest import Path
-from gpipe_compiler.runtime.spec import OutputClass
+from gpipe_compiler.runtime.spec import OutputClass, Unreturned
 
 Template: TypeAlias = Any
 """Tuples, lists and dicts (nested) of `TensorSlot` and constants."""
@@ -25,11 +25,6 @@ class TensorSlot:
     """The place of a tensor: its number in the flat list."""
 
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Dropped:
-    """An output that no stage can hand out, such as a cache object."""
 
 
 def replace_tensors(tree: object, replacement: Callable[[Path], object], path: Path = ()) -> object:
@@ -77,32 +72,29 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: object) ->
     return twin
 
 
-def describe(output: object) -> tuple[Template, tuple[str, ...]]:
-    """The structure of what a model returns, and the classes of outputs it cannot hold.
+def describe(output: object) -> Template:
+    """The structure of what a model returns.
 
     Named tuples become tuples. A dict subclass or dataclass becomes a dict of its fields that are
-    not None. Anything that is no tensor, container or constant is left out.
+    not None. In the place of anything that is no tensor, container or constant stands an
+    `Unreturned`.
     """
     numbers = itertools.count()
-    dropped: list[str] = []
 
-    def walk(item: object) -> Template:
+    def walk(item: object, path: Path) -> Template:
         if isinstance(item, torch.Tensor):
             return TensorSlot(next(numbers))
         if isinstance(item, tuple | list):
-            items = [None if isinstance(w, _Dropped) else w for w in map(walk, item)]
+            items = [walk(part, (*path, index)) for index, part in enumerate(item)]
             return items if isinstance(item, list) else tuple(items)
         fields = _fields(item)
         if fields is not None:
-            walked = {key: walk(value) for key, value in fields.items()}
-            return {key: value for key, value in walked.items() if not isinstance(value, _Dropped)}
+            return {key: walk(value, (*path, key)) for key, value in fields.items()}
         if item is None or isinstance(item, bool | int | float | complex | str | torch.dtype):
             return item
-        dropped.append(type(item).__name__)
-        return _Dropped()
+        return Unreturned(path, type(item).__name__)
 
-    template = walk(output)
-    return None if isinstance(template, _Dropped) else template, tuple(dropped)
+    return walk(output, ())
 
 
 def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:

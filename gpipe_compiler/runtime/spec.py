@@ -10,6 +10,7 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .errors import UsageError
 from .schedule.actions import Crossing
 from .schedule.choosing import ScheduleKind
 from .sizes import (
@@ -37,6 +38,7 @@ __all__ = [
     "LossTerm",
     "OptimizerKind",
     "OutputClass",
+    "OutputTerm",
     "PipelineSpec",
     "Precision",
     "Reduction",
@@ -49,6 +51,7 @@ __all__ = [
     "StageSpec",
     "Steps",
     "Structure",
+    "Unreturned",
     "covers",
     "larger",
     "layer_name",
@@ -236,6 +239,35 @@ class Samples:
     """The place of a number in that structure: so many for each sample of the mini-batch."""
 
     factor: Dim
+
+
+@dataclass(frozen=True)
+class Unreturned:
+    """What the model returns in this place and no stage can hand out, such as a cache of keys.
+
+    Whatever is done with it is refused, but for seeing whether it is None.
+
+    Attributes:
+        path: the way to it in what the model returns.
+        cls: the name of its class.
+    """
+
+    path: tuple[Any, ...]
+    cls: str
+
+    def _refuse(self, *_: object) -> Any:
+        raise UsageError(
+            f"what the model returns in {'.'.join(map(str, self.path)) or 'all'} is an object of "
+            f"the class {self.cls}, which no stage can hand out",
+            hint="have the model return its tensors in a tuple, a dict or a dataclass",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks for these by itself, to copy or to print it
+            raise AttributeError(name)
+        return self._refuse()
+
+    __bool__ = __call__ = __contains__ = __getitem__ = __iter__ = __len__ = _refuse
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
