@@ -24,7 +24,7 @@ from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.check import check_pipeline
 from gpipe_compiler.runtime.train.comparison import Row, pack
-from gpipe_compiler.runtime.train.data import example_call
+from gpipe_compiler.runtime.train.data import InputChoice, example_call
 from gpipe_compiler.validate.package import reference_of
 
 SEED = 3
@@ -50,7 +50,7 @@ def differences(
     spec = package.SPEC
     fewest = device_counts(spec.schedule, len(spec.stages))[-1]
     devices = ["cpu"] * fewest if one_device else None
-    inputs, target = example_call(spec, directory, None)
+    inputs, target = example_call(spec, directory, InputChoice())
     with Pipeline(spec, directory / "weights", devices=devices, seed=SEED, timeout_s=60) as pipe:
         return check_pipeline(pipe, directory / "weights", inputs, target, [reference])
 

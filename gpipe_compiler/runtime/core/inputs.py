@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from ..errors import UsageError
-from ..sizes import Dim, Size, Sizes, sizes_in, value_at
+from ..sizes import Dim, Expression, Size, Sizes, sizes_in, value_at
 from ..spec import Input, PipelineSpec
 from .nest import tensors_of
 from .request import Values
@@ -357,4 +357,5 @@ def _describe(item: object) -> str:
 
 
 def _as_text(shape: Sequence[object]) -> str:
-    return "x".join(map(str, shape)) or "()"
+    free = any(isinstance(dim, Expression) for dim in shape)
+    return (" x " if free else "x").join(map(str, shape)) or "()"

@@ -185,7 +185,8 @@ class Pipeline:
         Args:
             inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the
                 pair (tuple, dict). A batch of fewer samples than micro-batches is run as fewer.
-            target: what the loss compares with.
+                A list of these is the micro-batches, each of which may have sizes of its own.
+            target: what the loss compares with; a list for a list of micro-batches.
             weight: of this mini-batch's gradients, as 1/N when they are accumulated over N of them;
                 the loss is returned without it.
 
@@ -204,7 +205,10 @@ class Pipeline:
         weight: float = 1.0,
         outputs: bool = True,
     ) -> tuple[torch.Tensor, object]:
-        """As `step`, and what the model returns besides; under torchrun on rank 0 only."""
+        """As `step`, and what the model returns besides; under torchrun on rank 0 only.
+
+        For a list of micro-batches it is a list of what the model returns for each.
+        """
         scale = weight * self.scaler.get_scale()
         with collected(self.local_stages.shared, self._reducer):
             terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale)
@@ -323,7 +327,8 @@ class Pipeline:
 
             loss = pipe.step(*pipe.shard(inputs, target))
 
-        Replicas then do together what one pipeline with `replicas` times the micro-batches does.
+        Of a list of micro-batches it is consecutive ones. Replicas then do together what one
+        pipeline with `replicas` times the micro-batches does.
         A batch with fewer samples than replicas leaves some none, which `step` refuses. It also
         refuses, on every rank, where replicas have taken their shares of batches that differ.
         """

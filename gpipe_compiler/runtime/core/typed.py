@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 MOST = 2**31 - 1
@@ -74,6 +74,25 @@ def path(text: str) -> Path:
 def names(text: str) -> list[str]:
     """The type of an option that is names with commas between."""
     return [name.strip() for name in text.split(",")]
+
+
+def numbers_of(known: Collection[str]) -> Callable[[str], dict[str, int]]:
+    """The type of an option that gives some of these names a number: `tokens=2048,items=4`."""
+
+    every = ", ".join(known) or "none here"
+
+    def read(text: str) -> dict[str, int]:
+        found = {}
+        for part in names(text):
+            name, _, number = part.partition("=")
+            if name not in known:
+                raise argparse.ArgumentTypeError(
+                    f"{shown(part)}: NAME=NUMBER is needed, and the names are {every}"
+                )
+            found[name] = positive(number)
+        return found
+
+    return read
 
 
 def shown(text: str) -> str:

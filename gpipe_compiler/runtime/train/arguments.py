@@ -9,6 +9,7 @@ from ..core.typed import (
     microbatches,
     names,
     natural,
+    numbers_of,
     path,
     positive,
     positive_real,
@@ -108,8 +109,14 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
             arguments.resume,
         ),
         log=arguments.log,
-        input=InputChoice(arguments.input, arguments.batch_size),
+        input=input_choice(arguments),
     )
+
+
+def input_choice(arguments: argparse.Namespace) -> InputChoice:
+    """The data that a command runs on, where the user's own is not."""
+    file = getattr(arguments, "input", None)  # not every command has it
+    return InputChoice(file, arguments.batch_size, arguments.at)
 
 
 def _contradictions(given: argparse.Namespace, hooks: UserHooks) -> dict[str, bool]:
@@ -130,6 +137,9 @@ def _contradictions(given: argparse.Namespace, hooks: UserHooks) -> dict[str, bo
         ),
         "--batch-size is of the example data, not of --input": (
             given.batch_size is not None and given.input is not None
+        ),
+        "--at is of the example data, and not of --input or train_data()": (
+            bool(given.at) and (own_data or given.input is not None)
         ),
         "--evaluate-every needs eval_data() in the model's file": (
             given.evaluate_every is not None and hooks.eval_data is None
@@ -243,6 +253,14 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
     parser.add_argument("--seed", type=seed, default=0, help="of dropout, data, new weights (0)")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="of the example data")
+    examples = ", ".join(f"{size.name}={size.example}" for size in spec.sizes)
+    parser.add_argument(
+        "--at",
+        type=numbers_of([size.name for size in spec.sizes]),
+        default={},
+        metavar="NAME=N,...",
+        help=f"sizes of the example data ({examples})" if examples else argparse.SUPPRESS,
+    )
     parser.add_argument(
         "--load",
         type=path,

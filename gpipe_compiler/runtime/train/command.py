@@ -19,9 +19,9 @@ from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec
 from ..wording import printable_lines
-from .arguments import parser_for, train_options
+from .arguments import input_choice, parser_for, train_options
 from .check import check_pipeline, format_rows, write_rows
-from .data import InputChoice, example_call
+from .data import example_call
 from .hooks import UserHooks
 from .inference import bench, infer
 from .process import exit_code, exit_code_of, keep_memory, say
@@ -183,15 +183,14 @@ def _work(
     """Everything but training."""
     _load(pipe, arguments)
     if arguments.command == "infer":
-        choice = InputChoice(arguments.input, arguments.batch_size)
-        infer(pipe, directory, choice, arguments.output)
+        infer(pipe, directory, input_choice(arguments), arguments.output)
         return 0
     if arguments.command == "bench":
-        bench(pipe, directory, InputChoice(samples=arguments.batch_size), arguments.steps)
+        bench(pipe, directory, input_choice(arguments), arguments.steps)
         if arguments.stages or arguments.report is not None:
             _time_stages(pipe, directory, arguments)
         return 0
-    inputs, target = example_call(pipe.spec, directory, arguments.batch_size)
+    inputs, target = example_call(pipe.spec, directory, input_choice(arguments))
     rows = check_pipeline(pipe, stored, inputs, target, arguments.reference)
     passed = all(row.passed for row in rows)
     if pipe.rank == 0 or not passed:
@@ -202,7 +201,7 @@ def _work(
 
 
 def _time_stages(pipe: Pipeline, directory: Path, arguments: argparse.Namespace) -> None:
-    found = measure_stages(pipe, *example_call(pipe.spec, directory, arguments.batch_size))
+    found = measure_stages(pipe, *example_call(pipe.spec, directory, input_choice(arguments)))
     if pipe.rank == 0:
         say(str(found))
         if arguments.report is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from ..core.inputs import bind_call
 from ..core.weights import load_file
 from ..core.wiring import inputs_for, most_work
 from ..errors import UsageError
+from ..sizes import Sizes, shape_at
 from ..spec import Input, PipelineSpec
 
 EXAMPLE = Path("weights", "example.safetensors")
@@ -25,24 +27,26 @@ class InputChoice:
     Attributes:
         file: named tensors; None for the example.
         samples: of the example; None for as many as it was compiled with.
+        sizes: of the example, by name; others are those that it was compiled with.
     """
 
     file: Path | None = None
     samples: int | None = None
+    sizes: Sizes = field(default_factory=dict)
 
 
 def call_on(spec: PipelineSpec, directory: Path, choice: InputChoice) -> tuple[object, object]:
     """Inputs and target of what was chosen; raises as `named_input` or `example_call`."""
     if choice.file is not None:
         return named_input(spec, choice.file)
-    return example_call(spec, directory, choice.samples)
+    return example_call(spec, directory, choice)
 
 
-def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tuple[object, object]:
+def example_call(spec: PipelineSpec, directory: Path, choice: InputChoice) -> tuple[object, object]:
     """Inputs and target of the example that the package was compiled with.
 
     Args:
-        samples: that the example is repeated or cut to; None leaves it.
+        choice: the samples and sizes that the example is repeated or cut to.
 
     Raises:
         UsageError: when the package has no example.
@@ -54,27 +58,37 @@ def example_call(spec: PipelineSpec, directory: Path, samples: int | None) -> tu
             hint="offer train_data() in the model's file and compile again, or pass --input",
         )
     tensors = load_file(path)
-    if samples is not None:
-        _refuse_too_large(spec, tensors, samples)
-        tensors = {
-            source.name: resized(tensors[source.name], source.batch_dim, samples)
-            for source in spec.inputs
-            if source.name in tensors
-        }
+    sizes = {size.name: size.example for size in spec.sizes} | {**choice.sizes}
+    shapes = {
+        source.name: _shape_at(source, tensors[source.name], choice.samples, sizes)
+        for source in spec.inputs
+        if source.name in tensors
+    }
+    _refuse_too_large(tensors, shapes)
+    for name, shape in shapes.items():
+        for dim, size in enumerate(shape):
+            tensors[name] = resized(tensors[name], dim, size)
     return call_of(spec, tensors)
 
 
+def _shape_at(
+    source: Input, tensor: torch.Tensor, samples: int | None, sizes: Sizes
+) -> tuple[int, ...]:
+    """The shape of an input with so many samples at these sizes."""
+    shape = [*(tensor.shape if source.shape is None else shape_at(source.shape, sizes))]
+    if source.batch_dim is not None:
+        shape[source.batch_dim] = tensor.shape[source.batch_dim] if samples is None else samples
+    return tuple(shape)
+
+
 def _refuse_too_large(
-    spec: PipelineSpec, tensors: Mapping[str, torch.Tensor], samples: int
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raise UsageError for more samples than this machine could hold."""
-    given = [(tensors[s.name], s.batch_dim) for s in spec.inputs if s.name in tensors]
-    size = sum(t.nbytes * samples // t.shape[dim] for t, dim in given if dim is not None)
+    """Raise UsageError for more than this machine could hold."""
+    size = sum(math.prod(shape) * tensors[name].itemsize for name, shape in shapes.items())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
-        raise UsageError(
-            f"a batch of {samples:,} samples is larger than the memory of this machine"
-        )
+        raise UsageError(f"a batch of {size:,} bytes is larger than the memory of this machine")
 
 
 def samples_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
@@ -127,7 +141,7 @@ def _place(call: dict[object, object], source: Input, tensor: torch.Tensor) -> N
 
 
 def resized(tensor: torch.Tensor, dim: int | None, samples: int) -> torch.Tensor:
-    """A tensor cut or repeated to `samples` samples; itself where it has no batch dimension."""
-    if dim is None:
+    """A tensor cut or repeated to so many samples; itself where it has no batch dimension."""
+    if dim is None or tensor.shape[dim] == samples:
         return tensor
     return tensor.index_select(dim, torch.arange(samples) % tensor.shape[dim])

@@ -60,11 +60,15 @@ def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> N
     measured = seconds[WARM_UP:]
     median = statistics.median(measured)
     what = "inference" if pipe.spec.loss is None else "step"
+    sizes = {size.name: size.example for size in pipe.spec.sizes} | {**choice.sizes}
+    if sizes:
+        what += " at " + ", ".join(f"{name}={size}" for name, size in sizes.items())
     print(
         f"{what}: median {_time(median)} of {len(measured)}, fastest {_time(min(measured))}, "
         f"{samples / median:.1f} samples/s"
     )
-    predicted = _predicted(pipe, directory, samples)
+    planned = all(size.example == sizes[size.name] for size in pipe.spec.sizes)
+    predicted = _predicted(pipe, directory, samples) if planned else None
     if predicted is not None:
         print(f"predicted {_time(predicted)}: {median / predicted:.2f} times that was measured")
 

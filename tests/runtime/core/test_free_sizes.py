@@ -124,7 +124,7 @@ def test_a_size_that_the_model_does_not_take_is_refused():
         refused(pipe, *sized_batch(2, 6, 3), "memory.1 divisible by 2", "is 3", "model.py:30:")
         refused(
             *(pipe, inputs, sized_batch(2, 5, 4)[1]),
-            f"target has shape 2x5, the model was compiled for batchxids.1, and ids.1 is 6 {where}",
+            "target has shape 2x5, the model was compiled for batch x ids.1, and ids.1 is 6",
         )
         refused(
             pipe,
