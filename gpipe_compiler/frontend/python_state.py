@@ -1,9 +1,19 @@
-"""Python state that forward changes, such as a counter of calls: a trace holds one value of it."""
+"""Python state that forward changes, such as a counter of calls: a trace holds one value of it.
+
+It stands in attributes of modules and of their classes, in globals and closures of the functions
+that forward calls, and in what all these hold: entries of dicts, attributes of objects.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import types
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,23 +23,36 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
-PythonState: TypeAlias = Mapping[tuple[str, str], object]
-"""By module and attribute: numbers and words, sizes of containers, which tensor."""
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Place:
+    """Something that has a value.
+
+    Attributes:
+        reader: the function or class of the user's that it belongs to.
+        put: gives it another value.
+    """
+
+    value: object
+    reader: object
+    put: Callable[[Any], None]
+
+
+PythonState: TypeAlias = Mapping[str, object]
+"""By what it is called: numbers and words, sizes of containers, which tensor."""
 
 _FAR = 1_000_003
 """Calls after which a counter is looked at."""
 
 _OWN = frozenset(vars(nn.Module()))
 
+_MOST_ENTRIES = 1000
+"""Entries of a container that is looked into; larger ones are data."""
+
 
 def python_state(model: nn.Module) -> PythonState:
-    """What the attributes of a model's modules are at the moment, parameters and buffers apart."""
-    return {
-        (path, name): _seen(value)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _OWN
-    }
+    """What forward can read besides tensors at the moment, parameters and buffers apart."""
+    return {name: _seen(place.value) for name, place in _places(model).items()}
 
 
 def _seen(value: object) -> object:
@@ -40,9 +63,93 @@ def _seen(value: object) -> object:
     return id(value) if isinstance(value, torch.Tensor) else type(value)
 
 
-def changed(before: PythonState, after: PythonState) -> list[tuple[str, str]]:
-    """The attributes that are not what they were."""
-    return [key for key, value in after.items() if value != before.get(key, None)]
+def _places(model: nn.Module) -> dict[str, _Place]:
+    """Where a model keeps such state, by what it is called."""
+    found: dict[str, _Place] = {}
+    seen: set[int] = set()
+    classes: dict[type, None] = {}
+    for path, module in model.named_modules():
+        classes |= dict.fromkeys(type(module).__mro__)
+        prefix = ".".join(filter(None, ("self", path)))
+        for name, value in vars(module).items():
+            if name not in _OWN:
+                place = _Place(value, type(module).forward, partial(setattr, module, name))
+                found |= _within(f"{prefix}.{name}", place, seen)
+    own = [cls for cls in classes if _is_users(cls)]
+    for cls in own:
+        for name, value in vars(cls).items():
+            if not name.startswith("__") and not callable(value):
+                place = _Place(value, vars(cls).get("forward", cls), partial(setattr, cls, name))
+                found |= _within(f"{cls.__qualname__}.{name}", place, seen)
+    for function in _functions(own):
+        for name, place in _names(function):
+            found |= _within(name, place, seen)
+    return found
+
+
+def _within(name: str, place: _Place, seen: set[int]) -> dict[str, _Place]:
+    """A place, and the numbers in what it holds, by what they are called.
+
+    Args:
+        seen: the ids of objects that were looked into; this one's is added.
+    """
+    held, found = place.value, {name: place}
+    is_object = not isinstance(held, nn.Module) and hasattr(held, "__dict__")
+    if type(held) is dict:
+        inside, text, put = held, f"{name}[{{!r}}]", held.__setitem__
+    elif isinstance(held, types.SimpleNamespace) or (is_object and _is_users(type(held))):
+        inside, text, put = vars(held), f"{name}.{{}}", partial(setattr, held)
+    else:
+        return found
+    if id(held) not in seen and len(inside) <= _MOST_ENTRIES:
+        seen.add(id(held))
+        for key, value in inside.items():
+            if isinstance(value, int | float | list | dict):
+                found[text.format(key)] = _Place(value, place.reader, partial(put, key))
+    return found
+
+
+def _functions(classes: Sequence[type]) -> Iterator[types.FunctionType]:
+    """The functions of these classes, and those of the user's that they call by their names."""
+    pending = [item for cls in classes for item in vars(cls).values()]
+    known: set[int] = set()
+    while pending:
+        item = pending.pop()
+        if not isinstance(item, types.FunctionType) or id(item) in known or not _is_users(item):
+            continue
+        known.add(id(item))
+        yield item
+        pending.extend(place.value for _, place in _names(item))
+
+
+def _names(function: types.FunctionType) -> Iterator[tuple[str, _Place]]:
+    """The globals and the variables around it that a function reads."""
+    names = function.__globals__
+    for name in function.__code__.co_names:
+        if name in names and not isinstance(names[name], types.ModuleType | type):
+            put = partial(names.__setitem__, name)
+            yield f"{function.__module__}.{name}", _Place(names[name], function, put)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it has no value yet
+            put = partial(setattr, cell, "cell_contents")
+            yield f"{name} of {function.__qualname__}", _Place(cell.cell_contents, function, put)
+
+
+_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120  # compared with the text of file names
+
+
+def _is_users(item: Any) -> bool:
+    """Whether a class or function stands in the user's own files, and in no installed package."""
+    module = sys.modules.get(item.__module__ or "")
+    file = getattr(module, "__file__", None) or ""
+    if item.__module__ == "builtins" or "site-packages" in file:
+        return False
+    return not file.startswith(_LIBRARY)
+
+
+def changed(before: PythonState, after: PythonState) -> list[str]:
+    """What is not as it was."""
+    return [key for key, value in after.items() if value != before.get(key)]
 
 
 def refuse_remembered(model: nn.Module, call: Callable[[float], Sequence[Any]]) -> None:
@@ -66,7 +173,9 @@ def refuse_remembered(model: nn.Module, call: Callable[[float], Sequence[Any]]) 
         leaves = enumerate(call(times))
         return {str(n): x.detach().clone() for n, x in leaves if isinstance(x, torch.Tensor)}
 
+    places = _places(model)
     states = [python_state(model)]
+    counters: list[str] = []
     try:
         first = again()
         states.append(python_state(model))
@@ -75,14 +184,17 @@ def refuse_remembered(model: nn.Module, call: Callable[[float], Sequence[Any]]) 
         later = again()
         counters = [key for key in states[2] if _counts([state.get(key) for state in states])]
         if _alike(first, later) and counters:
-            for path, name in counters:
-                setattr(model.get_submodule(path), name, states[2][path, name] + _FAR)  # type: ignore[operator]  # an integer
+            for key in counters:
+                places[key].put(states[2][key] + _FAR)  # type: ignore[operator]  # an integer
             later = again()
     except Exception:  # noqa: BLE001  # whatever the user's code raises: nothing is told
         return
+    finally:
+        for key in counters:
+            places[key].put(states[0][key])
     if not _alike(first, later):
         keys = counters or changed(states[1], states[2]) or changed(states[0], states[1])
-        raise _remembers(model, keys, states)
+        raise _remembers(keys, places, type(model).forward)
 
 
 def _counts(values: Sequence[object]) -> bool:
@@ -101,16 +213,13 @@ def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -
     )
 
 
-def _remembers(
-    model: nn.Module, keys: Sequence[tuple[str, str]], states: Sequence[PythonState]
-) -> ModelError:
-    path, name = keys[0] if keys else ("", "")
-    attribute = ".".join(filter(None, ("self", path, name)))
-    what = f"{attribute}, which forward changes," if keys else "something that forward changes"
+def _remembers(keys: Sequence[str], places: Mapping[str, _Place], forward: object) -> ModelError:
+    reader = places[keys[0]].reader if keys and keys[0] in places else forward
+    what = f"{keys[0]}, which forward changes," if keys else "something that forward changes"
     return ModelError(
         f"another call of the model on the same batch gives another result: {what} decides what "
         "it computes, and a stage has one value of it",
-        location=definition(type(model.get_submodule(path)).forward),
+        location=definition(reader),
         hint="keep it in a buffer (register_buffer) that forward writes in place, or set it "
         "outside of forward",
     )

@@ -232,6 +232,45 @@ class KeepsMeans(Remembers):
         return self.last(x) + sum(self.means) / len(self.means)
 
 
+CALLS = {"all": 0, "noted": 0}
+
+
+def next_call() -> int:  # refused: counts_in_a_global
+    CALLS["all"] += 1
+    return CALLS["all"]
+
+
+class CountsInAGlobal(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()) * (1.0 if next_call() < 10**6 else 0.5)
+
+
+class CountsInItsClass(Remembers):
+    seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:  # refused: counts_in_its_class
+        CountsInItsClass.seen += 1
+        return self.last(self.first(x).tanh()) / CountsInItsClass.seen
+
+
+def counts_in_a_closure() -> nn.Module:
+    calls = 0
+
+    class Counts(Remembers):
+        def forward(self, x: Tensor) -> Tensor:  # refused: counts_in_a_closure
+            nonlocal calls
+            calls += 1
+            return self.last(self.first(x).tanh() * calls)
+
+    return Counts()
+
+
+class CountsForNobodyInAGlobal(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS["noted"] += 1
+        return self.last(self.first(x).tanh())
+
+
 class CountsForNobody(Remembers):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
@@ -357,6 +396,10 @@ CASES = (
     simple("scales_by_calls", ScalesByCalls, expect=REMEMBERS),
     simple("warms_up", WarmsUp, expect=REMEMBERS),
     simple("keeps_means", KeepsMeans, expect=REMEMBERS),
+    simple("counts_in_a_global", CountsInAGlobal, expect=REMEMBERS),
+    simple("counts_in_its_class", CountsInItsClass, expect=REMEMBERS),
+    simple("counts_in_a_closure", counts_in_a_closure, expect=REMEMBERS),
+    simple("counts_for_nobody_in_a_global", CountsForNobodyInAGlobal),
     simple("counts_for_nobody", CountsForNobody),
     simple("notes_tables", NotesTables),
     simple(
