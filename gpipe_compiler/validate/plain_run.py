@@ -27,8 +27,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.runtime.train.check import LOSS_SCALE
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, flat_tensors
+from gpipe_compiler.runtime.train.plain_stages import LOSS_SCALE
 from gpipe_compiler.validate.draws import Draws, DrawsOfAll, DrawsOfOne
 
 

@@ -1,16 +1,14 @@
 """`run.py check`: compares a package with its model, on the user's own machine.
 
 The pipeline, with its schedule and transport, is held against references: results of the original
-model, each for a batch of its own, or else the package's own stages run one after another in plain
-autograd, which leaves out nothing but the pipelining.
+model, each for a batch of its own, or else of the package's own stages (`plain_stages.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -18,25 +16,15 @@ from typing import TypeAlias
 import safetensors
 import safetensors.torch
 import torch
-from torch import nn
 
-from ..core.batchnorm import DeferredStatistics
 from ..core.devices import intra_op_threads
-from ..core.full_batch import joint_stages
-from ..core.inputs import Inputs, bind_call
+from ..core.inputs import Inputs
 from ..core.local_stages import owners_of
-from ..core.loss_weights import LossWeigher, summed, terms_of
 from ..core.nest import items_of
-from ..core.options import ExecutionOptions
-from ..core.outputs import join, rebuild
 from ..core.pipeline import Pipeline
-from ..core.precision import autocast, lower_dtype
-from ..core.random import SeededRandom, seed_in_eval
-from ..core.request import Values
-from ..core.weights import Weights, build_stage
-from ..core.wiring import inputs_for, most_work, output_leaves
+from ..core.precision import lower_dtype
 from ..errors import UsageError
-from ..spec import BatchNorm, Joined, Leaf, LossSpec, PipelineSpec, Precision
+from ..spec import BatchNorm, Joined, Leaf
 from .comparison import (
     ComparedKind,
     Row,
@@ -50,19 +38,13 @@ from .comparison import (
     worst_of,
 )
 from .data import call_of
+from .plain_stages import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
 INPUT = "input/"
 """What stands before the name of an input in a reference file."""
 
 ROUNDING = "rounding/"
 """What stands before the name of a tensor, for how far rounding alone moves its entries."""
-
-LEARNING_RATE = 1.0
-"""Of the optimizer step in a check: the weights move by their gradients."""
-
-LOSS_SCALE = 1024.0
-"""In a check of fp16: a power of two rounds nothing, and this one is far from overflow."""
-
 
 Shares: TypeAlias = Mapping[ComparedKind, Mapping[str, float]]
 """How far off tensors may be: most often as a share of what they are measured by."""
@@ -274,150 +256,3 @@ def format_rows(rows: Sequence[Row]) -> str:
 def write_rows(rows: Sequence[Row], path: Path) -> None:
     """The comparison as JSON, a list of rows."""
     path.write_text(json.dumps([dataclasses.asdict(row) for row in rows]), encoding="utf-8")
-
-
-def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) -> Tensors:
-    """The expected results of a pipeline: outputs, and all that a training step changes.
-
-    On the CPU; in 16 bits where the pipeline computes, as autocast differs between devices.
-
-    Args:
-        weights: the folder that the pipeline's weights came from.
-    """
-    spec, device = pipe.spec, torch.device("cpu")
-    if pipe.options.precision is not Precision.FP32:
-        device = next((tensor.device for _, tensor in pipe.named_parameters()), device)
-    store = Weights.open(weights)
-    modules = [build_stage(stage, store, device, pipe.seed) for stage in spec.stages]
-    stages = _Stages(spec, modules, pipe.options, device, pipe.seed)
-    needed = inputs_for(spec, most_work(spec))
-    call = bind_call(inputs, target, spec, needed, pipe.microbatches)
-    evaluated = stages.evaluate(call.parts)
-    outputs = {
-        leaf.value: join(leaf, [values[leaf.value] for values in evaluated], call.samples)
-        for leaf in output_leaves(spec.outputs)
-    }
-    returned = rebuild(spec.outputs, outputs, call.samples, call.sizes[0])
-    results: Tensors = {ComparedKind.OUTPUT: flat_tensors(returned)}
-    if spec.loss is None:
-        return results
-    if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
-        call = bind_call(inputs, target, spec, needed, 1)
-    weigher = LossWeigher(spec, store, pipe.seed)
-    weighed = weigher.weigh(call)
-    shares = weigher.shares(weighed, summed(weighed))
-    return {**results, **stages.train(spec.loss, call.parts, shares)}
-
-
-@contextlib.contextmanager
-def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Undoes what is written to buffers: the step that follows starts from the model's own."""
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    before = [buffer.clone() for buffer in buffers]
-    yield
-    for buffer, content in zip(buffers, before, strict=True):
-        buffer.copy_(content)
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """All the stages, on one device."""
-
-    spec: PipelineSpec
-    modules: Sequence[nn.Module]
-    options: ExecutionOptions
-    device: torch.device
-    seed: int
-
-    def evaluate(self, parts: Sequence[Values]) -> list[Values]:
-        """What the stages hand out in eval mode, micro-batch by micro-batch."""
-        for module in self.modules:
-            module.eval()
-        with torch.no_grad(), kept_buffers(self.modules):
-            return [self._forward(0, part, None, {})[0] for part in parts]
-
-    def train(
-        self, loss: LossSpec, parts: Sequence[Values], weights: Sequence[Sequence[float]]
-    ) -> Tensors:
-        """One training step.
-
-        Args:
-            weights: for each micro-batch those of its loss's terms. One of weight 0 may be nan:
-                nothing in it counts.
-        """
-        for module in self.modules:
-            module.train()
-        deferred: dict[int, DeferredStatistics] = {}
-        if self.options.batchnorm is BatchNorm.DEFERRED:
-            pairs = zip(self.modules, self.spec.stages, strict=True)
-            deferred = {
-                index: DeferredStatistics(module, stage.renamed)
-                for index, (module, stage) in enumerate(pairs)
-            }
-        scale = LOSS_SCALE if self.options.precision is Precision.FP16 else 1.0
-        total = torch.zeros((), device=self.device)
-        for microbatch, (part, own) in enumerate(zip(parts, weights, strict=True)):
-            _, terms = self._forward(microbatch, part, loss, deferred)
-            weighed = zip(terms, own, strict=True)
-            weighted = [term.reshape(()) * weight for term, weight in weighed if weight]
-            if weighted:
-                torch.autograd.backward(torch.stack(weighted).sum() * scale)
-                total = total + torch.stack(weighted).sum().detach()
-        for statistics in deferred.values():
-            statistics.commit()
-        return {ComparedKind.LOSS: {"loss": total}, **self._state(scale)}
-
-    def _state(self, scale: float) -> Tensors:
-        """Gradients, buffers, and weights moved by the gradients."""
-        gradients: Values = {}
-        parameters: Values = {}
-        buffers: Values = {}
-        for stage, module in zip(self.spec.stages, self.modules, strict=True):
-            for own, parameter in module.named_parameters():
-                name = stage.named(own)
-                if parameter.requires_grad:
-                    parameters[name] = parameter.detach()
-                if parameter.grad is not None:
-                    gradient = parameter.grad / scale
-                    known = gradients.get(name)
-                    gradients[name] = gradient if known is None else known + gradient
-            buffers.update({stage.named(own): b for own, b in module.named_buffers()})
-        return {
-            ComparedKind.GRADIENT: gradients,
-            ComparedKind.BUFFER: buffers,
-            ComparedKind.WEIGHT: {
-                name: tensor - LEARNING_RATE * gradients[name] if name in gradients else tensor
-                for name, tensor in parameters.items()
-            },
-        }
-
-    def _forward(
-        self,
-        microbatch: int,
-        inputs: Values,
-        loss: LossSpec | None,
-        deferred: Mapping[int, DeferredStatistics],
-    ) -> tuple[Values, tuple[torch.Tensor, ...]]:
-        """Every value that a stage hands out, and the terms of the loss where it is asked for."""
-        terms: tuple[torch.Tensor, ...] = ()
-        values = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        training = any(module.training for module in self.modules)
-        seed = self.seed if training else seed_in_eval(self.seed, 0)
-        random = SeededRandom(seed, 0, microbatch, ())
-        for index, (stage, module) in enumerate(zip(self.spec.stages, self.modules, strict=True)):
-            random.numbers, random.shared = stage.randoms(training=training)
-            random.position = 0
-            with contextlib.ExitStack() as around:
-                if index in deferred:
-                    around.enter_context(deferred[index].forward(again=False))
-                around.enter_context(random)
-                around.enter_context(autocast(self.options.precision, self.device))
-                returned = module(*(values[name] for name in stage.inputs))
-                single = len(stage.outputs) == 1
-                values.update(zip(stage.outputs, (returned,) if single else returned, strict=True))
-                if loss is not None and loss.separate and module is self.modules[-1]:
-                    arguments = (values[name] for name in stage.loss_inputs)
-                    terms = terms_of(module.loss(*arguments))  # type: ignore[operator]  # the last stage of a pipeline with a loss has this method
-        if loss is not None and not loss.separate:
-            terms = (values[loss.value],)
-        return values, terms

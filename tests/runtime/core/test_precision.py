@@ -21,8 +21,9 @@ from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.precision import crossing_dtypes
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
 from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
-from gpipe_compiler.runtime.train.check import LOSS_SCALE, check_pipeline
+from gpipe_compiler.runtime.train.check import check_pipeline
 from gpipe_compiler.runtime.train.comparison import ComparedKind, pack
+from gpipe_compiler.runtime.train.plain_stages import LOSS_SCALE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
