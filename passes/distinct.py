@@ -46,16 +46,16 @@ def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[IsolatedOp, tuple[str,
     for op in run.graph.ops:
         if run.interpreter.runs(op):
             groups.setdefault(_signature(forms, run, op, environment), []).append(op)
-    told: dict[str, list[str]] = {}
+    represented: dict[str, list[str]] = {}
     if len(run.graph.ops) < len(graph.ops):
         blocks = ShortenedGraph(graph)
         for op, name, _ in blocks.known():
-            told.setdefault(name, []).append(op.name)
+            represented.setdefault(name, []).append(op.name)
     for ops in groups.values():
         first = ops[0]
         inputs = {name: environment[name] for name in first.inputs if name in environment}
         states = {name: run.states[name] for name in first.states(run.graph.modules)}
-        names = tuple(name for op in ops for name in told.get(op.name, (op.name,)))
+        names = tuple(name for op in ops for name in represented.get(op.name, (op.name,)))
         yield IsolatedOp(run, first, inputs, states), names
 
 

@@ -100,7 +100,7 @@ def _left(graph: Graph, found: Effects, op: Op) -> Iterator[tuple[str, torch.dty
 
 
 def _asked_type(graph: Graph, maker: Op) -> torch.dtype | str | None:
-    """The type of an empty tensor, or the value whose type it takes; None where it is not told."""
+    """The type of an empty tensor, or the value whose type it takes; None where it has none."""
     asked = maker.call.kwargs.get("dtype") if isinstance(maker.call, FunctionCall) else None
     if not isinstance(asked, Ref):
         return asked if isinstance(asked, torch.dtype) else None

@@ -237,7 +237,7 @@ def _never_turns(graph: Graph, op: Op, name: str) -> bool:
 
 
 def _is_never_negative(graph: Graph, value: object) -> bool:
-    """Whether that can be told from how a value is made."""
+    """Whether that follows from how a value is made."""
     if isinstance(value, int | float):
         return value >= 0
     op = graph.producer.get(value.name) if isinstance(value, Ref) else None

@@ -282,10 +282,10 @@ def _told(blocks: ShortenedGraph, known: ObservedRun) -> ObservedRun:
     values = {source.name: known.values[source.name] for source in blocks.graph.inputs}
     values = {name: _value_as(value, blocks.outside) for name, value in values.items()}
     ops: dict[str, SeenOp] = {}
-    for op, told, meaning in blocks.known():
-        if told in known.ops:
-            ops[op.name] = _op_as(known.ops[told], meaning)
-        for name, old in zip(op.outputs, blocks.short.op_of[told].outputs, strict=True):
+    for op, known_as, meaning in blocks.known():
+        if known_as in known.ops:
+            ops[op.name] = _op_as(known.ops[known_as], meaning)
+        for name, old in zip(op.outputs, blocks.short.op_of[known_as].outputs, strict=True):
             if old in known.values:
                 values[name] = _value_as(known.values[old], meaning)
     return ObservedRun(values, ops, by_blocks=True)

@@ -1,4 +1,4 @@
-"""What passes are told; apart from their list, which imports them."""
+"""What passes are given; apart from their list, which imports them."""
 
 from __future__ import annotations
 

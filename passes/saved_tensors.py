@@ -115,7 +115,7 @@ def runs_of(graph: Graph) -> Mapping[str, OpRun]:
         storage = value.storage
         return 0 if storage is None or storage.own else storage.bytes
 
-    def told(op: Op, seen: SeenOp) -> OpRun:
+    def op_run(op: Op, seen: SeenOp) -> OpRun:
         saved = set(seen.saved)
         values = (name for name in (*op.inputs, *op.outputs) if name in run.values)
         return OpRun(
@@ -125,4 +125,4 @@ def runs_of(graph: Graph) -> Mapping[str, OpRun]:
             seen.kept,
         )
 
-    return {op.name: told(op, run.ops[op.name]) for op in graph.ops if op.name in run.ops}
+    return {op.name: op_run(op, run.ops[op.name]) for op in graph.ops if op.name in run.ops}

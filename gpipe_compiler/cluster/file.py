@@ -289,7 +289,7 @@ class Faults:
         return "".join(f"\n  - {text}" for _, text in ordered)
 
     def _line(self, where: str) -> int:
-        """The line of a place, or the closest above it that can be told; 0 for none.
+        """The line of a place, or the closest above it that is found; 0 for none.
 
         TOML's reader says nothing of lines, so headers and keys are looked for as they are mostly
         written.

@@ -1,4 +1,4 @@
-"""What is told of the memory of a device: how much at each action, of what, and what holds it."""
+"""The memory of a device: how much at each action, of what, and what holds it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Category(Enum):
     BOUNDARY = "boundary"
     """The batch, boundary values and their gradients: received, handed on, or under way."""
     TEMPORARIES = "temporaries"
-    """What is made and let go within one action."""
+    """What is made and freed within one action."""
     COMMUNICATION = "communication"
     """Gradients in rows, on their way between replicas, and sums of shared ones."""
 

@@ -1,4 +1,4 @@
-"""What a plan tells people about its ops once the graph is gone: labels, types, source lines.
+"""What a plan shows of its ops once the graph is gone: labels, types, source lines.
 
 A package's pictures and tables are drawn from these notes and not from its stage files: nothing
 of the user's need be imported or run to look at a package, and what torch.fx cannot trace again

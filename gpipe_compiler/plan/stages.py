@@ -116,8 +116,8 @@ class Prediction:
         recompute: the share of device time spent running forwards again, 0 to 1.
         shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
             share.
-        threads_s, torchrun_s: what `run.py bench` is expected to tell on the machine that the plan
-            was made on, in one process and under torchrun: of stages that were timed whole
+        threads_s, torchrun_s: what `run.py bench` is expected to report where the plan was
+            made, in one process and under torchrun: of stages that were timed whole
             (`planner/measured.py`), without the optimizer. None where they were not.
         longest_s: seconds of one micro-batch in the longest stage with its transfers, where that
             was to be short (`Objective.BOTTLENECK`); else None.

@@ -53,7 +53,7 @@ _WHOLE = (Remat.NONE, Remat.FULL)
 
 @dataclass(frozen=True)
 class CandidateBuilder:
-    """What every draft of a graph is made from.
+    """What every candidate of a graph is made from.
 
     Attributes:
         setting: in which nothing is recomputed.
@@ -137,7 +137,7 @@ class CandidateBuilder:
         return self.choice.remat if self.training else RematChoice.NONE
 
     def facts_of(self, candidate: Candidate) -> CutFacts:
-        """What is known of the graph as the stages of a draft run it."""
+        """What is known of the graph as the stages of a candidate run it."""
         return self.facts.in_stages([stage.ops for stage in candidate.stages])
 
     def choose(self, choice: RematChoice, like: Candidate | None = None) -> Candidate:
@@ -149,7 +149,7 @@ class CandidateBuilder:
         hold anything.
 
         Args:
-            like: a draft under other limits; AUTO tries first what recomputes in it, and not all.
+            like: one under other limits; AUTO tries first what recomputes in it, and not all.
         """
         if not self.inside or not self.facts.modules:
             return self._chosen(choice, like)
@@ -157,7 +157,7 @@ class CandidateBuilder:
         return self.preferred(best, self.closed(best, choice))
 
     def closed(self, best: Candidate, choice: RematChoice) -> Candidate:
-        """A draft nearly as good as one with cuts anywhere, which may open fewer modules."""
+        """A candidate nearly as good as one with cuts anywhere, which may open fewer modules."""
         if choice is not RematChoice.AUTO:
             return self._chosen(choice, None)
         again = best.recomputing
@@ -173,16 +173,16 @@ class CandidateBuilder:
         return dataclasses.replace(self, inside=0.0)
 
     def preferred(self, anywhere: Candidate, inside: Candidate) -> Candidate:
-        """The draft that opens fewer modules, if it is nearly as good as that with cuts anywhere.
+        """The one that opens fewer modules, if it is nearly as good as that with cuts anywhere.
 
-        Both tell how long the latter takes.
+        Both say how long the latter takes.
         """
         best_s = anywhere.prediction.objective_s
         worse = self._merit(inside)[0] > self._merit(anywhere)[0]
         worse |= inside.prediction.objective_s > best_s * (1 + self.inside)
         taken = anywhere if worse else inside
-        told = dataclasses.replace(taken.prediction, anywhere_s=best_s)
-        return dataclasses.replace(taken, prediction=told)
+        prediction = dataclasses.replace(taken.prediction, anywhere_s=best_s)
+        return dataclasses.replace(taken, prediction=prediction)
 
     def _chosen(self, choice: RematChoice, like: Candidate | None) -> Candidate:
         nothing = (False,) * self.setting.stages
@@ -235,7 +235,7 @@ class CandidateBuilder:
             yield from (segmented, whole)
 
     def _balanced(self, best: Candidate) -> Candidate:
-        """The draft, or a better one in which what is recomputed counts for what it takes."""
+        """The candidate, or a better one in which what is recomputed counts for what it takes."""
         for _ in range(_ROUNDS):
             again = self._fitted(self._rebalanced(best))
             better = min((best, *again), key=self._merit)
@@ -245,7 +245,7 @@ class CandidateBuilder:
         return best
 
     def _rebalanced(self, candidate: Candidate) -> Candidate:
-        """A cut of devices that hold anything, for the ops that a draft runs again."""
+        """A cut of devices that hold anything, for the ops that a candidate runs again."""
         often: dict[str, float] = {}
         for order in candidate.orders:
             for stage in (candidate.stages[number] for number in {a.stage for a in order}):
@@ -269,7 +269,7 @@ class CandidateBuilder:
         return dataclasses.replace(self, setting=dataclasses.replace(self.setting, seats=seats))
 
     def _merit(self, candidate: Candidate) -> tuple[float, float, int]:
-        """How far a draft is from fitting its devices, its step, and how many stages recompute."""
+        """How far one is from fitting its devices, its step, and how many stages recompute."""
         pairs = zip(candidate.prediction.device_bytes, candidate.found.seats, strict=True)
         over = (size - self.setting.seats[seat].memory for size, seat in pairs)
         excess = sum(max(0.0, size) for size in over)
@@ -316,10 +316,10 @@ class CandidateBuilder:
         candidates = [apart]
         problem = self.problem
         for _ in range(_ROUNDS):
-            told = with_asked(self.facts, problem, candidates[-1].table)
-            if told is problem:
+            widened = with_asked(self.facts, problem, candidates[-1].table)
+            if widened is problem:
                 break
-            problem = told
+            problem = widened
             candidates.append(self._cut_of(problem, recompute))
         for names in self._tied(apart):
             together = dataclasses.replace(
@@ -372,10 +372,10 @@ class CandidateBuilder:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
         stage_of = {node.name: stage for node, stage in pairs}
         table = tabulate(self.facts, stage_of, self.setting.stages)
-        told = with_asked(self.facts, self.problem, table)
-        if told is not self.problem:
+        widened = with_asked(self.facts, self.problem, table)
+        if widened is not self.problem:
             setting = dataclasses.replace(self.setting, recompute=recompute)
-            exact = cut(told, setting, hint=found.stage_of, search=False)
+            exact = cut(widened, setting, hint=found.stage_of, search=False)
             best = found.proved and exact.fits and exact.objective_s <= found.objective_s
             found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
         optimizer = self.policy.counted_optimizer

@@ -52,16 +52,16 @@ def constrain(
     """
     check_names(facts.graph, constraints)
     asked = _Asked.of(problem, facts, constraints, stages)
-    told = dataclasses.replace(
+    constrained = dataclasses.replace(
         problem,
         pinned=(*problem.pinned, *((node, stage) for node, (stage, _) in asked.pins.items())),
         groups=(*problem.groups, *(group for group in asked.groups if len(group) > 1)),
         apart=(*problem.apart, *asked.apart),
     )
-    faults = asked.faults or StageRanges.of(told, stages, asked.words).faults
+    faults = asked.faults or StageRanges.of(constrained, stages, asked.words).faults
     if faults:
         raise _refusal(list(dict.fromkeys(faults)))
-    return told
+    return constrained
 
 
 def _refusal(faults: Sequence[str], hint: str = "") -> UsageError:

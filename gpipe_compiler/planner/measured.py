@@ -42,7 +42,7 @@ def clocked(plan: Plan, directory: Path, progress: Callable[[str], None]) -> Pla
 
     Args:
         directory: the package of the plan.
-        progress: told what is about to be done.
+        progress: called with what is about to be done.
 
     Raises:
         ValidationError: when the package cannot be run.

@@ -1,4 +1,4 @@
-"""Drafts whose devices hold what memory traces tell, and not only what the quick model counts.
+"""Candidates whose traced memory fits their devices, and not only the analytic estimate.
 
 The search for cuts counts what autograd keeps (`in_flight`). What a device truly takes may be more
 (temporaries, boundary values) or less (its gradients are not there yet when most activations are).
@@ -30,7 +30,7 @@ _WORTH_A_CUT = 0.01
 
 @dataclass(frozen=True)
 class Exact:
-    """A draft with the memory of its devices.
+    """A candidate with the memory of its devices.
 
     Attributes:
         over: bytes that its devices take more than they have, together.
@@ -52,8 +52,8 @@ class Exact:
 
 
 def choose_exactly(builder: CandidateBuilder) -> Exact:
-    """The draft with the shortest step that was found to fit, and the memory of its devices; or one
-    that opens fewer modules and is nearly as good (`CandidateBuilder.inside`).
+    """The candidate with the shortest step that was found to fit, and the memory of its devices; or
+    one that opens fewer modules and is nearly as good (`CandidateBuilder.inside`).
 
     Where none fits, that which is the nearest to it.
 
@@ -154,15 +154,16 @@ def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
 def remeasured(
     plan: Plan, optimizer: AnyOptimizer, memory_traces: MemoryTraces | None = None
 ) -> Plan:
-    """A plan with its graph, told by the quick model so far, with what its devices truly take.
+    """A plan whose memory was the analytic estimate, with what its devices truly take.
 
     Args:
-        memory_traces: of its graph, for stages that have been traced before.
+        plan: with its graph.
+        memory_traces: of that, for stages that have been traced before.
     """
     assert plan.graph is not None
     memory = device_memories(plan.graph, layout_of(plan, optimizer), memory_traces)
-    told = with_memory(plan.prediction, memory, len(plan.stages))
-    return dataclasses.replace(plan, prediction=told)
+    prediction = with_memory(plan.prediction, memory, len(plan.stages))
+    return dataclasses.replace(plan, prediction=prediction)
 
 
 def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:

@@ -186,8 +186,8 @@ class Planner:
         Args:
             policy: all the rest.
             work: how much every cut may work out (`passes.cut.cut`).
-            exact_memory: whether to tell what devices truly take, and to fit that; by default where
-                a cut may take all the work. Never of a graph that torch cannot run.
+            exact_memory: whether to trace what devices truly take, and to fit that; by default
+                where a cut may take all the work. Never of a graph that torch cannot run.
 
         Raises:
             PlanError, UsageError: when there can be no such plan.

@@ -83,7 +83,7 @@ def explore(
     def by_default(stages: int) -> int:
         try:
             return planner.default_microbatches(stages, policy)
-        except ModelError:  # of every number, which the search tells
+        except ModelError:  # of every number, which the search reports
             return 1
 
     everything = choices(wish, batch_size, policy, training=training, by_default=by_default)
@@ -161,7 +161,7 @@ class _Exploration:
         return time.monotonic() > self.deadline
 
     def _look_at(self, bound: ParetoPoint) -> None:
-        """Plans a choice, unless its bounds tell that it cannot be chosen, nor be undominated."""
+        """Plans a choice, unless its bounds show that it cannot be chosen, nor be undominated."""
         choice = bound.choice
         if choice.remat is RematChoice.AUTO and self._keeps_everything(choice):
             return
@@ -226,14 +226,14 @@ class _Exploration:
     def _explored(self) -> Explored:
         """The best, with what its devices truly take, which may make another one the best."""
         self.progress("exploring: planning the best settings in full")
-        told: dict[Choice, Plan] = {}
+        in_full: dict[Choice, Plan] = {}
         while True:
             frontier = Frontier.of(self.points.values(), self.planner.batch_size)
             choice = frontier.points[0].choice
-            if choice in told:
-                return Explored(frontier, told[choice])
-            if len(told) < MOST_IN_FULL:
-                told[choice] = self._in_full(choice)
+            if choice in in_full:
+                return Explored(frontier, in_full[choice])
+            if len(in_full) < MOST_IN_FULL:
+                in_full[choice] = self._in_full(choice)
             else:
                 # Whether it truly fits is not known.
                 self.points[choice] = dataclasses.replace(
@@ -274,7 +274,7 @@ class _Exploration:
         return plan
 
     def _plan_some(self) -> None:
-        """Where all is too large by its bounds: plans, to tell by how much it truly is.
+        """Where all is too large by its bounds: plans, to find by how much it truly is.
 
         Those of the least bounds, until no bound is below what the best of them comes to.
         """

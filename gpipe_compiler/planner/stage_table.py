@@ -81,7 +81,7 @@ def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tu
     """What the ops of a stage read and it does not make.
 
     An input of the graph is added where an op asks for the number of samples and nothing else of
-    what the stage is given tells it; not a target, as inference has none.
+    what the stage is given has it; not a target, as inference has none.
     """
     graph = facts.graph
     ops = [graph.op_of[name] for name in names]
@@ -98,7 +98,7 @@ def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tu
 
 
 def with_asked(facts: CutFacts, problem: CutProblem, table: StageTable) -> CutProblem:
-    """The problem in which the ops of these stages read what only tells their number of samples.
+    """The problem in which the ops of these stages read what only has their number of samples.
 
     Whether a stage is given an input of the graph for that follows from all that it is given, so
     the problem of a graph does not say.

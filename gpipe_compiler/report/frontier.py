@@ -162,8 +162,8 @@ def causes(point: ParetoPoint, chosen: ParetoPoint) -> str:
         (_ratio(waiting, their_waiting), f"bubble {point.bubble:.0%}"),
     ]
     found.sort(key=lambda cause: -cause[0])
-    told = [words for factor, words in found[:2] if factor >= _NOTABLE]
-    return ", ".join(told or [found[0][1]])
+    named = [words for factor, words in found[:2] if factor >= _NOTABLE]
+    return ", ".join(named or [found[0][1]])
 
 
 def _parts(point: ParetoPoint) -> tuple[int, float, float, float]:

@@ -143,9 +143,9 @@ def memory_rows(plan: Plan) -> tuple[MemoryRow, ...]:
     drawn = sorted(range(len(peaks)), key=lambda device: -peaks[device])[:_MOST_CURVES]
     rows = []
     for device, (peak, machine) in enumerate(zip(peaks, plan.devices, strict=True)):
-        told = plan.prediction.memory[device] if plan.prediction.memory else None
+        held = plan.prediction.memory[device] if plan.prediction.memory else None
         stages = [index for index, place in enumerate(places) if place == device]
-        points = told.points if told is not None and device in drawn else ()
+        points = held.points if held is not None and device in drawn else ()
         top = max((point.peak for point in points), default=0)
         known = machine.memory <= 1.5 * top
         scale = max(top, machine.memory if known else 0)
@@ -155,8 +155,8 @@ def memory_rows(plan: Plan) -> tuple[MemoryRow, ...]:
                 stages=", ".join(map(str, stages)),
                 peak=peak,
                 memory=machine.memory,
-                action=told.action if told is not None else "",
-                parts=_parts(plan, stages, peak, told, largest),
+                action=held.action if held is not None else "",
+                parts=_parts(plan, stages, peak, held, largest),
                 curve=_curve(points, scale),
                 limit=CURVE_HEIGHT * (1 - machine.memory / scale) if known and scale else None,
                 tip=" ".join(point.action for point in points[:40]),
@@ -180,10 +180,10 @@ def categories(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def _parts(
-    plan: Plan, stages: Sequence[int], peak: int, told: DeviceMemory | None, largest: int
+    plan: Plan, stages: Sequence[int], peak: int, held: DeviceMemory | None, largest: int
 ) -> tuple[BarPiece, ...]:
-    if told is not None:
-        sizes = [(c.value, c.value, told.of(c)) for c in CATEGORIES]
+    if held is not None:
+        sizes = [(c.value, c.value, held.of(c)) for c in CATEGORIES]
     else:
         state = min(peak, sum(plan.stages[stage].state_bytes for stage in stages))
         (one, other), amounts = categories(plan), (state, peak - state)

@@ -43,7 +43,7 @@ def check_memory(plan: Plan, device: int | None) -> None:
     memory = plan.prediction.memory
     if not memory:
         raise UsageError(
-            f"the plan of {plan.name} does not tell what holds its memory",
+            f"the plan of {plan.name} does not say what holds its memory",
             hint="stages of ONNX models are not traced; other packages are to be compiled again",
         )
     if device is not None and not 0 <= device < len(memory):
@@ -60,7 +60,7 @@ def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS
         most: holders that are shown of each.
 
     Raises:
-        UsageError: when the plan does not tell of its memory, or there is no such device.
+        UsageError: when the plan does not say what holds its memory, or there is no such device.
     """
     check_memory(plan, device)
     parts: list[RenderableType] = [headline(plan), peak_table(plan)]
@@ -70,7 +70,7 @@ def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS
     if plan.what_if is not None and plan.what_if.remedies:
         parts.append(remedy_table(plan))
     else:
-        parts.append(Text("what would save memory is told of packages compiled with --remedies"))
+        parts.append(Text("packages compiled with --remedies say what would save memory"))
     return Group(*parts)
 
 
@@ -90,13 +90,13 @@ def peak_table(plan: Plan) -> Table:
     rows = [
         {
             "device": str(rank),
-            "stages": _numbers(told.stages),
-            "peak": format_bytes(told.peak),
+            "stages": _numbers(held.stages),
+            "peak": format_bytes(held.peak),
             "of": format_bytes(machine.memory),
-            "while": told.action,
-            **{c.value: format_bytes(told.of(c)) if told.of(c) else "" for c in found},
+            "while": held.action,
+            **{c.value: format_bytes(held.of(c)) if held.of(c) else "" for c in found},
         }
-        for rank, (told, machine) in enumerate(zip(memory, plan.devices, strict=True))
+        for rank, (held, machine) in enumerate(zip(memory, plan.devices, strict=True))
     ]
     title = "peak of each device, and what it is made of"
     return table_of(title, rows, words={"stages"}, what="devices")
@@ -108,8 +108,8 @@ def _numbers(stages: Sequence[int]) -> str:
 
 def holder_table(plan: Plan, rank: int, most: int) -> Table:
     """What is in the memory of a device at its peak, the largest first."""
-    told = plan.prediction.memory[rank]
-    several = len(told.stages) > 1
+    held = plan.prediction.memory[rank]
+    several = len(held.stages) > 1
 
     def row(
         size: int, what: str, count: str = "", stage: int = -1, category: str = "", op: str = ""
@@ -118,7 +118,7 @@ def holder_table(plan: Plan, rank: int, most: int) -> Table:
         number = {"stage": str(stage) if stage >= 0 else ""}
         return {
             "bytes": format_bytes(size),
-            "share": format_share(size / told.peak),
+            "share": format_share(size / held.peak),
             "what": what,
             "how many": count,
             **(number if several else {}),
@@ -129,15 +129,15 @@ def holder_table(plan: Plan, rank: int, most: int) -> Table:
 
     rows = [
         row(h.bytes, _what(plan, h), str(h.count), h.stage, h.category.value, h.op)
-        for h in told.holders[:most]
+        for h in held.holders[:most]
     ]
-    rest = told.peak - sum(holder.bytes for holder in told.holders[:most])
+    rest = held.peak - sum(holder.bytes for holder in held.holders[:most])
     if rest > 0:
         rows.append(row(rest, "all the rest"))
-    noun = f"stage{'s' if several else ''} {_numbers(told.stages)}"
-    moment = "the optimizer steps" if told.action == "update" else f"{told.action} runs"
+    noun = f"stage{'s' if several else ''} {_numbers(held.stages)}"
+    moment = "the optimizer steps" if held.action == "update" else f"{held.action} runs"
     title = (
-        f"what holds the peak of device {rank} ({noun}), {format_bytes(told.peak)} while {moment}"
+        f"what holds the peak of device {rank} ({noun}), {format_bytes(held.peak)} while {moment}"
     )
     return table_of(title, rows, words={"what", "for", "made by", "line"}, what="storages")
 
@@ -154,8 +154,8 @@ def _what(plan: Plan, holder: PeakHolder) -> str:
     if note is None:
         return holder.what
     types = dict(zip(note.outputs, note.types, strict=True))
-    told = types.get(holder.what.removeprefix("gradient of "), "")
-    return f"{holder.what}, {told}" if told else holder.what
+    described = types.get(holder.what.removeprefix("gradient of "), "")
+    return f"{holder.what}, {described}" if described else holder.what
 
 
 def remedy_table(plan: Plan) -> Table:
@@ -212,8 +212,8 @@ def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
 
 
 def _device_fields(plan: Plan, rank: int) -> dict[str, Any]:
-    told = plan.prediction.memory[rank]
-    fields = told.to_fields() | {"device": rank, "memory": plan.devices[rank].memory}
+    held = plan.prediction.memory[rank]
+    fields = held.to_fields() | {"device": rank, "memory": plan.devices[rank].memory}
     for holder in fields["holders"]:
         call, module, source = _origin(plan, holder["op"])
         holder.update(call=call, module=module, source=format_source(source) if source else "")

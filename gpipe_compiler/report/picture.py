@@ -152,7 +152,7 @@ def stage_drawing(plan: Plan, index: int) -> Drawing:
         )
     if not plan.ops:
         raise ModelError(
-            "the plan does not tell about its ops", hint="compile the package again to draw it"
+            "the plan does not describe its ops", hint="compile the package again to draw it"
         )
     stage = plan.stages[index]
     own = [plan.note_of[name] for name in stage.ops]

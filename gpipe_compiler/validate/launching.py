@@ -73,7 +73,7 @@ def spare() -> Iterator[Launch]:
     """A process that was forked here and waits for one script; more are run in new ones.
 
     What is forked has imported torch and not used it: threads do not outlive a fork, nor does what
-    a GPU is told. So there is none where torch was imported before.
+    a GPU was given. So there is none where torch was imported before.
     """
     if sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1:
         yield fresh

@@ -174,9 +174,9 @@ class _Cutter:
         best = lineups[0] if complete and len(lineups) == 1 else ideal(setting, held, counted)
         self.simple_s = simple_bound(graph, setting, best)
         self.complete = complete
-        judge = CutEvaluator(problem, setting, again)
+        evaluator = CutEvaluator(problem, setting, again)
         total_s = float(graph.least_s.sum())
-        self.solver = Solver(setting, judge, lineups, tuple(repeats), total_s, work)
+        self.solver = Solver(setting, evaluator, lineups, tuple(repeats), total_s, work)
 
     def best(self, hint: Sequence[int], *, prove: bool, search: bool) -> Cut:
         solver, stages = self.solver, self.setting.stages
@@ -199,12 +199,12 @@ class _Cutter:
         """See `Searched`."""
         if not self.solver.found:
             return math.inf, math.inf
-        return self.solver.verdict.rank(self.setting.objective)
+        return self.solver.score.rank(self.setting.objective)
 
     @property
     def stage_of(self) -> Sequence[int]:
         """See `Searched`."""
-        return self.solver.verdict.stage_of if self.solver.found else ()
+        return self.solver.score.stage_of if self.solver.found else ()
 
     def family(self, space: Space, *, whole: bool) -> float:
         """See `Searched`."""
@@ -242,7 +242,7 @@ class _Cutter:
         for order in topological_orders(self.graph):
             solver.search(Space(self.graph, set(prefixes(order))), last=not limited)
         if limited and solver.found:
-            solver.room = min(room, max(solver.verdict.excess))
+            solver.room = min(room, max(solver.score.excess))
             solver.least_excess = least_excess
 
     def _certified(self) -> float:
@@ -282,21 +282,21 @@ class _Cutter:
         )
 
     def _cut(self, found: Looked, *, prove: bool) -> Cut:
-        verdict, value = self.solver.verdict, self.solver.value
+        score, value = self.solver.score, self.solver.value
         known = found.bound_s if self.complete and self.solver.least_excess else 0.0
         # Plain numbers: a plan tells them as JSON, which knows none of numpy's truths.
         value = float(value)
         bound = float(min(max(known, self.simple_s), value))
         met = bound >= value * (1 - 1e-9) and self.solver.least_excess
         return Cut(
-            verdict.stage_of,
-            verdict.times,
-            verdict.step_s,
+            score.stage_of,
+            score.times,
+            score.step_s,
             value if met else bound,
             met and prove,
             found.looked,
-            verdict.bottleneck_s,
-            verdict.seats,
-            verdict.excess,
+            score.bottleneck_s,
+            score.seats,
+            score.excess,
             self.setting.objective,
         )

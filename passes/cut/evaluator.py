@@ -84,7 +84,7 @@ class CutEvaluator:
             and all(stage_of[one] != stage_of[other] for one, other in problem.apart)
         )
 
-    def judge(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> CutScore:
+    def evaluate(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> CutScore:
         """Everything about a cut."""
         stages = lineup.stages
         seconds = [[0.0, 0.0, 0.0] for _ in range(stages)]

@@ -103,12 +103,12 @@ class Enumeration:
         self,
         space: Space,
         lineup: DeviceOrder,
-        judge: CutEvaluator,
+        evaluator: CutEvaluator,
         setting: CutSetting,
         repeats: tuple[int, ...],
         goal: Goal = Goal.OBJECTIVE,
     ) -> None:
-        self.space, self.lineup, self.judge, self.setting = space, lineup, judge, setting
+        self.space, self.lineup, self.evaluator, self.setting = space, lineup, evaluator, setting
         self.goal = goal
         self.repeats = np.array(repeats, dtype=np.float64)
         self.stages, self.microbatches = setting.stages, setting.microbatches
@@ -176,7 +176,7 @@ class Enumeration:
             part = block.take(slice(begin, begin + 5_000))
             if part.bounds[0] >= self._ceiling(best):
                 break
-            excess, values = self.judge.score(self.lineup, part.times, part.held)
+            excess, values = self.evaluator.score(self.lineup, part.times, part.held)
             values = excess if self.goal is Goal.EXCESS else np.where(excess > 0, np.inf, values)
             least = int(np.argmin(values))
             if values[least] < self._ceiling(best):
@@ -291,7 +291,9 @@ class Enumeration:
             return np.zeros((high - low, len(row.ends)))
         if self.bottleneck:
             moved = row.times[RECEIVE] + row.times[GRADIENT] + row.times[SEND]
-            return np.asarray(self.judge.again[low:high, None] * row.times[FORWARD] + own + moved)
+            return np.asarray(
+                self.evaluator.again[low:high, None] * row.times[FORWARD] + own + moved
+            )
         busy = self.repeats[low:high, None] * row.times[FORWARD]
         return np.asarray(busy + self.microbatches * own)
 
@@ -307,7 +309,7 @@ class Enumeration:
         if self.bottleneck:
             rows = (FORWARD, BACKWARD, RECEIVE, GRADIENT, SEND)
             stage = block.times[:, rows].sum(axis=1) + block.pending
-            stage += block.times[:, FORWARD] * self.judge.again
+            stage += block.times[:, FORWARD] * self.evaluator.again
             return np.asarray(np.maximum(bound, stage.max(axis=1)))
         return self._step_bound(block, known, bound)
 

@@ -125,7 +125,7 @@ class _Inside:
         asked = setting.recompute or (False,) * setting.stages
         redone = {action.stage for action in recomputed(setting.orders)}
         again = np.array([float(a and s in redone) for s, a in enumerate(asked)])
-        self.judge = CutEvaluator(problem, setting, again)
+        self.evaluator = CutEvaluator(problem, setting, again)
         held = loads(setting.orders, [s for s, a in enumerate(asked) if a]) if limited else ()
         orders = sorted(seat_orders(setting)[0], key=lambda seats: seats != best.seats)
         self.lineups = [DeviceOrder.of(setting, seats, held, again) for seats in orders]
@@ -211,10 +211,10 @@ class _Inside:
         """Whether a cut exceeds memory by too much, and its objective, on the best devices for it;
         infinite for what is not allowed."""
         best = True, math.inf
-        if not self.judge.allows(stage_of):
+        if not self.evaluator.allows(stage_of):
             return best
         for lineup in self.lineups:
-            excess, value = self.judge.judge(lineup, stage_of).rank(self.setting.objective)
+            excess, value = self.evaluator.evaluate(lineup, stage_of).rank(self.setting.objective)
             best = min(best, (excess > self.room, value))
             self.left -= 1
             if self.left <= 0 or (best <= (False, self.limit_s) and not self.all):

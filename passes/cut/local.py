@@ -19,20 +19,22 @@ SWEEPS = 20
 """Times every boundary is tried, at most."""
 
 
-def improve_chain(space: Space, lineup: DeviceOrder, chain: Chain, judge: CutEvaluator) -> Chain:
+def improve_chain(
+    space: Space, lineup: DeviceOrder, chain: Chain, evaluator: CutEvaluator
+) -> Chain:
     """The chain after no single boundary can be moved to a better cut, within the family.
 
     Better is what is less too large for its devices, and of those alike, has the better objective,
     as the rows of the space tell.
     """
-    return _Improving(space, lineup, chain, judge).run()
+    return _Improving(space, lineup, chain, evaluator).run()
 
 
 class _Improving:
     def __init__(
-        self, space: Space, lineup: DeviceOrder, chain: Chain, judge: CutEvaluator
+        self, space: Space, lineup: DeviceOrder, chain: Chain, evaluator: CutEvaluator
     ) -> None:
-        self.space, self.lineup, self.judge = space, lineup, judge
+        self.space, self.lineup, self.evaluator = space, lineup, evaluator
         self.chain = list(chain)
         costs = [
             self._stage(stage, start, np.array([end]))
@@ -53,7 +55,7 @@ class _Improving:
 
     def _ranks(self, costs: Floats) -> list[tuple[float, float]]:
         columns = costs.transpose(0, 2, 1)
-        excess, value = self.judge.score(self.lineup, columns[:, :7], columns[:, 7:])
+        excess, value = self.evaluator.score(self.lineup, columns[:, :7], columns[:, 7:])
         return list(zip(excess.tolist(), value.tolist(), strict=True))
 
     def _stage(self, stage: int, start: int, ends: Integers) -> Floats:
@@ -81,7 +83,7 @@ class _Improving:
         """The places where neither stage alone computes for longer than the whole cut takes."""
         if self.rank[0] > 0:
             return np.ones(len(near), dtype=np.bool_)  # what fits better is worth any time
-        repeats = self.judge.repeats
+        repeats = self.evaluator.repeats
         longest = np.zeros(len(near))
         for stage, low, high in ((position - 1, start, near), (position, near, end)):
             inside = self.space.inside[self.lineup.paces[stage].kind]

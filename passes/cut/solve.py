@@ -66,13 +66,14 @@ class Solver:
     def __init__(
         self,
         setting: CutSetting,
-        judge: CutEvaluator,
+        evaluator: CutEvaluator,
         lineups: Sequence[DeviceOrder],
         repeats: tuple[int, ...],
         total_s: float,
         work: int = WORK,
     ) -> None:
-        self.setting, self.judge, self.lineups, self.repeats = setting, judge, lineups, repeats
+        self.setting, self.evaluator = setting, evaluator
+        self.lineups, self.repeats = lineups, repeats
         self.proves = False
         self.room = 0
         self.least_excess = True
@@ -96,7 +97,7 @@ class Solver:
         return self._best is not None
 
     @property
-    def verdict(self) -> CutScore:
+    def score(self) -> CutScore:
         """The best cut so far."""
         assert self._best is not None, "nothing was found"
         return self._best
@@ -180,7 +181,9 @@ class Solver:
         self.least_excess = last
         self._work = self.work if self.proves else self._for_enumeration(space)
         for lineup in self.lineups if last else ():
-            todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats, Goal.EXCESS)
+            todo = Enumeration(
+                space, lineup, self.evaluator, self.setting, self.repeats, Goal.EXCESS
+            )
             outcome, self._work = todo.run(least, self._work)
             self.least_excess = self.least_excess and outcome.bound >= least
             if outcome.chain is not None:
@@ -266,7 +269,7 @@ class Solver:
         return found
 
     def _enumerate(self, space: Space, lineup: DeviceOrder) -> float:
-        todo = Enumeration(space, lineup, self.judge, self.setting, self.repeats)
+        todo = Enumeration(space, lineup, self.evaluator, self.setting, self.repeats)
         outcome, self._work = todo.run(self.value, self._work)
         if outcome.chain is not None:
             self._offer(space, lineup, outcome.chain)
@@ -291,7 +294,7 @@ class Solver:
         Args:
             stage_of: for every node of the problem.
         """
-        if self.judge.allows(stage_of):
+        if self.evaluator.allows(stage_of):
             for lineup in self.lineups:
                 self._keep(lineup, stage_of)
 
@@ -301,7 +304,7 @@ class Solver:
             self._family, self._improved = space, set()
         if (lineup.seats, chain) not in self._improved:
             self._improved.add((lineup.seats, chain))
-            better = improve_chain(space, self._true(lineup), chain, self.judge)
+            better = improve_chain(space, self._true(lineup), chain, self.evaluator)
             self._offer(space, lineup, better)
 
     def _offer(
@@ -316,8 +319,8 @@ class Solver:
         return self._keep(self._true(lineup), stage_of)
 
     def _keep(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> tuple[float, float]:
-        verdict = self.judge.judge(lineup, stage_of)
-        rank = verdict.rank(self.setting.objective)
+        score = self.evaluator.evaluate(lineup, stage_of)
+        rank = score.rank(self.setting.objective)
         if self._best is None or rank < self._best.rank(self.setting.objective):
-            self._best = verdict
+            self._best = score
         return rank

@@ -117,7 +117,7 @@ def runs(lineup: DeviceOrder, low: int, high: int) -> Iterator[tuple[int, int, S
 def machines(lineup: DeviceOrder, low: int, high: int, row: StageRow) -> Floats:
     """What stages on devices of equal pace cost, in the order of `BoundTables`: (5, stages, ends).
 
-    Where all cost the same it is told once: (5, 1, ends).
+    Where all cost the same there is one row: (5, 1, ends).
     """
     high = _unlike(lineup, low, high)
     forward, backward, receive, gradient, weight, _, send = row.times
@@ -150,7 +150,7 @@ def _cycles(lineup: DeviceOrder, low: int, high: int, row: StageRow, *, apart: b
 
 
 def _unlike(lineup: DeviceOrder, low: int, high: int) -> int:
-    """Up to where stages are to be told one by one: the first alone where all cost the same."""
+    """Up to where stages have rows of their own: the first alone where all cost the same."""
     alike = not lineup.limited and len(set(lineup.again[low:high].tolist())) == 1
     return low + 1 if alike else high
 

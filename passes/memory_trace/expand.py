@@ -156,7 +156,7 @@ class _Short:
         )
 
     def longer(self, trace: AllocationTrace) -> list[_Sight] | None:
-        """The events of the whole part; None where what is left out cannot be told."""
+        """The events of the whole part; None where what is left out is not known."""
         visits = list(self._visits(trace))
         if not all(_is_near(sight, block) for block, sights in visits for sight in sights):
             return None

@@ -206,9 +206,9 @@ class _Traces:
             if split
             else [None, None]
         )
-        told = {event.block for trace in (*traces, *weights) if trace for event in trace.events}
-        told.update(first.received.values(), first.arriving.values())
-        blocks = {number: self._block(number, kinds[number]) for number in sorted(told)}
+        seen = {event.block for trace in (*traces, *weights) if trace for event in trace.events}
+        seen.update(first.received.values(), first.arriving.values())
+        blocks = {number: self._block(number, kinds[number]) for number in sorted(seen)}
         kept = frozenset(n for n in first.kept if kinds[n] is not BlockKind.CAST)
         return StageTraces(
             ops=tuple(op.name for op in self._stage.part.ops),

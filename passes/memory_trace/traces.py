@@ -215,16 +215,16 @@ def _renamed(traces: StageTraces, one: GraphPart, other: GraphPart) -> StageTrac
         return traces
     names = dict(zip(_names(one), _names(other), strict=True))
 
-    def told(table: Mapping[str, int]) -> Mapping[str, int]:
+    def renamed(table: Mapping[str, int]) -> Mapping[str, int]:
         return {names[name]: number for name, number in table.items()}
 
     return dataclasses.replace(
         traces,
         ops=tuple(op.name for op in other.ops),
-        received=told(traces.received),
-        returned=told(traces.returned),
-        arriving=told(traces.arriving),
-        sent_back=told(traces.sent_back),
+        received=renamed(traces.received),
+        returned=renamed(traces.returned),
+        arriving=renamed(traces.arriving),
+        sent_back=renamed(traces.sent_back),
     )
 
 

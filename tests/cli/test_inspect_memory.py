@@ -234,7 +234,7 @@ class TestCommand:
         (package / "plan.json").write_text(dataclasses.replace(plan, prediction=bare).to_json())
 
         assert cli.inspect_command(["memory", str(package)]) == 2
-        assert "does not tell what holds its memory" in capsys.readouterr().err
+        assert "does not say what holds its memory" in capsys.readouterr().err
 
     def test_a_plan_without_remedies(self, package: Path, plan: Plan, capsys: Printed) -> None:
         (package / "plan.json").write_text(dataclasses.replace(plan, what_if=None).to_json())

@@ -183,7 +183,7 @@ def test_an_older_plan_without_notes_draws_its_stages_only(plan: Plan) -> None:
     older = dataclasses.replace(plan, noted=())
 
     assert "value embed" in pipeline_drawing(older).boxes
-    with pytest.raises(GPipeCompilerError, match="does not tell about its ops"):
+    with pytest.raises(GPipeCompilerError, match="does not describe its ops"):
         stage_drawing(older, 0)
 
 

@@ -34,8 +34,8 @@ def batch_size(spec: OnnxPipelineSpec, arrays: Mapping[str, object]) -> int:
         elif known.batched:
             sizes[known.name] = array.shape[0]
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-        faults.append(f"inputs hold different numbers of samples: {told}")
+        listing = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        faults.append(f"inputs hold different numbers of samples: {listing}")
     if faults:
         raise UsageError("; ".join(faults))
     return next(iter(sizes.values()), spec.microbatch_size)

@@ -65,8 +65,8 @@ def _row(name: str, expected: np.ndarray, found: np.ndarray | None, close: Close
     if found is None:
         return Row(name, np.inf, np.inf, tolerance, "is missing")
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        told = f"is {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
-        return Row(name, np.inf, np.inf, tolerance, told)
+        fault = f"is {found.dtype} {found.shape}, not {expected.dtype} {expected.shape}"
+        return Row(name, np.inf, np.inf, tolerance, fault)
     if not np.issubdtype(expected.dtype, np.number):
         same = bool((found == expected).all())
         return Row(name, 0.0 if same else 1.0, 0.0 if same else 1.0, 0.0, "" if same else "differs")

@@ -121,8 +121,8 @@ class ProcessLinks:
     def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
         """Hand a value to the ranks of these stages."""
         array = np.ascontiguousarray(array_of(value)).reshape(value.shape())
-        told = pickle.dumps((array.dtype.str, array.shape, foreign_name(value)))
-        header = np.frombuffer(told, dtype=np.uint8).copy()
+        packed = pickle.dumps((array.dtype.str, array.shape, foreign_name(value)))
+        header = np.frombuffer(packed, dtype=np.uint8).copy()
         size = np.array([len(header)], dtype=np.int64)
         tag = 3 * self._number[name]
         parts: tuple[np.ndarray, ...] = size, header, array.reshape(-1).view(np.uint8)

@@ -98,9 +98,9 @@ class OnnxStage:
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:  # as above
-            told = str(error).strip()
+            reason = str(error).strip()
             raise StageError(
-                f"stage {self.index} fails on micro-batch {microbatch}: {told}"
+                f"stage {self.index} fails on micro-batch {microbatch}: {reason}"
             ) from error
         return dict(zip(self.spec.outputs, binding.get_outputs(), strict=True))
 
