@@ -284,9 +284,44 @@ def _convolution_backward_flops(
     return int(once * sum(map(bool, needed[:2])))
 
 
+def _attention_flops(queries: int, formula: Callable[..., int]) -> Callable[..., int]:
+    """torch's formula, whose keys and values may have fewer heads than its queries.
+
+    Args:
+        queries: the position of the queries among the arguments, before keys and values.
+        formula: before torch 2.13 it knows equal numbers of heads alone.
+    """
+
+    def flops(*args: Any, **kwargs: Any) -> int:
+        heads = args[queries].shape[1]
+        repeated = [
+            torch.Size((tensor.shape[0], heads, *tensor.shape[2:]))
+            for tensor in args[queries + 1 : queries + 3]
+        ]
+        return formula(*args[: queries + 1], *repeated, *args[queries + 3 :], **kwargs)
+
+    return flops
+
+
 _FURTHER_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu,
+            _aten._scaled_dot_product_flash_attention,
+            _aten._scaled_dot_product_efficient_attention,
+            _aten._scaled_dot_product_cudnn_attention,
+        ),
+        _attention_flops(0, sdpa_flop),
+    ),
+    **dict.fromkeys(
+        (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
+            _aten._scaled_dot_product_flash_attention_backward,
+            _aten._scaled_dot_product_efficient_attention_backward,
+            _aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        _attention_flops(1, sdpa_backward_flop),
+    ),
     _aten.convolution_backward: _convolution_backward_flops,
     _aten.mkldnn_rnn_layer: _rnn_layer_flops,
     _aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,

@@ -261,7 +261,7 @@ def _without(graph: Graph, names: Mapping[str, str], positions: Positions | None
 
     def is_idle(op: Op) -> bool:
         of_positions = positions is not None and all(name in positions for name in op.outputs)
-        return of_positions or _is_number(graph, op)
+        return of_positions or only_asks(graph, op)
 
     memory = {graph.values[name].storage: graph.values[old].storage for name, old in names.items()}
     ops = [reading(op, names) for op in graph.ops if names.keys().isdisjoint(op.outputs)]
@@ -294,9 +294,11 @@ def without_unread(graph: Graph, ops: Sequence[Op], pure: Callable[[Op], bool]) 
     return tuple(reversed(kept))
 
 
-def _is_number(graph: Graph, op: Op) -> bool:
-    """Whether an op makes numbers and no tensors, such as the sizes of one."""
-    return all(graph.values[name].kind is ValueKind.SCALAR for name in op.outputs)
+def only_asks(graph: Graph, op: Op) -> bool:
+    """Whether an op makes numbers, such as a tensor's sizes, or asks for its type or device."""
+    kinds = {graph.values[name].kind for name in op.outputs}
+    asks = called(op.call) == "getattr" and ValueKind.TENSOR not in kinds
+    return asks or kinds <= {ValueKind.SCALAR}
 
 
 def _inside_ops(graph: Graph) -> Graph:

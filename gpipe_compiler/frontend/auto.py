@@ -166,28 +166,32 @@ def _by_fewer_layers(
     return None if differences(graph, subject) else graph
 
 
-_KNOWN: tuple[tuple[str, str], ...] = (
+_KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         r"torch\.func\b|torch\.vmap|functorch",
+        "it applies a transform of torch.func",
         "compute on the whole batch at once: torch's ops take batches, and "
         "torch.autograd.grad(..., create_graph=True) gives gradients in forward",
     ),
     (
         r"pack(ed|_padded)_sequence|PackedSequence",
+        "it packs sequences",
         "pass padded sequences to the layer, and mask what lies behind their ends: how many rows a "
         "packed sequence has depends on the values of the lengths",
     ),
     (
         r"torch\.jit\.script|ScriptModule",
+        "torch.jit has compiled it, or a part of it",
         "build the model from the modules that were scripted or traced: what torch.jit has "
         "compiled cannot be taken apart",
     ),
     (
         r"nested_tensor|torch\.jagged",
+        "it makes nested tensors",
         "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
     ),
 )
-"""What no frontend follows: how the user's line, or what they say of it, reads; and the way out."""
+"""What no frontend follows: how what they say of the user's line reads; in words; the way out."""
 
 
 _ANOTHER = "try another frontend"
@@ -202,14 +206,15 @@ def _all_failed(met: list[tuple[Frontend, GPipeCompilerError]]) -> TraceError:
     errors = [error for _, error in met]
     hints = [error.hint for error in errors if error.hint and not error.hint.startswith(_ANOTHER)]
     hint = hints[0] if hints else "write what the line does with torch's operators on tensors alone"
-    for pattern, way_out in _KNOWN:
+    cause = ""
+    for pattern, words, way_out in _KNOWN:
         telling = [error for error in errors if re.search(pattern, error.problem)]
         if telling:
-            errors, hint = telling, way_out
+            errors, cause, hint = telling, f", as {words}", way_out
             break
     places = [error.location for error in errors if error.location is not None]
     return TraceError(
-        "the model cannot be traced:\n" + "\n".join(lines),
+        f"the model cannot be traced{cause}:\n" + "\n".join(lines),
         location=max(places, key=places.count) if places else None,
         hint=hint,
     )

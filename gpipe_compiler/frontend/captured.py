@@ -25,7 +25,7 @@ from gpipe_compiler.frontend.exported import (
     pull_state_into_regions,
     regions,
     replace_by_state,
-    tracing_quietly,
+    tracing_settings,
 )
 from gpipe_compiler.frontend.locate import line_of, line_of_trace
 from gpipe_compiler.frontend.lower import lower
@@ -99,7 +99,7 @@ def _capture(entry: Entry) -> _Captured:
         if source.batch_dim is not None:
             torch._dynamo.maybe_mark_dynamic(example, source.batch_dim)
     try:
-        with tracing_quietly(), torch.enable_grad(), torch._dynamo.config.patch(**_settings()):
+        with tracing_settings(), torch.enable_grad(), torch._dynamo.config.patch(**_settings()):
             module = capture(entry)(*examples)
             taken = module._dynamo_bytecode_flatten(*examples)
             marks = tuple(torch.empty(()) for _ in _returned_nodes(module.graph))

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -155,7 +156,7 @@ def export(entry: Entry, watch: CastWatch, *, gradients: bool) -> ExportedProgra
     )
     try:
         with (
-            tracing_quietly(),
+            tracing_settings(),
             _user_lines(),
             torch.set_grad_enabled(gradients),
             watch.watching(),
@@ -172,10 +173,15 @@ def export(entry: Entry, watch: CastWatch, *, gradients: bool) -> ExportedProgra
 
 
 @contextlib.contextmanager
-def tracing_quietly() -> Iterator[None]:
-    """Keeps torch's advice to users of torch.export to itself: failures are explained here."""
-    # When it fails, torch.export prints the graph so far on stderr.
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+def tracing_settings() -> Iterator[None]:
+    """How torch is set while it traces: quiet, and with `torch.einsum` as one call.
+
+    Failures are explained here; when it fails, torch.export prints the graph so far on stderr.
+    Where opt_einsum is installed, torch has it choose the order of contractions by the sizes, the
+    batch among them: the package finds its own, as the model does at every call.
+    """
+    in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order:
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -392,6 +393,45 @@ def test_batch_of_one_is_traced_as_any_other(same_as_eager):
     graph = trace_export(subject, True)
 
     same_as_eager(graph, subject, True)
+
+
+class Contracts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 4, 5))
+
+    def forward(self, x):
+        return torch.einsum("bi,eij,be->bj", x, self.experts, x[:, :3])
+
+
+def test_contractions_are_ordered_when_they_run(same_as_eager, monkeypatch):
+    """As opt_einsum does where it is installed, by sizes that are numbers; here last ones first."""
+    ordered = []
+
+    def contract_path(equation, *operands, optimize):
+        del equation, optimize
+        ordered.append([int(size) for operand in operands for size in operand.shape])
+        return ([(1, 2), (0, 1)],)
+
+    installed = SimpleNamespace(contract_path=contract_path)
+    monkeypatch.setattr(
+        torch.backends,
+        "opt_einsum",
+        SimpleNamespace(
+            enabled=True,
+            strategy="auto",
+            is_available=lambda: True,
+            get_opt_einsum=lambda: installed,
+        ),
+    )
+    torch.manual_seed(0)
+    subject = Subject(
+        "m", Contracts(), (torch.randn(6, 4),), {}, torch.randint(0, 5, (6,)), F.cross_entropy
+    )
+
+    same_as_eager(trace_export(subject, True), subject, True)
+
+    assert ordered
 
 
 def test_meta_model_is_traced_without_memory():

@@ -98,12 +98,16 @@ def test_ops_without_gradients_have_no_backward(builder):
     assert costs["both"].backward_flops == 2 * costs["both"].flops
 
 
-def test_attention_and_recurrent_layers_are_counted(builder):
-    n, heads, length, dim = 2, 3, 8, 16
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_and_recurrent_layers_are_counted(builder, groups):
+    """Keys and values may have one head for several of the queries."""
+    n, heads, length, dim = 2, 6, 8, 16
     b = builder(q=torch.randn(n, heads, length, dim), x=torch.randn(n, length, dim))
     scale = b.add_state("scale", torch.ones(dim), trainable=True)
     q = b.call(operator.mul, Ref("q"), scale)
-    b.call(F.scaled_dot_product_attention, q, q, q, name="attention")
+    k = b.call(operator.getitem, q, (slice(None), slice(None, None, groups)))
+    grouped = {"enable_gqa": True} if groups > 1 else {}
+    b.call(F.scaled_dot_product_attention, q, k, k, name="attention", **grouped)
     b.add_module("rnn", nn.LSTM, dim, 5, batch_first=True)
     b.module("rnn", Ref("x"), name="rnn", results=2)
     loss = b.call(operator.add, b.method("sum", Ref("attention")), b.method("sum", Ref("rnn_0")))

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -217,7 +219,8 @@ class PlainLoop:
             return output["loss"]
         if self.recipe.loss == "none":
             found = flat_tensors(output).values()
-            return torch.stack([t.square().sum() for t in found if t.is_floating_point()]).sum()
+            squares = [t.square().sum() for t in found if t.is_floating_point()]
+            return functools.reduce(operator.add, squares)  # in the type of each sum so far
         return LOSS_FUNCTIONS[self.recipe.loss](output, target)
 
     def _shares(self, targets: Sequence[Any], sizes: Sequence[int]) -> list[float]:
