@@ -186,6 +186,7 @@ class Policy:
     """
 
     schedule: ScheduleKind | Auto = ScheduleKind.GPIPE
+    loss_over_batch: bool = False
     remat: RematChoice = RematChoice.NONE
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
@@ -203,6 +204,15 @@ class Policy:
                 hint="such as 0.03 for 3%, or 0 for cuts anywhere",
             )
         known = self.schedule_kind
+        if self.loss_over_batch:
+            if known is not ScheduleKind.GPIPE or self.data_parallel > 1:
+                raise UsageError(
+                    "--loss-over batch computes the loss of all micro-batches at once, so every "
+                    "one goes forward before any comes back, through one pipeline",
+                    hint="use --schedule gpipe, and --data-parallel 1",
+                )
+            # Each stage that needs all samples has them, the one with the loss among these.
+            object.__setattr__(self, "batchnorm", BatchNorm.EXACT)
         if self.batchnorm is BatchNorm.EXACT and known is not ScheduleKind.GPIPE:
             raise UsageError(
                 "--batchnorm exact normalises over the whole mini-batch, so every micro-batch goes "

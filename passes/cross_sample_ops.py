@@ -18,6 +18,8 @@ from gpipe_compiler.passes.op_watch import KernelRun
 def mixing_ops(graph: Graph) -> frozenset[str]:
     """Names of the ops that mix samples in the graph's own mode; those of the loss apart.
 
+    Where the loss is that of the whole batch, whatever it is, the op that makes it is among them.
+
     It runs at the graph's batch size and at twice that. A kernel mixes when it reads a tensor that
     grows with the samples and what it returns does not double: BatchNorm returns its statistics,
     one for each channel, while those of InstanceNorm and LayerNorm grow with the samples. Not seen
@@ -25,7 +27,10 @@ def mixing_ops(graph: Graph) -> frozenset[str]:
     """
     once, twice = (observed(graph, times * graph.batch_size).ops for times in (1, 2))
     found = (name for name, op in once.items() if _mix(op.kernels, twice[name].kernels))
-    return frozenset(found) - graph.loss_only
+    mixing = frozenset(found) - graph.loss_only
+    if graph.loss is None or not graph.loss.over_batch:
+        return mixing
+    return mixing | {graph.producer[graph.loss.value].name}
 
 
 def _mix(once: Sequence[KernelRun], twice: Sequence[KernelRun]) -> bool:

@@ -58,7 +58,7 @@ def weigh_loss(graph: Graph) -> Graph:
     Args:
         graph: annotated by `passes.shapes`.
     """
-    if graph.loss is None:
+    if graph.loss is None or graph.loss.over_batch:
         return graph
     groups, adding = terms_of_loss(graph)
     if len(groups) > 1:

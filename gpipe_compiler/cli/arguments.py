@@ -87,6 +87,13 @@ def _training_arguments(parser: argparse.ArgumentParser) -> None:
         "sum-of-squares: that of the outputs, for experiments (default %(default)s)",
     )
     group.add_argument(
+        "--loss-over",
+        choices=["micro-batches", "batch"],
+        default="micro-batches",
+        help="batch: the loss is computed once, of the outputs of the whole mini-batch, as "
+        "contrastive and balancing losses need (gpipe only) (default %(default)s)",
+    )
+    group.add_argument(
         "--precision",
         choices=[precision.value for precision in Precision],
         default=Precision.FP32.value,

@@ -64,6 +64,7 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         stages=arguments.stages,
         microbatches=arguments.microbatches,
         schedule=schedule_of(arguments),
+        loss_over_batch=arguments.loss_over == "batch",
         remat=RematChoice(arguments.remat),
         batchnorm=BatchNorm(arguments.batchnorm),
         precision=Precision(arguments.precision),

@@ -9,7 +9,16 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.onnx import OnnxFile
 
 _MODEL = (
-    *("schedule", "remat", "batchnorm", "precision", "optimizer", "data_parallel", "loss"),
+    *(
+        "schedule",
+        "remat",
+        "batchnorm",
+        "precision",
+        "optimizer",
+        "data_parallel",
+        "loss",
+        "loss_over",
+    ),
     *("frontend", "per_microbatch", "batch_dim", "print_after", "pass_option"),
 )
 """Options that say how a package trains, or how a model is traced and transformed."""

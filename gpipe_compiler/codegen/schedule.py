@@ -298,7 +298,16 @@ def _loss(
     floor, offset = _guard(None if terms else graph.loss.weight)
     separate = has_separate_loss(plan, graph)
     loss = graph.loss
-    return LossSpec(loss.value, loss.reduction, separate, counted, floor, offset, terms)
+    return LossSpec(
+        loss.value,
+        loss.reduction,
+        separate,
+        counted,
+        floor,
+        offset,
+        terms,
+        over_batch=loss.over_batch,
+    )
 
 
 def _guard(weight: LossWeight | None) -> tuple[float, float]:

@@ -157,12 +157,14 @@ class Loss:
         weight: filled in by `passes.loss_weight`; None for a sum, or a mean over samples.
         terms: filled in by `passes.loss_weight`, where the loss adds up means over different
             things: each of them; the last ops of the graph only add them up. () elsewhere.
+        over_batch: whether it is computed once, of the outputs of all micro-batches.
     """
 
     value: str
     reduction: Reduction = Reduction.MEAN
     weight: LossWeight | None = None
     terms: tuple[LossTerm, ...] = ()
+    over_batch: bool = False
 
     @property
     def summands(self) -> tuple[LossTerm, ...]:

@@ -380,6 +380,7 @@ class LossSpec:
         per_sample: without a weight, of how many things per sample the loss is the mean: as
             `tokens` of one over all tokens. It matters where micro-batches differ in sizes, which
             are refused where it is None: not known.
+        over_batch: whether the last stage computes it once, of all micro-batches as one.
     """
 
     value: str
@@ -390,6 +391,7 @@ class LossSpec:
     offset: float = 0.0
     terms: tuple[LossTerm, ...] = ()
     per_sample: Dim | None = 1
+    over_batch: bool = False
 
     @property
     def summands(self) -> tuple[LossTerm, ...]:

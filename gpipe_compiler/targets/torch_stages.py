@@ -66,6 +66,9 @@ class TorchStages:
         progress("tracing")
         found = find_batch_dims(subject)
         graph, frontend = auto.choose(found.subject, options.frontend, options.precision)
+        if graph.loss is not None:
+            over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
+            graph = graph.replace(loss=over)
         options, words = _with_optimizer(options, graph, found.subject)
         planner = planner_of(graph, options)
         return cls(options, found, planner, frontend, words, launch)

@@ -68,7 +68,7 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
     """
     if on_meta(graph) or not any(map(_differs_in_training, graph.ops)):
         return
-    joint = plan.batchnorm is BatchNorm.EXACT and mixing_ops(graph)
+    joint = plan.batchnorm is BatchNorm.EXACT and mixing_ops(graph) - graph.loss_only
     if joint or batchnorm_ops(graph, model) or effects(graph).state_writes:
         return
     op = _first_in_training(graph)

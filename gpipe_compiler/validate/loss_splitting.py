@@ -24,8 +24,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
 
 _HINT = (
-    "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch has a "
-    "loss of its own, and the mini-batch their weighted mean"
+    "compile with --loss-over batch or --microbatches 1, or accept with --per-microbatch that every "
+    "micro-batch has a loss of its own, and the mini-batch their weighted mean"
 )
 
 
@@ -135,7 +135,7 @@ def refuse_unsplit(plan: Plan) -> None:
         ModelError: naming the line.
     """
     parts = plan.microbatches * plan.replicas
-    if plan.graph is None or plan.graph.loss is None or parts == 1:
+    if plan.graph is None or plan.graph.loss is None or parts == 1 or plan.graph.loss.over_batch:
         return
     found = never_additive(plan.graph)
     if found is not None:

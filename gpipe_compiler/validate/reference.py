@@ -92,8 +92,11 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
     batch = batch_of(plan, entry.signature)
     if not plan.training or len(batch.sizes) == 1:
         return
-    work = _Work(subject, plan, batch, _shares(entry, plan, batch), seed, accepted=False)
-    if batchnorm_ops(work.graph, subject.model):  # which the user has over each micro-batch
+    shares = _shares(entry, plan, batch)
+    work = _Work(subject, plan, batch, shares, seed, accepted=False)
+    if not shares or batchnorm_ops(
+        work.graph, subject.model
+    ):  # which the user has over each micro-batch
         return
     if not work._trains_alike() and not work._in_double(_Work._trains_alike):
         draws = Draws.of(work.graph, seed, training=True)
@@ -101,9 +104,11 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
 
 
 def _shares(entry: Entry, plan: Plan, batch: MiniBatch) -> Shares:
-    """The weights of the micro-batches' losses."""
+    """The weights of the micro-batches' losses; () where the mini-batch has one."""
     assert plan.graph is not None
     graph = plan.graph
+    if graph.loss is not None and graph.loss.over_batch:
+        return ()
     names = [source.name for source in entry.signature.inputs]
     parts = batch.parts(entry.signature)
     states = {**graph.tensors, **dict(entry.model.named_buffers())}

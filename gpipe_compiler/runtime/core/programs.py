@@ -87,6 +87,15 @@ class ProgramCache:
         """
         exact = self._batchnorm is BatchNorm.EXACT and training
         joint = joint_stages(self._spec.stages, self._replicas) if exact else frozenset()
+        loss = self._spec.loss
+        if loss is not None and loss.over_batch and work.makes_loss and not joint:
+            if training and microbatches > 1:
+                raise UsageError(
+                    f"the loss of {self._spec.name} is that of the whole mini-batch, which "
+                    f"batchnorm={self._batchnorm.value!r} does not hold together",
+                    hint="leave batchnorm as it is planned, or use microbatches=1",
+                )
+            joint = frozenset({len(self._spec.stages) - 1})
         if microbatches == 1:
             joint = frozenset()
         key = work, microbatches, joint, wanted

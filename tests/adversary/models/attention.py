@@ -232,7 +232,6 @@ CASES = (
         square,
         lambda n: torch.randn(5, n, 3),
         manners=FP32_ONLY,
-        quick=True,
     ),
     Case(
         "sequence_first_inference",
