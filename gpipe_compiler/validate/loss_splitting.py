@@ -24,8 +24,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
 
 _HINT = (
-    "compile with --loss-over batch or --microbatches 1, or accept with --per-microbatch that every "
-    "micro-batch has a loss of its own, and the mini-batch their weighted mean"
+    "compile with --loss-over batch or --microbatches 1, or accept with --per-microbatch that "
+    "every micro-batch has a loss of its own, and the mini-batch their weighted mean"
 )
 
 

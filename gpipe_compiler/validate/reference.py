@@ -94,9 +94,9 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
         return
     shares = _shares(entry, plan, batch)
     work = _Work(subject, plan, batch, shares, seed, accepted=False)
-    if not shares or batchnorm_ops(
-        work.graph, subject.model
-    ):  # which the user has over each micro-batch
+    if not shares:
+        return
+    if batchnorm_ops(work.graph, subject.model):  # which the user has over each micro-batch
         return
     if not work._trains_alike() and not work._in_double(_Work._trains_alike):
         draws = Draws.of(work.graph, seed, training=True)
