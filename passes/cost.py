@@ -194,7 +194,10 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
         trained = [state for state in isolated.states.values() if state.requires_grad]
         leaves = (*arguments.leaves, *trained)
         if results and leaves:
-            gradients = [torch.empty_like(result) for result in results]
+            gradients = [
+                _like(result) if result.is_contiguous() else torch.empty_like(result)
+                for result in results
+            ]
             if trained and arguments.leaves:
                 with of_inputs:
                     differentiate(results, arguments.leaves, gradients, again=True)

@@ -104,7 +104,8 @@ def undone(graph: Graph, plain: Graph, wrong: Collection[str]) -> Graph:
 
     modules = {**graph.modules, **{path: plain.modules[path] for path in paths}}
     changed = graph.replace(ops=tuple(map(replaced, graph.ops)), modules=modules, values={})
-    return check(annotate(changed, graph.batch_size, graph.precision), after="inplace")
+    described = annotate(changed, graph.batch_size, graph.precision, alike=graph.values)
+    return check(described, after="inplace")
 
 
 Chosen = Mapping[str, int]
@@ -181,6 +182,9 @@ class _Legal:
         names = {variant.operand, op.result}
         if not all(_are_tensors(run, names) for run in self.runs):
             return False
+        operand, result = (self.graph.values[name] for name in (variant.operand, op.result))
+        if (operand.batch_dim, operand.splittable) != (result.batch_dim, result.splittable):
+            return False  # equal at this size, but not at others
         chain = self._chain(op.name, variant.operand)
         return (
             bool(chain)
@@ -272,7 +276,8 @@ def _tried(graph: Graph, chosen: Chosen) -> tuple[Graph | None, frozenset[str]]:
     finds a tensor changed that it has kept.
     """
     try:
-        changed = annotate(_written(graph, chosen), graph.batch_size, graph.precision)
+        written = _written(graph, chosen)
+        changed = annotate(written, graph.batch_size, graph.precision, alike=graph.values)
         if graph.loss is None:
             return changed, frozenset()
         run = observed(changed)

@@ -74,6 +74,7 @@ class OpWatch(DispatchWatch):
         self._kept: set[int] = set()
         self._held = 0
         self._sizes: dict[int, int] = {}
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._made: set[int] = set()
         self._op = ""
         self._notes = OpNotes(0)
@@ -143,12 +144,12 @@ class OpWatch(DispatchWatch):
         self._held += size
         self._notes.most = max(self._notes.most, self._held - self._notes.before)
 
-        def gone() -> None:
-            del self._sizes[key]
+        def gone(_: object) -> None:
+            del self._sizes[key], self._ends[key]
             self._made.discard(key)
             self._held -= size
 
-        weakref.finalize(storage, gone)
+        self._ends[key] = weakref.ref(storage, gone)
 
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

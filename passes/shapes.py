@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
 
 from gpipe_compiler.ir import (
     Graph,
@@ -22,7 +23,13 @@ from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision
 
 
-def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP32) -> Graph:
+def annotate(
+    graph: Graph,
+    batch_size: int,
+    precision: Precision = Precision.FP32,
+    *,
+    alike: Mapping[str, Value] | None = None,
+) -> Graph:
     """The graph with `values` filled in for `batch_size` samples.
 
     It runs on fake tensors with `batch_size` and with twice as many samples. A dimension that
@@ -37,14 +44,21 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
         graph: with an example of every input; what `values` holds is replaced.
         batch_size: samples, at least 1. It is typically a micro-batch, but any size will do.
         precision: in which this and all further analyses run the ops.
+        alike: values of the same names, which are known to go with the batch as those of this graph
+            do. It is then run at one size.
 
     Raises:
         ModelError: naming the op that cannot run on so many samples.
     """
     stretches = graph.repeats or repeats(graph)
     graph = graph.replace(precision=precision, repeats=stretches, batch_size=batch_size, values={})
-    once, twice = (in_all_modes(graph, size) for size in (batch_size, 2 * batch_size))
-    annotated = graph.replace(values=_described(once, twice, batch_size))
+    once = in_all_modes(graph, batch_size)
+    if alike is None:
+        twice = in_all_modes(graph, 2 * batch_size)
+        dims = _batch_dims(once, twice, batch_size)
+    else:
+        twice, dims = [], {n: (value.batch_dim, value.splittable) for n, value in alike.items()}
+    annotated = graph.replace(values=_described(once, dims))
     if not all(run.by_blocks for run in (*once, *twice)):
         annotated = annotated.replace(repeats=())
     found = effects(annotated)
@@ -55,44 +69,59 @@ def annotate(graph: Graph, batch_size: int, precision: Precision = Precision.FP3
     return check(annotated.replace(held=held), after="shapes")
 
 
-def _described(
-    once: Sequence[ObservedRun], twice: Sequence[ObservedRun], batch_size: int
-) -> dict[str, Value]:
+_Dims: TypeAlias = Mapping[str, tuple[int | None, bool]]
+"""Of tensors: the batch dimension, and whether it can be split."""
+
+
+def _described(runs: Sequence[ObservedRun], dims: _Dims) -> dict[str, Value]:
     """All values, those that are made in one mode alone after the others."""
     values: dict[str, Value] = {}
     numbers: dict[str, int] = {}  # of storages, by value: the same in all runs
     count = 0
-    for one, other in zip(once, twice, strict=True):
-        of_storage = {storage: numbers[n] for n, _, storage in one.tensors if n in numbers}
-        for name, _, storage in one.tensors:
+    for run in runs:
+        of_storage = {storage: numbers[n] for n, _, storage in run.tensors if n in numbers}
+        for name, _, storage in run.tensors:
             if storage not in of_storage:
                 of_storage[storage] = count
                 count += 1
             numbers.setdefault(name, of_storage[storage])
-        for name, seen in one.values.items():
+        for name, seen in run.values.items():
             if name not in values:
-                number = numbers.get(name, -1)
-                values[name] = _describe(name, seen, other.values[name], batch_size, number)
+                values[name] = _describe(name, seen, dims, numbers.get(name, -1))
     return values
 
 
-def _describe(name: str, once: SeenValue, twice: SeenValue, batch_size: int, storage: int) -> Value:
-    form = once.form
+def _describe(name: str, seen: SeenValue, dims: _Dims, storage: int) -> Value:
+    form = seen.form
     if form is None:
-        scalar = isinstance(once.plain, bool | int | float | complex)
+        scalar = isinstance(seen.plain, bool | int | float | complex)
         return Value(name, ValueKind.SCALAR if scalar else ValueKind.OTHER)
-    assert twice.form is not None
-    batch_dim, splittable = _batch_dim(form.shape, twice.form.shape)
+    batch_dim, splittable = dims[name]
     return Value(
         name,
         ValueKind.TENSOR,
         shape=form.shape,
         dtype=form.dtype,
         batch_dim=batch_dim,
-        splittable=splittable and (batch_dim is None or form.shape[batch_dim] % batch_size == 0),
+        splittable=splittable,
         requires_grad=form.requires_grad,
         storage=storage,
     )
+
+
+def _batch_dims(
+    once: Sequence[ObservedRun], twice: Sequence[ObservedRun], batch_size: int
+) -> _Dims:
+    """Those of all tensors; of one that several modes make, as the first does."""
+    found: dict[str, tuple[int | None, bool]] = {}
+    for one, other in zip(once, twice, strict=True):
+        for name, form, _ in one.tensors:
+            more = other.values[name].form
+            assert more is not None
+            dim, splittable = _batch_dim(form.shape, more.shape)
+            whole = dim is None or form.shape[dim] % batch_size == 0
+            found.setdefault(name, (dim, splittable and whole))
+    return found
 
 
 def _batch_dim(once: tuple[int, ...], twice: tuple[int, ...]) -> tuple[int | None, bool]:

@@ -78,7 +78,7 @@ class CutFacts:
             copied,
             atoms(plain, before, copied),
             saved_tensors(graph),
-            shape_values(graph),
+            shape_values(plain),
             plain,
         )
 

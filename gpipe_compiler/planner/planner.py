@@ -126,6 +126,7 @@ class Planner:
             return 1 if graph.loss is None and apart_outputs(graph) else count
         raise met[0]
 
+    @uncollected()
     def prepare(self, microbatches: int, policy: Policy) -> MicrobatchGraph:
         """The graph at the size of one of so many micro-batches.
 
