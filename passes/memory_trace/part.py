@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partialmethod
 from typing import Any
 
@@ -161,10 +161,7 @@ def stage_run(part: GraphPart, module: PartModule, wiring: StageWiring) -> Stage
 
 
 def part_module(
-    part: GraphPart,
-    tensors: Mapping[str, torch.Tensor],
-    sizes: Mapping[str, object],
-    started: Started,
+    part: GraphPart, interpreter: Interpreter, sizes: Mapping[str, object], started: Started
 ) -> PartModule:
     """A part as a module, with a method for each of its segments, as the runtime asks for it."""
     methods = {
@@ -172,7 +169,7 @@ def part_module(
         for number, segment in enumerate(part.segments)
     }
     kind = type("PartModule", (PartModule,), methods)
-    made: PartModule = kind(part, tensors, sizes, started)
+    made: PartModule = kind(part, interpreter, sizes, started)
     return made
 
 
@@ -180,7 +177,7 @@ class PartModule(nn.Module):
     """A part as a module, which drops each value after its last use, as emitted code does.
 
     Args:
-        tensors: the state, by canonical name.
+        interpreter: of the graph of the part, with its state.
         sizes: values that are no tensors and that others have made (batch sizes).
         started: called before every op.
     """
@@ -188,7 +185,7 @@ class PartModule(nn.Module):
     def __init__(
         self,
         part: GraphPart,
-        tensors: Mapping[str, torch.Tensor],
+        interpreter: Interpreter,
         sizes: Mapping[str, object],
         started: Started,
     ) -> None:
@@ -197,13 +194,13 @@ class PartModule(nn.Module):
         self.sizes = sizes
         self.started = started
         for index, name in enumerate(part.states):
-            tensor = tensors[name]
+            tensor = interpreter.tensors[name]
             if tensor.requires_grad:
                 # Not registered: a fake tensor is no nn.Parameter, and need not be one.
                 self._parameters[_key(index)] = tensor  # type: ignore[assignment]
             else:
                 self.register_buffer(_key(index), tensor)
-        self.interpreter = Interpreter(part.graph, _State(self), part.training).prepare()
+        self.interpreter = replace(interpreter, tensors=_State(self))
         self.train(part.training)
 
     def forward(self, *received: torch.Tensor) -> Any:

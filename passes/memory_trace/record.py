@@ -90,7 +90,7 @@ class _Stage:
         self.watch = StorageWatch()
         self.states = [run.states[name] for name in part.states]
         self.watch.own(self.states)
-        self.module = part_module(part, run.states, given.sizes, self._started)
+        self.module = part_module(part, run.interpreter, given.sizes, self._started)
         needs = {name for name, tensor in given.tensors.items() if tensor.requires_grad}
         self.wiring = part.wiring(needs, split=split)
         self._adds = [adds_in_place(part.graph, op, draws=part.draws) for op in part.ops]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, StateKind
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, StateKind, ops_within
 from gpipe_compiler.ir.blocks import Body, calls_in
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
@@ -157,8 +158,11 @@ class MemoryTraces:
         """The graph with no more state and modules than the part has."""
         graph = self.graph
         states = part.states
+        calls = (op.call for op in itertools.chain.from_iterable(map(ops_within, part.ops)))
+        modules = {call.module for call in calls if isinstance(call, ModuleCall)}
         return graph.replace(
             ops=part.ops,
+            modules={name: graph.modules[name] for name in modules},
             state={name: graph.state[name] for name in states},
             tensors={name: graph.tensors[name] for name in states if name in graph.tensors},
             repeats=(),
