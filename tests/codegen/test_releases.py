@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.compile import plan, trace
+from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.passes.memory_trace.part import GraphPart, PartModule
 from gpipe_compiler.plan import Plan
@@ -176,7 +177,8 @@ def test_what_is_held_is_what_is_needed(label: str, training: bool, in_place: bo
         for name, state in graph.state.items()
     }
 
-    ideal = held(PartModule(part, tensors, {}, lambda _: None), [x], training)
+    interpreter = Interpreter(graph, tensors, training)
+    ideal = held(PartModule(part, interpreter, {}, lambda _: None), [x], training)
     actual = held(stage_of(made, source), [x], training)
 
     assert [kernel for kernel, _ in actual] == [kernel for kernel, _ in ideal], source.text

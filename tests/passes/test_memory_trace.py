@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StageTraces
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.memory_trace.part import GraphPart, part_module, stage_run
@@ -52,7 +53,8 @@ class Real:
             )
             for name in part.states
         }
-        self.module = part_module(part, self.states, given_.sizes, lambda position: None)
+        interpreter = Interpreter(part.graph, self.states, part.training)
+        self.module = part_module(part, interpreter, given_.sizes, lambda position: None)
         needs = {name for name, tensor in given_.tensors.items() if tensor.requires_grad}
         wiring = part.wiring(needs, split=split)
         numbers = tuple(range(100)) if part.draws else ()
