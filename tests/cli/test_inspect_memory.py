@@ -240,4 +240,4 @@ class TestCommand:
         (package / "plan.json").write_text(dataclasses.replace(plan, what_if=None).to_json())
 
         assert cli.inspect_command(["memory", str(package)]) == 0
-        assert "told of packages compiled with --remedies" in capsys.readouterr().out
+        assert "packages compiled with --remedies say" in capsys.readouterr().out
