@@ -204,7 +204,7 @@ class LossTerm:
     counted: bool = False
     floor: float = -math.inf
     offset: float = 0.0
-    per_sample: Dim | None = 1
+    per_sample: Dim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,7 +379,7 @@ class LossSpec:
             returns them as a tuple, and `weight` a tuple of what it counts for those `counted`.
         per_sample: without a weight, of how many things per sample the loss is the mean: as
             `tokens` of one over all tokens. It matters where micro-batches differ in sizes, which
-            are refused where it is None: not known.
+            are refused where it is None: not known. Batches of an evaluation then weigh by samples.
         over_batch: whether the last stage computes it once, of all micro-batches as one.
     """
 
@@ -390,7 +390,7 @@ class LossSpec:
     floor: float = -math.inf
     offset: float = 0.0
     terms: tuple[LossTerm, ...] = ()
-    per_sample: Dim | None = 1
+    per_sample: Dim | None = None
     over_batch: bool = False
 
     @property

@@ -89,6 +89,29 @@ def test_memory_is_used_again(ends, monkeypatch):
     assert len(made) == 1
 
 
+def test_memory_for_messages_of_any_size_is_bounded(ends, monkeypatch):
+    """As many pieces as messages are unread at once, none larger than the largest message."""
+    made = []
+
+    def kept(*args, make=os.memfd_create):
+        made.append(os.dup(descriptor := make(*args)))
+        return descriptor
+
+    monkeypatch.setattr(same_host.os, "memfd_create", kept)
+    sizes = [3000 + 7919 * turn % 60_000 for turn in range(60)]
+    for start in range(0, len(sizes), 3):
+        payloads = [bytes_of(size, size) for size in sizes[start : start + 3]]
+        for payload in payloads:
+            ends[0].send(payload, 1, 0, 20.0)
+        for payload in payloads:
+            assert torch.equal(received(ends[1], 0, 0, payload.numel()), payload)
+    held = [os.fstat(descriptor).st_size for descriptor in made]
+    for descriptor in made:
+        os.close(descriptor)
+    assert len(held) == 3
+    assert max(held) <= max(sizes)
+
+
 def test_a_message_is_read_into_the_memory_that_waits_for_it(ends):
     """Where its length is right; one that nobody expects so far is kept for who does."""
     buffer = torch.zeros(10_000, dtype=torch.uint8)
