@@ -192,8 +192,8 @@ class Execution:
         joint = [stage.index for stage in prepared.wiring if stage.joint is not None]
         if joint:
             raise UsageError(
-                f"stage {joint[0]} takes all micro-batches as one, for exact BatchNorm or a loss of "
-                "the whole mini-batch: they must be of the same sizes",
+                f"stage {joint[0]} takes all micro-batches as one, for exact BatchNorm or a loss "
+                "of the whole mini-batch: they must be of the same sizes",
                 hint="pad them to the same sizes",
             )
         if self._weigher.unknown and any(stage.makes_loss for stage in prepared.wiring):
