@@ -91,10 +91,8 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     found = list(_state_differences(graph, subject))
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     slow = False
-    entries = [
-        make_entry(subject, mode, reduces=False)
-        for mode in ((True, False) if subject.training else (False,))
-    ]
+    modes = (True, False) if subject.training else (False,)
+    entries = [make_entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
         training = entry.training
         # Auxiliary outputs of train mode are no outputs of the graph: only the loss uses them.
@@ -112,10 +110,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
 
 def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:
     model = subject.model
-    own = {
-        *(name for name, _ in model.named_parameters()),
-        *(name for name, _ in model.named_buffers()),
-    }
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     kept = {n for n, state in graph.state.items() if state.kind is not StateKind.CONSTANT}
     for name in sorted(own ^ kept):
         where = "the model only" if name in own else "the graph only"
@@ -186,7 +181,7 @@ def _first_run(
                     location=line_of(error),
                     hint="it must run by itself before it can be compiled",
                 ) from error
-            last = f"{summary(error)}"
+            last = summary(error)
     warnings.warn(
         f"the model takes no batch of {' or '.join(map(str, batches))} samples ({last}), so that "
         "its graph was compared with it at one batch size only",

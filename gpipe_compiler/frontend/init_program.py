@@ -58,7 +58,7 @@ def init_programs(trace: InitTrace, targets: Mapping[str, Operand]) -> dict[str,
         owners = {owner for owner, _ in first}
         if len(owners) == 1 and owners != {name}:
             # A copy of another tensor holds the same draws.
-            steps = (("seed", owners.pop()), *_shifted(steps, 1))
+            steps = (("seed", owners.pop()), *_after_one(steps))
         found[name] = steps
     return found
 
@@ -354,13 +354,13 @@ def _literals(tree: Any) -> bool:
     return False
 
 
-def _shifted(steps: Steps, by: int) -> Steps:
-    """The same steps after `by` others: results have other numbers."""
+def _after_one(steps: Steps) -> Steps:
+    """The same steps after another one: results have numbers one higher."""
 
     def shift(value: Any) -> Any:
         if isinstance(value, str) and value.startswith("%"):
             number, dot, item = value[1:].partition(".")
-            return f"%{int(number) + by}{dot}{item}"
+            return f"%{int(number) + 1}{dot}{item}"
         return tuple(shift(item) for item in value) if isinstance(value, tuple) else value
 
     return tuple(shift(step) for step in steps)

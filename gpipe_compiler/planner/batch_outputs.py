@@ -29,7 +29,7 @@ def refuse_apart(plan: Plan) -> None:
         return
     maker = graph.producer.get(faulty[0])
     raise ModelError(
-        f"the {counted_names('output', faulty)} of {plan.name} cannot be put together from "
+        f"the {_outputs(faulty)} of {plan.name} cannot be put together from "
         "micro-batches: it is no sum, mean or extreme over the samples, nor has a row for each",
         location=None if maker is None else maker.source,
         hint="compile with --microbatches 1, or leave it out of what the model returns",
@@ -41,9 +41,9 @@ def apart_outputs(graph: Graph) -> list[str]:
     return [name for name, way in joined_outputs(graph).items() if way is Joined.APART]
 
 
-def counted_names(noun: str, names: Sequence[str]) -> str:
+def _outputs(names: Sequence[str]) -> str:
     """`output a`, or `outputs a, b`."""
-    return f"{noun}{'s' if len(names) > 1 else ''} {', '.join(names)}"
+    return f"output{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
@@ -71,7 +71,7 @@ def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
     ]
     if faulty:
         raise ModelError(
-            f"the {counted_names('output', faulty)} of {plan.name} cannot be put together from "
+            f"the {_outputs(faulty)} of {plan.name} cannot be put together from "
             "micro-batches: there are no rows for the samples of a batch",
             hint="compile with --microbatches 1, or leave it out of what the model returns (a "
             "loss: call the model without labels, see --input)",

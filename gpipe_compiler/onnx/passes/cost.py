@@ -148,13 +148,9 @@ def _known(formula: Formula, *needed: int) -> Formula:
     return careful
 
 
-def _matmul(left: int) -> Formula:
-    """A product whose left side is the input of this number: outputs x its last dimension."""
-
-    def formula(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-        return 2 * math.prod(outputs[0] or ()) * (inputs[left] or (1,))[-1]
-
-    return _known(formula, left)
+def _matmul(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+    """Outputs x the last dimension of the left side."""
+    return 2 * math.prod(outputs[0] or ()) * (inputs[0] or (1,))[-1]
 
 
 def _gemm(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
@@ -193,29 +189,19 @@ def _attention(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape
     return 2 * pairs * (query[2] + value[2])
 
 
+_PRODUCTS = (
+    *("MatMul", "FusedMatMul", "MatMulInteger", "DynamicQuantizeMatMul", "MatMulIntegerToFloat"),
+    *("MatMulNBits", "QLinearMatMul"),
+)
+
 _FORMULAS: Mapping[str, Formula] = {
-    "Conv": _conv(1),
-    "FusedConv": _conv(1),
-    "NhwcFusedConv": _conv(1),
-    "ConvInteger": _conv(1),
+    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "DeformConv"), _conv(1)),
     "QLinearConv": _conv(3),
-    "DeformConv": _conv(1),
     "ConvTranspose": _known(_conv_transpose, 0, 1),
-    "MatMul": _matmul(0),
-    "FusedMatMul": _matmul(0),
-    "MatMulInteger": _matmul(0),
-    "DynamicQuantizeMatMul": _matmul(0),
-    "MatMulIntegerToFloat": _matmul(0),
-    "MatMulNBits": _matmul(0),
-    "QLinearMatMul": _matmul(0),
-    "Gemm": _known(_gemm, 0),
-    "FusedGemm": _known(_gemm, 0),
-    "QGemm": _known(_gemm, 0),
+    **dict.fromkeys(_PRODUCTS, _known(_matmul, 0)),
+    **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _known(_gemm, 0)),
     "Einsum": _einsum,
-    "LSTM": _known(_recurrent, 0, 1, 2),
-    "GRU": _known(_recurrent, 0, 1, 2),
-    "RNN": _known(_recurrent, 0, 1, 2),
-    "Attention": _known(_attention, 0, 1, 2),
-    "MultiHeadAttention": _known(_attention, 0, 1, 2),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), _known(_recurrent, 0, 1, 2)),
+    **dict.fromkeys(("Attention", "MultiHeadAttention"), _known(_attention, 0, 1, 2)),
 }
 """By operator; those of ONNX Runtime's own domain have names that the standard ones do not."""
