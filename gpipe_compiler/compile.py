@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from gpipe_compiler.codegen.package import (
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
-from gpipe_compiler.frontend.subject import LossFunction, Subject
+from gpipe_compiler.frontend.subject import LossFunction, Subject, Wish
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options import (
@@ -106,6 +106,7 @@ def trace(
     loss: LossChoice = LossChoice.MODEL,
     frontend: Frontend = Frontend.AUTO,
     batch_dims: Mapping[str, int | None] | None = None,
+    free: Sequence[str] = (),
 ) -> Graph:
     """The graph of a model that is called as `model(*args, **kwargs)`.
 
@@ -117,6 +118,7 @@ def trace(
         loss: SUM_OF_SQUARES, for experiments, minimises that of the outputs.
         batch_dims: by the name of an input as the graph prints it, its dimension that is the batch,
             None for one that all samples share; all others are found out.
+        free: the dimensions of inputs that are to stay free, as `--free` names them.
 
     Raises:
         TraceError, ModelError: naming the user's line; also where there is no loss to train on.
@@ -132,6 +134,7 @@ def trace(
         training,
         loss,
         batch_dims=batch_dims or {},
+        free=Wish.parse(free),
     )
     return trace_subject(subject, frontend)[0]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import PurePath
 
-from gpipe_compiler.runtime.wording import text_of
+from gpipe_compiler.runtime.wording import printable, text_of
 
 
 class ExitCode(IntEnum):
@@ -34,6 +35,12 @@ class SourceLocation:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+    @property
+    def brief(self) -> str:
+        """The file's own name, the line, and what stands there, on one line."""
+        where = f"{PurePath(self.file).name}:{self.line}"
+        return printable(f"{where}: {self.code}" if self.code else where)
 
 
 def summary(error: BaseException) -> str:

@@ -40,6 +40,7 @@ from gpipe_compiler.passes.positions import (
 )
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import without_unread
+from gpipe_compiler.runtime.sizes import Shape
 
 _WIDEST_HEAD = 256
 """Of keys and values, for which the kernels for groups of query heads are written."""
@@ -100,7 +101,8 @@ def _plain(graph: Graph, positions: Positions, op: Op) -> Op | None:
     assert isinstance(call, FunctionCall)
     query, key, value = (graph.values[item.name] for item in call.args)
     described = graph.values[mask.name] if isinstance(mask, Ref) else graph.state[mask.name]
-    if described.requires_grad or not _fits(graph, op, described.shape, (query, key, value)):
+    shape = described.dims if isinstance(described, Value) else described.shape
+    if described.requires_grad or not _fits(graph, op, shape, (query, key, value)):
         return None
     element = positions.element(mask)
     allowed = None if element is None else _allowed(element, described.dtype)
@@ -108,10 +110,10 @@ def _plain(graph: Graph, positions: Positions, op: Op) -> Op | None:
     if allowed is None:
         return None
     if allowed is not True:
-        square = described.shape[-2:] == (query.shape[-2], key.shape[-2])
-        if query.shape[-2] != key.shape[-2] or not square:
+        square = shape[-2:] == (query.dims[-2], key.dims[-2])
+        if query.dims[-2] != key.dims[-2] or not square:
             return None
-        if not is_causal(allowed, len(described.shape)):
+        if not is_causal(allowed, len(shape)):
             return None
         kwargs["is_causal"] = True
     args = tuple(call.args)
@@ -122,18 +124,16 @@ def _plain(graph: Graph, positions: Positions, op: Op) -> Op | None:
     return dataclasses.replace(op, call=FunctionCall(call.function, args, kwargs))
 
 
-def _fits(
-    graph: Graph, op: Op, mask: tuple[int, ...], operands: tuple[Value, Value, Value]
-) -> bool:
+def _fits(graph: Graph, op: Op, mask: Shape, operands: tuple[Value, Value, Value]) -> bool:
     """Whether all are of the usual shapes, and the mask makes the result no larger."""
     query, key, value = operands
     if len(op.outputs) != 1 or len(mask) < 2 or len(query.shape) < 2:
         return False
     result = graph.values[op.outputs[0]]
     return (
-        result.shape == (*query.shape[:-1], value.shape[-1])
+        result.dims == (*query.dims[:-1], value.dims[-1])
         and result.batch_dim == query.batch_dim
-        and query.shape[:-2] == key.shape[:-2] == value.shape[:-2]
+        and query.dims[:-2] == key.dims[:-2] == value.dims[:-2]
     )
 
 
@@ -179,13 +179,13 @@ def _repeated(graph: Graph, name: str) -> tuple[str, int]:
         if wide is None or thin is None or not _adds_dimension(thin.op):
             return name, 1
         base = thin.source
-        batch, heads, times, *rest = graph.values[last.source].shape
-        if len(rest) != 2 or (batch, heads * times, *rest) != result.shape:
+        batch, heads, times, *rest = graph.values[last.source].dims
+        if len(rest) != 2 or (batch, heads * times, *rest) != result.dims:
             return name, 1
     before = graph.values[base]
     heads = before.shape[1] if len(before.shape) == 4 else 0
     times = result.shape[1] // heads if heads else 1
-    same = (result.shape[0], heads, *result.shape[2:]) == before.shape
+    same = (result.dims[0], heads, *result.dims[2:]) == before.dims
     if not same or heads * times != result.shape[1] or before.batch_dim != result.batch_dim:
         return name, 1
     return base, times

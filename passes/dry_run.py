@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
 )
 from torch.utils._pytree import tree_leaves
 
@@ -53,14 +54,18 @@ class DryRun:
 
     graph: Graph
     training: bool
-    mode: HostFakes
+    mode: FakeTensorMode
     states: Mapping[str, torch.Tensor]
     interpreter: Interpreter
 
     @classmethod
-    def of(cls, graph: Graph, *, training: bool) -> DryRun:
-        """The graph with fake state; its trainable parameters need gradients when training."""
-        mode = HostFakes()
+    def of(cls, graph: Graph, *, training: bool, mode: FakeTensorMode | None = None) -> DryRun:
+        """The graph with fake state; its trainable parameters need gradients when training.
+
+        Args:
+            mode: of the fakes; by default one that knows the memory that kernels of the host take.
+        """
+        mode = mode or HostFakes()
         graph = _on_host(graph)
         interpreter = Interpreter(graph, {}, training).prepare()
         with mode:

@@ -15,8 +15,10 @@ import torch
 
 from gpipe_compiler.ir import Argument, Graph, Mode, Op, ValueKind
 from gpipe_compiler.ir.arguments import BatchMultiple
+from gpipe_compiler.ir.sizes import is_free
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects
+from gpipe_compiler.passes.free_sizes import symbolic
 from gpipe_compiler.passes.observe import SeenValue, observed
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.runtime.spec import Precision
@@ -30,12 +32,12 @@ class StageDevice:
 def shape_values(graph: Graph) -> Mapping[str, Argument]:
     """What the non-tensor values are, for those that follow from shapes alone.
 
-    A template is a constant (the value at any batch size: int, float, bool, None, str, a torch
-    dtype, ...), a `BatchMultiple`, a `StageDevice`, or a tuple, list or dict of these (a
-    `torch.Size` shows as a tuple). With it a stage writes the value down without the tensor that
-    the model asked: `x.size(0)` becomes `h.size(0)`. Found by running at the graph's batch size and
-    at twice that. A number that follows from the batch in another way, such as `n + 1`, has no
-    template, so it is computed from those that do.
+    A template is a constant (the value at any size: int, float, bool, None, str, a torch dtype,
+    ...), a `BatchMultiple`, an expression of sizes that are free, a `StageDevice`, or a tuple, list
+    or dict of these (a `torch.Size` shows as a tuple). With it a stage writes the value down
+    without the tensor that the model asked: `x.size(0)` becomes `h.size(0)`. Found by running at
+    the graph's batch size and at twice that. A number that follows from the batch in another way,
+    such as `n + 1`, has no template, so it is computed from those that do.
     """
     if all(value.kind is ValueKind.TENSOR for value in graph.values.values()):
         return {}
@@ -43,6 +45,7 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
 
 
 def _seen_shape_values(graph: Graph) -> Mapping[str, Argument]:
+    run = symbolic(graph)
     found: dict[str, Argument] = {}
     for training in modes(graph):
         once, twice = (
@@ -53,8 +56,15 @@ def _seen_shape_values(graph: Graph) -> Mapping[str, Argument]:
             if seen.form is None and not seen.storages and name not in found:
                 if any(repr(other[name].plain) != repr(seen.plain) for other in elsewhere):
                     continue
+                if name in run.hidden:
+                    continue
                 try:
-                    found[name] = _template(seen.plain, twice[name].plain, graph.batch_size)
+                    found[name] = _template(
+                        seen.plain,
+                        twice[name].plain,
+                        graph.batch_size,
+                        run.plain.get(name, seen.plain),
+                    )
                 except _NoTemplateError:
                     continue
     return found
@@ -126,18 +136,25 @@ class _NoTemplateError(Exception):
     """The object does not follow from shapes in a way that a template can say."""
 
 
-def _template(once: Any, twice: Any, batch_size: int) -> Argument:
-    """The template of an object seen with `batch_size` samples and with twice as many."""
+def _template(once: Any, twice: Any, batch_size: int, free: Any) -> Argument:
+    """The template of an object seen with `batch_size` samples and with twice as many.
+
+    Args:
+        free: the same with what follows from free sizes as expressions.
+    """
+    if is_free(free):
+        return free
     if type(once) is not type(twice):
         raise _NoTemplateError
     match once:
         case torch.device():
             return StageDevice()
         case tuple() | list() if len(once) == len(twice):
-            items = [_template(a, b, batch_size) for a, b in zip(once, twice, strict=True)]
+            nests = zip(once, twice, free, strict=True)
+            items = [_template(a, b, batch_size, item) for a, b, item in nests]
             return items if isinstance(once, list) else tuple(items)
         case dict() if once.keys() == twice.keys():
-            return {key: _template(once[key], twice[key], batch_size) for key in once}
+            return {key: _template(once[key], twice[key], batch_size, free[key]) for key in once}
         case None | bool() | int() | float() | complex() | str() if once == twice:
             return once
         case torch.dtype() | torch.layout() | torch.memory_format() if once == twice:

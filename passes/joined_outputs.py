@@ -15,7 +15,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.ir import (
     Argument,
@@ -26,11 +25,13 @@ from gpipe_compiler.ir import (
     RegionCall,
     ValueKind,
 )
-from gpipe_compiler.ir.arguments import BatchMultiple, value_names
+from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.sizes import BATCH, asked
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_functions import loss_options, reduction_option
 from gpipe_compiler.passes.loss_terms import MOVES, verb
+from gpipe_compiler.runtime.sizes import sizes_in
 from gpipe_compiler.runtime.spec import Joined
 
 
@@ -151,8 +152,7 @@ class _Walk:
                 return Unjoined.MIXED if way is Unjoined.MIXED else Unjoined.ROWS
             return Joined.APART if isinstance(way, Unjoined) else way
         if name in self._numbers:
-            parts = tree_leaves(self._numbers[name])
-            counts = any(isinstance(part, BatchMultiple) for part in parts)
+            counts = BATCH in sizes_in(asked(self._numbers[name]))
             return Unjoined.COUNT if counts else Joined.SAME
         return way
 

@@ -27,9 +27,11 @@ from gpipe_compiler.ir import (
     Value,
     ValueKind,
 )
-from gpipe_compiler.ir.arguments import BatchMultiple, map_argument
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
+from gpipe_compiler.runtime.sizes import Expression
 
 _OPERATORS: Mapping[Callable[..., object], str] = {
     operator.add: "add",
@@ -165,7 +167,9 @@ class Terms:
             case Ref(name=name) if name not in self.graph.batched:
                 return True
             case Ref(name=name):
-                return isinstance(self._number(name), int | float)
+                number = self._number(name)
+                free = isinstance(number, Expression) and BATCH not in number.sizes()
+                return free or isinstance(number, int | float)
             case _:
                 return False
 
@@ -224,7 +228,7 @@ class Terms:
         """The kind of a scalar of some kind times a factor, or divided by it."""
         if self.same_for_all(factor):
             return kind
-        if not isinstance(factor, Ref) or not isinstance(self._number(factor.name), BatchMultiple):
+        if not isinstance(factor, Ref) or not grows_with_batch(self._number(factor.name)):
             return None
         turned = {
             ("mul", Reduction.MEAN): Reduction.SUM,

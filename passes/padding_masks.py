@@ -76,7 +76,7 @@ def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterato
         value = graph.values[mask.name]
         if not value.dtype is result.dtype is torch.bool:
             continue
-        same = (value.shape, value.batch_dim) == (result.shape, result.batch_dim)
+        same = (value.dims, value.batch_dim) == (result.dims, result.batch_dim)
         fits = same or (len(value.shape) == len(result.shape) and _only_masks(graph, result.name))
         if fits and _can_be_one(graph, found, mask.name, result.name):
             yield mask.name
@@ -90,7 +90,7 @@ def _expanded(graph: Graph, found: Effects, op: Op) -> Iterator[str]:
         mask, result = call.args[0], graph.values[op.outputs[0]]
         if isinstance(mask, Ref) and not result.requires_grad:
             value = graph.values[mask.name]
-            alike = len(value.shape) == len(result.shape) and value.shape[-1:] == result.shape[-1:]
+            alike = len(value.shape) == len(result.shape) and value.dims[-1:] == result.dims[-1:]
             fits = alike and _only_masks(graph, result.name)
             if fits and _can_be_one(graph, found, mask.name, result.name):
                 yield mask.name
@@ -149,10 +149,10 @@ def _keeps_all(before: Value, after: Value, places: list[int]) -> bool:
     """Whether every dimension stands whole at its place, at any batch size; all others are 1."""
     if places != sorted(set(places)):
         return False
-    sizes = dict(zip(places, before.shape, strict=True))
+    sizes = dict(zip(places, before.dims, strict=True))
     own = None if before.batch_dim is None else places[before.batch_dim]
     return after.batch_dim == own and all(
-        size == sizes.get(dim, 1) for dim, size in enumerate(after.shape)
+        size == sizes.get(dim, 1) for dim, size in enumerate(after.dims)
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from gpipe_compiler.ir import (
@@ -17,7 +18,9 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import reading
+from gpipe_compiler.ir.sizes import is_free
 from gpipe_compiler.passes.effects import Effects, effects, must_run_in_place
+from gpipe_compiler.passes.free_sizes import symbolic
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision
@@ -58,7 +61,12 @@ def annotate(
         dims = _batch_dims(once, twice, batch_size)
     else:
         twice, dims = [], {n: (value.batch_dim, value.splittable) for n, value in alike.items()}
-    annotated = graph.replace(values=_described(once, dims))
+    values = _described(once, dims)
+    for name, shape in symbolic(graph).shapes.items():
+        sizes = zip(shape, values[name].shape, strict=True)
+        free = tuple(dim if is_free(dim) else size for dim, size in sizes)
+        values[name] = replace(values[name], free=free)
+    annotated = graph.replace(values=values)
     if not all(run.by_blocks for run in (*once, *twice)):
         annotated = annotated.replace(repeats=())
     found = effects(annotated)

@@ -42,8 +42,9 @@ from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.positions import Positions
 from gpipe_compiler.passes.repeats import repeats
+from gpipe_compiler.runtime.sizes import Dim
 
-_Size: TypeAlias = "int | tuple[str, float]"
+_Size: TypeAlias = "Dim | tuple[str, float]"
 """A size: a constant, or so many times the batch."""
 
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
@@ -113,8 +114,8 @@ def _unchanged(graph: Graph, sizes: _Sizes, positions: Positions | None, op: Op)
     if not isinstance(source, Ref) or result.kind is not ValueKind.TENSOR:
         return
     before = graph.values[source.name]
-    same = (before.shape, before.dtype, before.batch_dim) == (
-        *(result.shape, result.dtype, result.batch_dim),
+    same = (before.dims, before.dtype, before.batch_dim) == (
+        *(result.dims, result.dtype, result.batch_dim),
     )
     if not same or before.requires_grad != result.requires_grad:
         return
@@ -221,8 +222,8 @@ class _Sizes:
             return None
         batch = self._graph.batch_size
         return tuple(
-            ("batch", size / batch) if dim == value.batch_dim else size
-            for dim, size in enumerate(value.shape)
+            ("batch", size / batch) if isinstance(size, int) and dim == value.batch_dim else size
+            for dim, size in enumerate(value.dims)
         )
 
     def resolved(self, size: Argument) -> _Size | None:
@@ -318,9 +319,11 @@ def _with_usual_scale(graph: Graph, op: Op) -> Op:
     query = graph.values.get(call.args[0].name) if isinstance(call.args[0], Ref) else None
     if query is None or not query.shape or not query.splittable:
         return op
-    width, last = query.shape[-1], len(query.shape) - 1
+    width, last = query.dims[-1], len(query.shape) - 1
+    if query.batch_dim == last or not isinstance(width, int) or not width:
+        return op
     # torch computes it so, in double precision: another last bit would be another result.
-    if query.batch_dim == last or not width or call.kwargs.get("scale") != 1.0 / math.sqrt(width):
+    if call.kwargs.get("scale") != 1.0 / math.sqrt(width):
         return op
     kwargs = {name: item for name, item in call.kwargs.items() if name != "scale"}
     return dataclasses.replace(op, call=dataclasses.replace(call, kwargs=kwargs))

@@ -177,6 +177,15 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         "that all samples share; repeatable",
     )
     group.add_argument(
+        "--free",
+        metavar="[NAME=]INPUT.DIM",
+        action="append",
+        default=[],
+        help="leave a dimension of an input free, which is otherwise fixed to that of the example: "
+        "input_ids.1 or tokens=input_ids.1; dimensions of one NAME are equal; all: whatever the "
+        "model treats generally; repeatable",
+    )
+    group.add_argument(
         "--print-after",
         metavar="PASS",
         action="append",

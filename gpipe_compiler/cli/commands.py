@@ -21,7 +21,7 @@ from gpipe_compiler.compile import Compiled
 from gpipe_compiler.compile import compile as compile_model
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.options import (
     Auto,
@@ -113,7 +113,9 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             hint="leave it out, or compile with --mode train",
         )
     subject = load(arguments.model, input_specs=arguments.input, training=training, loss=loss)
-    return dataclasses.replace(subject, batch_dims=dict(arguments.batch_dim))
+    return dataclasses.replace(
+        subject, batch_dims=dict(arguments.batch_dim), free=Wish.parse(arguments.free)
+    )
 
 
 def _directory(arguments: argparse.Namespace) -> Path | None:

@@ -41,7 +41,7 @@ from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
-from gpipe_compiler.codegen.sizes import ReadSize, contains_batch, tells_batch
+from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
 from gpipe_compiler.codegen.sources import number_name, parameter_names
 from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
@@ -227,14 +227,11 @@ class StageBlocks:
         """What a call computes, and the inputs that it is passed."""
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
         read = {value for op in ops for value in op.inputs}
-        telling = any(
-            value in read and value in graph.values and tells_batch(graph.values[value])
-            for value in first.inputs
-        )
+        known = told(graph, read.intersection(first.inputs))
         given = [
             value
             for value in first.inputs
-            if value in templates and (telling or not contains_batch(templates[value]))
+            if value in templates and is_told(templates[value], known)
         ]
         names_of = parameter_names(graph, first)
         order = {value: place for place, value in enumerate(names_of)}
@@ -286,7 +283,7 @@ class StageBlocks:
             made = (value for op in other.ops for value in op.outputs)
             for one, same in zip(first, made, strict=True):
                 known = [values.get(value) for value in (one, same)]
-                shapes = [(v.shape, v.batch_dim) if v else None for v in known]
+                shapes = [(v.dims, v.batch_dim) if v else None for v in known]
                 if shapes[0] != shapes[1]:
                     found.add(one)
         return frozenset(found)

@@ -18,6 +18,7 @@ from gpipe_compiler.passes.random_ops import (
     shared_draws,
 )
 from gpipe_compiler.passes.saved_tensors import OpRun, runs_of
+from gpipe_compiler.runtime.sizes import Dim, Expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,15 @@ class CodeFacts:
         )
 
     @cached_property
-    def multiples(self) -> Mapping[str, int]:
-        """Sizes that grow with the batch: how many times the samples each is."""
-        found = self.templates.items()
-        return {value: item.factor for value, item in found if isinstance(item, BatchMultiple)}
+    def multiples(self) -> Mapping[str, Dim]:
+        """How many times the samples sizes are that grow with them; what other free ones are."""
+        found: dict[str, Dim] = {}
+        for value, item in self.templates.items():
+            if isinstance(item, BatchMultiple):
+                found[value] = item.factor
+            elif isinstance(item, Expression):
+                found[value] = item
+        return found
 
     @cached_property
     def _first_random(self) -> Mapping[str, int]:

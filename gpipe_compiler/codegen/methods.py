@@ -5,16 +5,19 @@ Numbers that follow from shapes are read off a tensor that the method has.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
-from gpipe_compiler.codegen.sizes import ReadSize, contains_batch, tells_batch
+from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.plan import Stage
+from gpipe_compiler.runtime.sizes import Dim, sizes_in
 
 _PURE = frozenset({getattr, operator.getitem, len, *BINARY, *UNARY})
 
@@ -27,14 +30,15 @@ class Method:
         arguments: the values it is given.
         returns: the values it gives back.
         given: values that it reads off the shapes of its arguments.
-        multiples: of values that grow with the samples, how many times these they are.
+        multiples: of values that grow with the samples, how many times these they are; of those
+            that follow from other sizes, what they are.
         names: what the user calls arguments.
     """
 
     ops: tuple[Op, ...]
     arguments: tuple[str, ...]
     returns: tuple[str, ...]
-    multiples: Mapping[str, int]
+    multiples: Mapping[str, Dim]
     given: tuple[ReadSize, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -92,8 +96,8 @@ def _method(
     read = {value for op in kept for value in op.inputs}.union(returns)
     given = [item for item in given if item.value in read]
     arguments = tuple(value for value in inputs if value in read)
-    if any(contains_batch(item.template) for item in given):
-        arguments = _telling_batch(facts.graph, arguments, inputs)
+    for item in given:
+        arguments = _telling(facts.graph, item, arguments, inputs)
     return Method(
         ops=kept,
         arguments=arguments,
@@ -103,14 +107,17 @@ def _method(
     )
 
 
-def _telling_batch(
-    graph: Graph, arguments: tuple[str, ...], inputs: Iterable[str]
+def _telling(
+    graph: Graph, item: ReadSize, arguments: tuple[str, ...], inputs: Iterable[str]
 ) -> tuple[str, ...]:
-    """The arguments, with one more where none of them tells how many samples there are."""
-    if any(tells_batch(graph.values[value]) for value in arguments):
-        return arguments
-    telling = next((value for value in inputs if tells_batch(graph.values[value])), None)
-    return arguments if telling is None else (*arguments, telling)
+    """The arguments, with more where they do not tell a size that is read off them."""
+    for size in sizes_in(asked(item.template)):
+        if is_told(item.template, told(graph, arguments)):
+            return arguments
+        if size not in told(graph, arguments):
+            telling = (value for value in inputs if size in told(graph, [value]))
+            arguments = (*arguments, *itertools.islice(telling, 1))
+    return arguments
 
 
 def _rebase(
@@ -121,13 +128,13 @@ def _rebase(
     What several modules compute of sizes is computed once in the graph; each reads it by itself.
     """
     graph = facts.graph
-    telling = any(tells_batch(graph.values[value]) for value in inputs)
+    known = told(graph, inputs)
     available = set(inputs)
     kept: list[Op] = []
     given: list[ReadSize] = []
     for op in ops:
         lacking = [value for value in op.inputs if value not in available]
-        if not lacking and not (telling and _is_shared_size(facts, op)):
+        if not lacking and not _is_shared_size(facts, op, known):
             available.update(op.outputs)
             kept.append(op)
             continue
@@ -142,12 +149,17 @@ def _rebase(
     return kept, given
 
 
-def _is_shared_size(facts: CodeFacts, op: Op) -> bool:
-    """Whether an op computes a size, of sizes alone, that another module reads too."""
-    known = facts.templates.keys()
-    sizes = bool(op.inputs) and known >= {*op.inputs, *op.outputs}
+def _is_shared_size(facts: CodeFacts, op: Op, known: Collection[Dim]) -> bool:
+    """Whether an op computes a size, of sizes alone, that another module reads too.
+
+    Args:
+        known: the sizes that can be read where the op is.
+    """
+    templates = facts.templates
+    sizes = bool(op.inputs) and templates.keys() >= {*op.inputs, *op.outputs}
+    sizes = sizes and all(is_told(templates[value], known) for value in op.outputs)
     readers = (reader for value in op.outputs for reader in facts.graph.consumers.get(value, ()))
-    return sizes and any(reader.module != op.module for reader in readers)
+    return sizes and bool(known) and any(reader.module != op.module for reader in readers)
 
 
 def drop_dead(

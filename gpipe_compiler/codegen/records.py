@@ -12,6 +12,7 @@ from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, dict_of, name, tuple_of
+from gpipe_compiler.runtime.sizes import Operation, Size
 
 
 def write_record(cls: type[Any], values: Mapping[str, object], imports: Imports) -> Expression:
@@ -42,6 +43,10 @@ def _write(value: object, imports: Imports) -> Expression:
                 return item
             case Written(text=text):
                 return name(text)
+            case Size(name=own):
+                return name(variable_of(own))
+            case Operation():
+                return name(item.python({s.name: variable_of(s.name) for s in item.sizes()}))
             case Enum():
                 return name(f"{type(item).__name__}.{item.name}")
             case _ if dataclasses.is_dataclass(item) and not isinstance(item, type):
@@ -50,6 +55,11 @@ def _write(value: object, imports: Imports) -> Expression:
                 return write_constant(item, imports)
 
     return write_nest(value, leaf)
+
+
+def variable_of(size: str) -> str:
+    """The variable of a size: `input_ids_1` of `input_ids.1`."""
+    return size if size.isidentifier() else size.replace(".", "_")
 
 
 def _call(record: Any, imports: Imports) -> Expression:

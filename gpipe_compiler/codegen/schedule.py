@@ -17,17 +17,20 @@ from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports, from_lines
 from gpipe_compiler.codegen.layout import WIDTH, Expression, lay_out
 from gpipe_compiler.codegen.loss_weight import WeightSource
-from gpipe_compiler.codegen.records import write_record
+from gpipe_compiler.codegen.records import variable_of, write_record
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
+from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
+from gpipe_compiler.passes.loss_counts import per_sample
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import needs_of
+from gpipe_compiler.runtime.sizes import Relation, Requirement, Size
 from gpipe_compiler.runtime.spec import (
     BatchNorm,
     Crossing,
@@ -67,11 +70,12 @@ def write_schedule(
     return schedule_text(
         plan,
         spec,
-        [item.__name__ for item in _SPEC_TYPES],
+        [item.__name__ for item in _SPEC_TYPES] + ["larger", "smaller"],
         home=".runtime.spec",
         kind=plan.schedule.value,
         imports=imports.lines(),
         modules=from_lines(".", modules),
+        sizes=[f"{variable_of(size.name)} = {size!r}".replace("'", '"') for size in graph.sizes],
     )
 
 
@@ -79,6 +83,7 @@ _SPEC_TYPES = (
     *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
     *(Unreturned, LossSpec, LossTerm),
     *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
+    *(Size, Requirement, Relation),
 )
 
 
@@ -91,6 +96,7 @@ def schedule_text(
     kind: str,
     imports: Sequence[str] = (),
     modules: Sequence[str] = (),
+    sizes: Sequence[str] = (),
 ) -> str:
     """The source of a `schedule.py`: a drawing of the plan's orders, the orders, and a spec.
 
@@ -99,10 +105,12 @@ def schedule_text(
         home: the module of the package that has them.
         kind: of the schedule, in words.
         imports, modules: further lines of imports: before those of the package, and among them.
+        sizes: the lines that name the sizes which are free.
     """
     text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
-    used = sorted(item for item in types if re.search(rf"\b{item}[(.]", text))
+    whole = "\n".join((*sizes, text))
+    used = sorted(item for item in types if re.search(rf"\b{item}[(.]", whole))
     return render(
         "schedule.py.jinja",
         name=plan.name,
@@ -117,6 +125,7 @@ def schedule_text(
         modules=modules,
         orders=orders,
         wrapped=wrapped,
+        sizes=sizes,
         spec=text.splitlines(),
     )
 
@@ -223,6 +232,7 @@ def _pipeline(
         "replicas": plan.replicas,
         "unlike": _unlike(plan),
         "whole_batch": graph.whole_batch,
+        "requires": required(graph),
         "classes": graph.classes,
     }
     try:
@@ -291,7 +301,12 @@ def _loss(
     if graph.loss is None or not plan.training:
         return None
     terms = tuple(
-        LossTerm(term.reduction, term.weight is not None, *_guard(term.weight))
+        LossTerm(
+            term.reduction,
+            term.weight is not None,
+            *_guard(term.weight),
+            per_sample(graph, term),
+        )
         for term in graph.loss.terms
     )
     counted: Any = None if weight is None else _weight(weight, imports)
@@ -306,6 +321,7 @@ def _loss(
         floor,
         offset,
         terms,
+        1 if terms else per_sample(graph, loss.summands[0]),
         over_batch=loss.over_batch,
     )
 

@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.expressions import Written, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sizes import contains_batch
+from gpipe_compiler.codegen.sizes import varies
 from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref, ValueKind
 from gpipe_compiler.plan import Stage
 
@@ -97,7 +97,7 @@ def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
     returns = tuple(v for op in ops for v in op.outputs if v in read_after.union(forward.returns))
     if not returns:
         return None
-    fixed = tuple(item for item in forward.given if not contains_batch(item.template))
+    fixed = tuple(item for item in forward.given if not varies(item.template))
     known = made.union(item.value for item in fixed)
     arguments = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in known))
     tensors = [v for v in arguments if _is_tensor(graph, v)]

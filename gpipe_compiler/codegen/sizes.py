@@ -9,43 +9,62 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import ExpressionWriter
-from gpipe_compiler.codegen.layout import Binding, Expression, name
+from gpipe_compiler.codegen.layout import Binding, Expression, call, name
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import Uses
 from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import Argument, Call, Graph, MethodCall, Op, Ref, Value
-from gpipe_compiler.ir.arguments import BatchMultiple, leaves
+from gpipe_compiler.ir import Argument, Call, Graph, MethodCall, Op, Ref
+from gpipe_compiler.ir.arguments import BatchMultiple
+from gpipe_compiler.ir.sizes import BATCH, asked, follows, is_free
 from gpipe_compiler.passes.duplicate import StageDevice
+from gpipe_compiler.runtime.sizes import Dim, Operation, Operator, Size
+from gpipe_compiler.runtime.sizes import Expression as SizeExpression
 
 
-def contains_batch(template: Argument) -> bool:
-    """Whether a template changes with the batch size."""
-    return any(isinstance(leaf, BatchMultiple) for leaf in leaves(template))
+def varies(template: Argument) -> bool:
+    """Whether a template changes from call to call, with the batch or another size."""
+    return bool(asked(template))
 
 
-def tells_batch(value: Value) -> bool:
-    """Whether the number of samples can be read off the value's shape."""
-    return value.splittable and value.batch_dim is not None and value.shape[value.batch_dim] > 0
+def told(graph: Graph, values: Iterable[str]) -> frozenset[Dim]:
+    """The sizes that vary from call to call and can be read off the shapes of values."""
+    known = (graph.values[value] for value in values if value in graph.values)
+    return frozenset().union(*(value.tells for value in known))
+
+
+def is_told(template: Argument, known: Collection[Dim]) -> bool:
+    """Whether the numbers in a template follow from sizes that can be read."""
+    return all(follows(dim, known) for dim in asked(template))
 
 
 def write_template(
     template: Argument, graph: Graph, writer: ExpressionWriter, arguments: Sequence[str]
 ) -> Expression | None:
-    """A template in terms of a method's arguments; None where none of them has a batch dimension.
+    """A template in terms of a method's arguments; None where they do not tell what is in it.
 
     Args:
         arguments: the values to read from.
     """
-    base = _base(graph, writer, arguments)
-    if base is None and contains_batch(template):
+    if not is_told(template, told(graph, arguments)):
         return None
+    base = _base(graph, writer, arguments)
+    sizes: dict[Dim, Expression] = {}
+    if base is not None:
+        sizes[BATCH] = _multiple(*base, 1)
+    for argument in arguments:
+        for place, dim in enumerate(graph.values[argument].dims):
+            if is_free(dim):
+                own = writer.variables[argument].flat
+                sizes.setdefault(dim, Expression(f"{own}.shape[{place}]"))
 
     def leaf(item: object) -> Expression:
         match item:
             case BatchMultiple(factor=factor) if base is not None:
                 return _multiple(*base, factor)
+            case SizeExpression():
+                return _computed(item, sizes)
             case StageDevice():
                 return name(writer.device)
             case _:
@@ -72,12 +91,26 @@ def batch_argument(graph: Graph, arguments: Iterable[str]) -> str | None:
     found: dict[str, int] = {}
     for argument in arguments:
         value = graph.values[argument]
-        if value.batch_dim is None or not tells_batch(value):
+        if value.samples_dim is None:
             continue
-        times, rest = divmod(value.shape[value.batch_dim], graph.batch_size)
+        times, rest = divmod(value.shape[value.samples_dim], graph.batch_size)
         if times and not rest:
             found[argument] = times
     return min(found, key=found.__getitem__, default=None)
+
+
+def _computed(dim: Dim, sizes: Mapping[Dim, Expression]) -> Expression:
+    """A number that follows from sizes, in terms of how these are written."""
+    if dim in sizes:
+        return sizes[dim]
+    if not isinstance(dim, Operation):
+        return Expression(str(dim))
+    left, right = _computed(dim.left, sizes), _computed(dim.right, sizes)
+    if dim.applied in _CALLS:
+        return call(_CALLS[dim.applied], [left, right])
+    binding = Binding.SUM if dim.applied in _SUMS else Binding.PRODUCT
+    sides = left.within(binding), right.within(Binding(binding + 1))
+    return Expression(f" {dim.applied.value} ".join(sides), binding)
 
 
 def _multiple(size: str, times: int, factor: int) -> Expression:
@@ -88,6 +121,17 @@ def _multiple(size: str, times: int, factor: int) -> Expression:
     if times % factor == 0:
         return Expression(f"{size} // {times // factor}", Binding.PRODUCT)
     return Expression(f"{size} * {factor} // {times}", Binding.PRODUCT)
+
+
+_CALLS: Mapping[Operator, str] = {Operator.SMALLER: "min", Operator.LARGER: "max"}
+_SUMS = frozenset({Operator.ADD, Operator.SUBTRACT})
+
+
+def _usual_name(dim: Dim) -> str:
+    """What a size is called where the user has no name for it."""
+    if isinstance(dim, Size):
+        return dim.name if dim.name.isidentifier() else "length"
+    return "batch" if dim == 1 else "rows" if isinstance(dim, int) else "size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,26 +158,28 @@ class FirstSizes:
 def with_sizes_of_arguments(
     graph: Graph,
     arguments: Iterable[str],
-    multiples: Mapping[str, int],
+    multiples: Mapping[str, Dim],
     ops: Sequence[Op],
     returns: Iterable[str],
 ) -> tuple[list[Op], dict[str, FirstSizes]]:
     """The ops, views of which take their first sizes from arguments; by name, what they are.
 
     Args:
-        multiples: of values that grow with the samples, how many times these they are.
+        multiples: of values that grow with the samples, how many times these they are; of those
+            that follow from other sizes, what they are.
         returns: values that are read after the ops.
     """
     known = [graph.values[value] for value in arguments if value in graph.values]
-    tensors = [value for value in known if tells_batch(value) and value.batch_dim == 0]
+    tensors = [value for value in known if value.samples_dim == 0]
     changed: list[Op] = []
     found: dict[str, FirstSizes] = {}
     for op in ops:
         made = op.call
         sizes = _sizes_asked(made)
         times = multiples.get(sizes[0].name, 0) if sizes else 0
-        rows = graph.batch_size * times
-        pairs = [(_common(rows, sizes, value.shape), value.name) for value in tensors if times]
+        rows = graph.batch_size * times if isinstance(times, int) else 0
+        dims = [_free_size(size, multiples) for size in sizes]
+        pairs = [(_common(rows, dims, value.dims), value.name) for value in tensors if rows]
         count, argument = max(pairs, key=lambda pair: pair[0], default=(0, ""))
         if count > 1 and isinstance(made, MethodCall):
             own = f"{argument}.shape[:{count}]"
@@ -167,7 +213,13 @@ def _sizes_asked(made: Call) -> tuple[Argument, ...]:
     return asked if asked and isinstance(asked[0], Ref) else ()
 
 
-def _common(rows: int, sizes: Sequence[Argument], shape: Sequence[int]) -> int:
+def _free_size(size: Argument, multiples: Mapping[str, Dim]) -> Argument:
+    """What a size that a view asks for follows from, where that is from free sizes; else itself."""
+    known = multiples.get(size.name) if isinstance(size, Ref) else None
+    return known if is_free(known) else size
+
+
+def _common(rows: int, sizes: Sequence[Argument], shape: Sequence[Dim]) -> int:
     """How many of some sizes, the first of which is so large, are the first of a shape."""
     if not shape or shape[0] != rows:
         return 0
@@ -188,33 +240,32 @@ class SizeReader:
     writer: ExpressionWriter
     variables: Variables
     uses: Uses
-    multiples: Mapping[str, int]
+    multiples: Mapping[str, Dim]
     ops: Sequence[Op]
     statements: list[Statement] = field(default_factory=list)
 
     def give(self, given: Sequence[ReadSize], arguments: Sequence[str]) -> None:
-        """Reads batch sizes off the arguments; what they do not change is written as it is.
+        """Reads sizes off the arguments; what does not vary is written as it is.
 
         Raises:
-            EmitError: when no argument has a batch dimension.
+            EmitError: when the arguments do not tell a size.
         """
         found: dict[str, list[ReadSize]] = {}
         for item in given:
             expression = write_template(item.template, self.graph, self.writer, arguments)
             if expression is None:
                 raise EmitError(
-                    f"no tensor of the stage tells the batch size that {item.op.name} needs",
+                    f"no tensor of the stage tells the size that {item.op.name} needs",
                     location=item.op.source,
                 )
             self.writer.variables[item.value] = expression
-            if contains_batch(item.template):
+            if varies(item.template):
                 found.setdefault(expression.flat, []).append(item)
         for items in found.values():
             values = [item.value for item in items if item.value in self.uses.count]
-            base = batch_argument(self.graph, arguments)
             wish = self._size_name(items[0])
-            if values and (wish or not self._stays(values, base)):
-                usual = "batch" if self.multiples.get(values[0]) == 1 else "rows"
+            if values and (wish or not self._stays(values, self._base(items[0], arguments))):
+                usual = _usual_name(self.multiples.get(values[0], 0))
                 variable = self.variables.assign(values[0], wish or usual, -1)
                 self._begin(variable, self.writer.variables[values[0]])
                 self.writer.variables.update((value, name(variable)) for value in values)
@@ -235,6 +286,12 @@ class SizeReader:
 
     def _begin(self, variable: str, expression: Expression) -> None:
         self.statements.append(Statement(f"{variable} = ", expression))
+
+    def _base(self, item: ReadSize, arguments: Sequence[str]) -> str | None:
+        """The argument off which all that varies in a template can be read."""
+        if not any(map(is_free, asked(item.template))):
+            return batch_argument(self.graph, arguments)
+        return next((a for a in arguments if is_told(item.template, told(self.graph, [a]))), None)
 
     def _size_name(self, item: ReadSize) -> str:
         """The user's name for a size that a method reads off its arguments; "" for none."""

@@ -12,7 +12,8 @@ from pathlib import PurePath
 
 from gpipe_compiler.codegen.layout import INDENT, WIDTH, Expression, lay_out
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import Graph, Mode, Value, ValueKind
+from gpipe_compiler.ir import Graph, Mode, Value, ValueKind, sizes
+from gpipe_compiler.runtime.sizes import Expression as SizeExpression
 from gpipe_compiler.runtime.wording import printable
 
 BATCH = "B"
@@ -21,11 +22,15 @@ BATCH = "B"
 
 def shape_text(value: Value, batch_size: int) -> str:
     """`(B, 64, 56, 56)`: the batch dimension in terms of B."""
-    sizes = [
-        _batch_text(size, batch_size) if index == value.batch_dim else str(size)
-        for index, size in enumerate(value.shape)
-    ]
-    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+    dims = [_dim_text(value, index, batch_size) for index in range(len(value.shape))]
+    return f"({dims[0]},)" if len(dims) == 1 else f"({', '.join(dims)})"
+
+
+def _dim_text(value: Value, index: int, batch_size: int) -> str:
+    dim = value.dims[index]
+    if isinstance(dim, SizeExpression):
+        return dim.python({sizes.BATCH.name: BATCH})
+    return _batch_text(dim, batch_size) if index == value.batch_dim else str(dim)
 
 
 def _batch_text(size: int, batch_size: int) -> str:

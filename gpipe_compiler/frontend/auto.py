@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
+from gpipe_compiler.frontend.free_sizes import Place, free_places, named, wanted
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS
 from gpipe_compiler.frontend.shorten import Shortened, shortened
+from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import state_table
-from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Frontend
@@ -135,8 +138,30 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
 
 
 def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> Graph:
-    graph = tracer(subject, False, precision)
-    return merge(tracer(subject, True, precision), graph) if subject.training else graph
+    """The graph of both modes, in which the same dimensions are free.
+
+    What a trace has fixed is traced again as the number that it is.
+    """
+    if tracer.__name__ != "trace_export":
+        subject = dataclasses.replace(subject, free=Wish())
+    modes = (False, True) if subject.training else (False,)
+    while True:
+        asked = wanted(subject.free, read_signature(subject, on_meta=True))
+        graphs: list[Graph] = []
+        left: Collection[Place] = frozenset()
+        try:
+            for training in modes:
+                graphs.append(tracer(subject, training, precision))
+                left = free_places(graphs[-1].inputs)
+                if left != asked.keys():
+                    break
+            else:
+                return merge(*reversed(graphs)) if subject.training else graphs[0]
+        except TraceError:
+            if not asked or subject.free.must:
+                raise
+        places = {named(place): size for place, size in asked.items() if place in left}
+        subject = subject.with_free(Wish(False, places, subject.free.must))
 
 
 def _by_fewer_layers(

@@ -4,7 +4,8 @@ What is compared, in train mode (same random seed) and in eval mode: outputs, lo
 every parameter and floating-point input, buffers afterwards, and the names of the state. Models on
 meta have no numbers: shapes and types are compared instead.
 
-Each mode is compared for 2 and for 3 samples, or 4 where the model takes no 3. Less is done where a
+Each mode is compared for 2 and for 3 samples, or 4 where the model takes no 3; then with other
+sizes of dimensions that are free too, where the model takes these. Less is done where a
 comparison takes seconds: train mode is compared for 2 samples, eval mode for the other size. A
 model without batched inputs is compared as it is called, and one that takes 2 samples only is
 compared for these, with a warning.
@@ -28,11 +29,13 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import copied, isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.ir.sizes import other_sizes
 from gpipe_compiler.runtime.core.nest import tensors_of
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.train.comparison import ROUNDINGS, dense
@@ -90,6 +93,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     """
     found = list(_state_differences(graph, subject))
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
+    others = other_sizes(graph.sizes, graph.requires)
     slow = False
     modes = (True, False) if subject.training else (False,)
     entries = [make_entry(subject, mode, reduces=False) for mode in modes]
@@ -101,7 +105,10 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             if slow and place == int(training):
                 continue
             started = time.process_time()
-            found.extend(_compare(graph, subject, entry, batches, outputs))
+            tried = (entry.signature.at(graph.inputs, others),) if place and graph.sizes else ()
+            examples = (*tried, entry.signature)
+            found.extend(_compare(graph, subject, entry, batches, examples, outputs))
+            entry.signature = examples[-1]
             slow = slow or time.process_time() - started > _SLOW_S
             if found:
                 return found
@@ -118,12 +125,18 @@ def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:
 
 
 def _compare(
-    graph: Graph, subject: Subject, entry: Entry, batches: Sequence[int], outputs: bool
+    graph: Graph,
+    subject: Subject,
+    entry: Entry,
+    batches: Sequence[int],
+    examples: Sequence[Signature],
+    outputs: bool,
 ) -> Iterator[str]:
-    """The differences in one mode, for the first of these batch sizes that the model takes."""
+    """The differences in one mode, for the first of these examples and batch sizes that the model
+    takes."""
     around = ambient(lower_dtype(graph.traced_in), kind_of(entry))
     with torch.random.fork_rng(), around:
-        run = _first_run(graph, subject, entry, batches)
+        run = _first_run(graph, subject, entry, batches, examples)
         if run is None:
             return
         batch, expected = run
@@ -159,22 +172,30 @@ def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
 
 
 def _first_run(
-    graph: Graph, subject: Subject, entry: Entry, batches: Sequence[int]
+    graph: Graph,
+    subject: Subject,
+    entry: Entry,
+    batches: Sequence[int],
+    examples: Sequence[Signature],
 ) -> tuple[int, _Run] | None:
     """The first batch size that the model takes, and what it gives; None where it takes none.
+
+    The entry is left with the example of which it took that.
 
     A model that does not take inputs with gradients is given them without.
 
     Raises:
         ModelError: when there is but one size to try, and the model raises.
     """
-    for batch, entry.input_gradients in itertools.product(batches, (True, False)):
+    tried = itertools.product(examples, batches, (True, False))
+    for entry.signature, batch, entry.input_gradients in tried:
         try:
             return batch, _run_model(graph, subject, entry, batch)
         except GPipeCompilerError:
             raise
         except Exception as error:  # whatever the user's code raises
-            if len(batches) == 1 and not entry.input_gradients:
+            last_one = entry.signature is examples[-1] and not entry.input_gradients
+            if len(batches) == 1 and last_one:
                 raise ModelError(
                     f"the model raises {type(error).__name__} in a training step with a batch of "
                     f"{batch} samples made from the example inputs: {text_of(error)}",

@@ -95,7 +95,11 @@ class Entry(nn.Module):
         training: as for every module, whether it is in train mode.
         input_gradients: whether the model takes floating inputs that require gradients.
         known: what a run of the model has told.
+        must: dimensions of inputs that the model may not fix, such as `input_ids.1`.
+        ties: dimensions of inputs, by the number of the input, that are of one size.
     """
+
+    ties: Sequence[Sequence[tuple[int, int]]] = ()
 
     def __init__(self, subject: Subject, training: bool, reduces: bool) -> None:
         super().__init__()
@@ -111,6 +115,7 @@ class Entry(nn.Module):
         self.has_loss = subject.training
         self.name = subject.name
         self.signature = signature
+        self.must = subject.free.must
         self.states = states
         known: Probe | None = subject.probes.get(training)
         if known is None or (reduces and known.reduction is None):
@@ -141,6 +146,9 @@ class Entry(nn.Module):
 
     def forward(self, *inputs: Any) -> list[Any]:
         """The loss, where there is one, then every tensor of the model's output."""
+        for (one, dim), *others in filter(None, self.ties):
+            for other, place in others:
+                bool(inputs[one].shape[dim] == inputs[other].shape[place])
         args, kwargs, target = self.signature.rebuild(inputs)
         output = self.model(*args, **kwargs)
         leaves = pick(output, self.known.structure)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import calling_line, is_users, line_of, location
+from gpipe_compiler.frontend.locate import is_users, line_of, location
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
@@ -85,22 +83,6 @@ def explained(error: Exception) -> TraceError:
         location=where,
         hint=_OTHER_FRONTENDS,
     )
-
-
-@contextlib.contextmanager
-def noting_fixed_sizes() -> Iterator[list[SourceLocation]]:
-    """Collects the user's lines that turn a size free to vary into a number, while it is open."""
-    lines: list[SourceLocation] = []
-    original = ShapeEnv._set_replacement
-
-    def note(shape_env: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
-        where = calling_line() if value.is_number else None
-        if where is not None:
-            lines.append(where)
-        original(shape_env, symbol, value, *rest)
-
-    with mock.patch.object(ShapeEnv, "_set_replacement", note):
-        yield lines
 
 
 def refuse_fixed_batch(

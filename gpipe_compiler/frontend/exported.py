@@ -24,16 +24,28 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
-from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
+from gpipe_compiler.errors import GPipeCompilerError, TraceError
 from gpipe_compiler.frontend.aten_to_python import aten_to_python, write_constants
 from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.export_errors import explained, noting_fixed_sizes, refuse_fixed_batch
+from gpipe_compiler.frontend.export_errors import explained, refuse_fixed_batch
+from gpipe_compiler.frontend.free_sizes import (
+    FreePlaces,
+    NotedSizes,
+    asking_first,
+    general,
+    noting_sizes,
+    read_sizes,
+    refuse_fixed,
+    ties,
+    wanted,
+)
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
+from gpipe_compiler.frontend.probing import has_numbers
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
@@ -60,6 +72,9 @@ def trace_export(subject: Subject, training: bool, precision: Precision = Precis
         ModelError: when the model raises on its example inputs.
     """
     entry = make_entry(subject, training)
+    free = wanted(subject.free, entry.signature)
+    if has_numbers(entry.structure):  # which may follow from a size
+        free = {}
     if precision is not Precision.FP32:
         if entry.states.on_meta:
             raise TraceError(
@@ -68,13 +83,13 @@ def trace_export(subject: Subject, training: bool, precision: Precision = Precis
                 hint="build the model with its numbers, or compile with --precision fp32",
             )
         with ambient(lower_dtype(precision), kind_of(entry)):
-            return _lowered(_trace(entry, lower_dtype(precision)), entry, only_in(precision))
-    trace = _trace(entry, None)
+            return _lowered(_trace(entry, lower_dtype(precision), free), entry, only_in(precision))
+    trace = _trace(entry, None, free)
     if not trace.watch.looks:
         return _lowered(trace, entry, SAME)
     found = account(entry, gradients=trace.gradients)
     if found.asked:
-        trace = _trace(entry, torch.float32)
+        trace = _trace(entry, torch.float32, free)
     return _lowered(trace, entry, found)
 
 
@@ -83,41 +98,45 @@ class _Trace:
     """An exported program, and what was noted while it was traced.
 
     Attributes:
-        lines: the user's lines that fixed a size.
+        free: the dimensions that were to stay free, beside the batch.
+        sizes: the user's lines that looked at sizes.
         gradients: whether it was traced as autograd would record it.
     """
 
     program: ExportedProgram
     recorder: CallRecorder
     watch: CastWatch
-    lines: Sequence[SourceLocation]
+    free: FreePlaces
+    sizes: NotedSizes
     gradients: bool
 
 
-def _trace(entry: Entry, autocast_to: torch.dtype | None) -> _Trace:
+def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _Trace:
     """The entry exported, under autocast to a type.
 
     What has no backward, and need have none, is traced without gradients.
     """
     try:
-        return _attempt(entry, autocast_to, gradients=True)
+        return _attempt(entry, autocast_to, free, gradients=True)
     except TraceError:
         if entry.has_loss:
             raise
         with contextlib.suppress(TraceError):
-            return _attempt(entry, autocast_to, gradients=False)
+            return _attempt(entry, autocast_to, free, gradients=False)
         raise
 
 
-def _attempt(entry: Entry, autocast_to: torch.dtype | None, *, gradients: bool) -> _Trace:
+def _attempt(
+    entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces, *, gradients: bool
+) -> _Trace:
     recorder = CallRecorder()
     watch = CastWatch(entry, traced=True)
-    with recorder.watching(entry.model, "model"), noting_fixed_sizes() as lines:
+    with recorder.watching(entry.model, "model"), noting_sizes() as sizes:
         numbers = NumbersOnMeta() if entry.states.on_meta else contextlib.nullcontext()
         momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
         with numbers, momentum, ambient(autocast_to, kind_of(entry)):
-            program = export(entry, watch, gradients=gradients)
-            return _Trace(program, recorder, watch, lines, gradients)
+            program = export(entry, watch, free, gradients=gradients)
+            return _Trace(program, recorder, watch, free, sizes, gradients)
 
 
 def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
@@ -131,7 +150,10 @@ def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
     module = program.graph_module
     for region in regions(module):
         restore_users(region.graph)
-    refuse_fixed_batch(entry, name_state(module, program, recorder.canonical), trace.lines)
+    placeholders = name_state(module, program, recorder.canonical)
+    refuse_fixed_batch(entry, placeholders, [*trace.sizes.fixed.values()])
+    sizes = read_sizes(entry.signature, placeholders, trace.free, trace.sizes.where)
+    refuse_fixed(entry.must, sizes, trace.sizes)
     graphs = [region.graph for region in regions(module)]
     find_sources(graphs[::-1])
     relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, entry.training))
@@ -139,11 +161,16 @@ def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
     write_constants(graphs, program.constants)
     unlike = follow(graphs, found, trace.watch.events)
     aten_to_python(graphs)
-    return lower(module.graph, module, entry).replace(unlike=unlike)
+    lowered = lower(module.graph, module, entry)
+    lowered = lowered.replace(unlike=unlike, inputs=sizes.inputs, requires=sizes.requires)
+    return asking_first(lowered)
 
 
-def export(entry: Entry, watch: CastWatch, *, gradients: bool) -> ExportedProgram:
+def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool) -> ExportedProgram:
     """The entry in torch.export's training IR, the batch free to vary.
+
+    Args:
+        free: the dimensions that are free to vary too.
 
     Raises:
         TraceError: when torch.export fails.
@@ -151,11 +178,17 @@ def export(entry: Entry, watch: CastWatch, *, gradients: bool) -> ExportedProgra
     signature = entry.signature
     examples = signature.samples(max(signature.batch_size, SMALLEST_BATCH))
     dynamic = tuple(
-        None if source.batch_dim is None else {source.batch_dim: Dim.AUTO}
-        for source in signature.inputs
+        {
+            dim: Dim.AUTO
+            for dim in range(example.ndim)
+            if dim == source.batch_dim or (source.name, dim) in free
+        }
+        for source, example in zip(signature.inputs, examples, strict=True)
     )
+    entry.ties = ties(signature, free) if free else ()
     try:
         with (
+            general() if free else contextlib.nullcontext(),
             tracing_settings(),
             _user_lines(),
             torch.set_grad_enabled(gradients),

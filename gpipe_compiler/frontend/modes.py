@@ -62,8 +62,10 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         value = merging.one_value(Ref(loss.value), Ref(evaluation.loss.value), "loss")
         loss = Loss(value.name, loss.reduction)
     unlike = {**evaluation.unlike, **train.unlike}
+    requires = tuple(dict.fromkeys((*train.requires, *evaluation.requires)))
     if not merging.different:
-        return train if unlike == train.unlike else train.replace(unlike=unlike)
+        same = unlike == train.unlike and requires == train.requires
+        return train if same else train.replace(unlike=unlike, requires=requires)
     ops = always_contiguous((*ops, *merging.selections))
     ops, outputs = merge_shape_queries(ops, outputs)
     merged = train.replace(
@@ -74,6 +76,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         state={**train.state, **merging.new_state},
         tensors={**train.tensors, **merging.new_tensors},
         unlike=unlike,
+        requires=requires,
     )
     return check(merged, after="merging train and eval mode")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from gpipe_compiler.frontend.naming import UniqueNames, identifier
 from gpipe_compiler.frontend.structure import replace_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Input
+from gpipe_compiler.ir.sizes import is_free
 from gpipe_compiler.runtime.core.nest import Path, tensors_of
+from gpipe_compiler.runtime.sizes import value_at
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,22 @@ class Signature:
     def samples(self, count: int) -> list[torch.Tensor]:
         """The example inputs cut or repeated to so many samples; copies."""
         return [
-            _resize(tensor, source.batch_dim, count)
+            resize(tensor, source.batch_dim, count)
             for source, tensor in zip(self.inputs, self.examples, strict=True)
         ]
+
+    def at(self, inputs: Sequence[Input], sizes: Mapping[str, int]) -> Signature:
+        """The same with examples of other sizes, by name.
+
+        Args:
+            inputs: of the graph, with sizes in their shapes.
+        """
+        examples = list(self.examples)
+        for index, source in enumerate(inputs):
+            for dim, size in enumerate(source.shape or ()):
+                if is_free(size):
+                    examples[index] = resize(examples[index], dim, value_at(size, sizes))
+        return dataclasses.replace(self, examples=tuple(examples))
 
 
 def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
@@ -142,7 +158,8 @@ def _input_name(path: Path, parameters: Sequence[str]) -> str:
     return identifier("_".join(map(str, way)), digit_prefix="input")
 
 
-def _resize(tensor: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
+def resize(tensor: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
+    """A copy of a tensor, cut or repeated to a size in a dimension."""
     tensor = tensor.detach()
     if dim is None:
         return tensor.clone()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,31 @@ class Example:
     target: object = None
 
 
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """Which dimensions of the inputs are to stay free, beside the batch.
+
+    Attributes:
+        everything: whether all that the model treats generally are.
+        places: such as `input_ids.1`, to the name of the size; those of one name are equal.
+        must: the places that the user names, which the model may not fix.
+    """
+
+    everything: bool = False
+    places: Mapping[str, str] = field(default_factory=dict)
+    must: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, texts: Sequence[str]) -> Wish:
+        """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`."""
+        places: dict[str, str] = {}
+        for text in texts:
+            name, _, place = text.rpartition("=")
+            if place != "all":
+                places[place] = name or place
+        return cls("all" in texts, places, frozenset(places))
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A model and all that is known about how it is called.
@@ -72,6 +97,7 @@ class Subject:
             (see `frontend/initial.py`).
         batch_dims: by the name of an input, its dimension that is the batch, or None where all
             samples share it. What is not in it is found out (`frontend/batch_dims.py`).
+        free: the dimensions of inputs that are to stay free, beside the batch.
         probes: what entries have found out by running the model, by its mode. A changed copy of a
             subject begins with none.
     """
@@ -90,7 +116,14 @@ class Subject:
     example: Example | None = None
     initial: Mapping[str, Steps] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
+    free: Wish = Wish()
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def with_free(self, wish: Wish) -> Subject:
+        """The same with other dimensions free; what its entries have found out holds for it too."""
+        changed = dataclasses.replace(self, free=wish)
+        changed.probes.update(self.probes)
+        return changed
 
     def with_example(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Subject:
         """The same with every tensor of its example call changed."""

@@ -22,6 +22,7 @@ from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
 from gpipe_compiler.ir.graph import Graph, ValueKind
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
+from gpipe_compiler.ir.sizes import asked, is_free
 
 MOST_PARAMETERS = 8
 """Calls whose numbers differ in more ways are taken to be those of different blocks."""
@@ -281,8 +282,10 @@ class _Grouping:
                 for number, parameter in enumerate(self.of_call[call.stage, path].parameters)
             )
         base = _least_ratio(contents.graph, call)
+        read = [self.templates[value] for value in call.inputs if value in self.templates]
+        sized = any(is_free(dim) for template in read for dim in asked(template))
         given = tuple(
-            (former.number(value), self._given(contents.graph, value, base))
+            (former.number(value), self._given(contents.graph, value, base, shapes=sized))
             for value in call.inputs
         )
         parts: list[Hashable] = []
@@ -299,11 +302,12 @@ class _Grouping:
         form = (self._user(call), held, given, tuple(parts), returned)
         return form, [*constants, *former.constants]
 
-    def _given(self, graph: Graph, name: str, base: float) -> Hashable:
+    def _given(self, graph: Graph, name: str, base: float, *, shapes: bool) -> Hashable:
         """What is known of a value that a call is given.
 
         Args:
             base: how many times the batch the size is off which sizes are read.
+            shapes: whether free sizes are read off shapes too.
         """
         value = graph.values.get(name)
         if value is None:
@@ -312,13 +316,13 @@ class _Grouping:
         dim = value.batch_dim
         ratio = 0.0 if dim is None else value.shape[dim] / graph.batch_size / base
         batch = None if dim is None else (dim, value.splittable, ratio)
-        return (value.kind, template, batch)
+        return (value.kind, template, batch, value.dims if shapes else ())
 
 
 def _least_ratio(graph: Graph, call: BlockCall) -> float:
     """The fewest times the batch that a size of what a call is given is; 1 where none is."""
     known = (graph.values[value] for value in call.inputs if value in graph.values)
-    sizes = (v.shape[v.batch_dim] for v in known if v.splittable and v.batch_dim is not None)
+    sizes = (v.shape[v.samples_dim] for v in known if v.samples_dim is not None)
     return min(filter(None, sizes), default=graph.batch_size) / graph.batch_size
 
 

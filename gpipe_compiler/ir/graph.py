@@ -20,12 +20,17 @@ import torch
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.ops import ModuleSpec, Op
 from gpipe_compiler.ir.printing import format_argument, format_op
+from gpipe_compiler.ir.sizes import BATCH, is_free, named
+from gpipe_compiler.runtime.sizes import Dim, Requirement, Shape, Size
 from gpipe_compiler.runtime.spec import Input, OutputClass, OutputTerm, Precision, Reduction, Steps
 
 T = TypeVar("T")
 
 _DESCRIPTIONS = frozenset(
-    {"batch_size", "values", "held", "loss", "whole_batch", "paths", "module_classes", "repeats"}
+    {
+        *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
+        *("module_classes", "repeats"),
+    }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
 
@@ -54,7 +59,10 @@ class Value:
     """What is known of a named value, at the graph's batch size.
 
     Attributes:
-        shape: sizes at batch size `Graph.batch_size`; () for anything but tensors.
+        shape: sizes at batch size `Graph.batch_size` and those of the example; () for anything but
+            tensors.
+        free: the same, where some of them follow from free sizes: those as expressions, in which
+            the number of samples is `BATCH`. () where none does.
         dtype: None for anything but tensors.
         batch_dim: the dimension that grows in proportion to the batch, None if no dimension does.
         splittable: False where the batch shows in several dimensions or not in proportion to it
@@ -71,6 +79,26 @@ class Value:
     splittable: bool = True
     requires_grad: bool = False
     storage: int = -1
+    free: Shape = ()
+
+    @property
+    def dims(self) -> Shape:
+        """The shape, what follows from free sizes as expressions."""
+        return self.free or self.shape
+
+    @property
+    def samples_dim(self) -> int | None:
+        """The dimension off which the number of samples can be read; None where there is none."""
+        dim = self.batch_dim
+        if dim is None or not self.splittable or self.shape[dim] == 0 or is_free(self.dims[dim]):
+            return None
+        return dim
+
+    @property
+    def tells(self) -> frozenset[Dim]:
+        """The sizes that vary from call to call and can be read off its shape."""
+        free = filter(is_free, self.dims)
+        return frozenset(free if self.samples_dim is None else (BATCH, *free))
 
     def __str__(self) -> str:
         """Its type, such as `8x64x56x56 float32`, with the batch dimension starred."""
@@ -213,6 +241,7 @@ class Graph:
         module_classes: of the modules of the model whose forward a user wrote (or torch, of several
             modules), by path: the names of their classes.
         unlike: the precisions in which the model is another program than this graph, and why.
+        requires: what the model demands of the sizes that are free (those in `inputs`).
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -235,6 +264,7 @@ class Graph:
     classes: tuple[OutputClass, ...] = ()
     output_terms: Mapping[str, tuple[OutputTerm, ...]] = field(default_factory=dict)
     unlike: Mapping[Precision, str] = field(default_factory=dict)
+    requires: tuple[Requirement, ...] = ()
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -258,6 +288,11 @@ class Graph:
         first = self.paths.get(path)
         same = (name for name, own in self.paths.items() if own == first)
         return () if first is None else tuple(name for name in same if name != path)
+
+    @cached_property
+    def sizes(self) -> tuple[Size, ...]:
+        """The dimensions of inputs that are free, beside the batch."""
+        return named(source.shape or () for source in self.inputs)
 
     @property
     def traced_in(self) -> Precision:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +16,7 @@ from gpipe_compiler.ir import (
     Op,
     StateKind,
 )
-from gpipe_compiler.ir.arguments import BatchMultiple, leaves
+from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
@@ -35,6 +35,7 @@ from gpipe_compiler.passes.footprint import held_bytes, updated_bytes
 from gpipe_compiler.passes.inplace import torn, undone
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.saved_tensors import SavedTensors, saved_tensors
+from gpipe_compiler.runtime.sizes import Dim
 from gpipe_compiler.runtime.spec import OptimizerKind
 
 _MOST_OF_IT = 0.6
@@ -230,19 +231,17 @@ class CutFacts:
             and (dtype.is_floating_point or dtype.is_complex)
         )
 
-    def tells_batch(self, value: str) -> bool:
-        """Whether the number of samples can be read off the shape of a value."""
-        known = self.graph.values[value]
-        return known.splittable and known.batch_dim is not None and 0 not in known.shape
+    def tells(self, values: Iterable[str]) -> frozenset[Dim]:
+        """The sizes that vary from call to call and can be read off the shapes of values."""
+        known = map(self.graph.values.__getitem__, values)
+        return frozenset().union(*(value.tells for value in known if 0 not in value.shape))
 
-    def asks_batch(self, op: Op) -> bool:
-        """Whether an op that only asks for shapes asks how many samples there are."""
-        return not self.reads(op) and any(
-            isinstance(leaf, BatchMultiple)
-            for name in op.outputs
-            if name in self.templates
-            for leaf in leaves(self.templates[name])
-        )
+    def asks(self, op: Op) -> tuple[Dim, ...]:
+        """The sizes that vary from call to call of which an op asks that only asks for shapes."""
+        if self.reads(op):
+            return ()
+        known = (self.templates[name] for name in op.outputs if name in self.templates)
+        return tuple(dim for template in known for dim in asked(template))
 
     def reads(self, op: Op) -> tuple[str, ...]:
         """The values that an op needs where it runs; one that only asks for shapes needs none."""

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind, ValueKind
+from gpipe_compiler.ir.sizes import BATCH, at_batch, follows
 from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Traffic
 from gpipe_compiler.passes.duplicate import closure
 from gpipe_compiler.passes.footprint import held_bytes
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.planner.cut_problem import CutFacts
+from gpipe_compiler.runtime.sizes import sizes_in
 from gpipe_compiler.runtime.spec import Crossing, Remat
 from gpipe_compiler.simulate.step import StageTimes
 
@@ -80,20 +82,22 @@ def tabulate(facts: CutFacts, stage_of: Mapping[str, int], stages: int) -> Stage
 def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tuple[str, ...]:
     """What the ops of a stage read and it does not make.
 
-    An input of the graph is added where an op asks for the number of samples and nothing else of
-    what the stage is given has it; not a target, as inference has none.
+    An input of the graph is added where an op asks for the number of samples, or another size that
+    is free, and nothing else of what the stage is given has it; not a target where another does,
+    as inference has none.
     """
     graph = facts.graph
     ops = [graph.op_of[name] for name in names]
     read = dict.fromkeys(v for op in ops for v in facts.reads(op) if v not in made)
-    asked = any(facts.asks_batch(op) and not set(op.inputs) <= set(made) for op in ops)
-    if asked and not any(map(facts.tells_batch, read)):
-        telling = (
-            source.name
-            for source in graph.inputs
-            if source.path[0] != "target" and facts.tells_batch(source.name)
-        )
-        read.update(dict.fromkeys(itertools.islice(telling, 1)))
+    asking = (op for op in ops if not set(op.inputs) <= set(made))
+    for dim in dict.fromkeys(dim for op in asking for dim in facts.asks(op)):
+        if follows(dim, facts.tells(read)):
+            continue
+        for size in sizes_in((dim,)):
+            if size not in facts.tells(read):
+                sources = (s.name for s in graph.inputs if s.path[0] != "target" or size != BATCH)
+                telling = (name for name in sources if size in facts.tells((name,)))
+                read.update(dict.fromkeys(itertools.islice(telling, 1)))
     return tuple(read)
 
 
@@ -121,9 +125,9 @@ def with_asked(facts: CutFacts, problem: CutProblem, table: StageTable) -> CutPr
 
 
 def _asks(facts: CutFacts, op: str) -> bool:
-    """Whether an op needs the number of samples, worked out where it runs."""
+    """Whether an op needs a size that varies from call to call, worked out where it runs."""
     needed = closure(facts.graph, facts.effects, facts.duplicable, (op,))
-    return any(facts.asks_batch(facts.graph.op_of[name]) for name in needed)
+    return any(facts.asks(facts.graph.op_of[name]) for name in needed)
 
 
 def _with_duplicates(
@@ -207,7 +211,7 @@ def _crossings(
                 value,
                 source,
                 later,
-                described.shape,
+                tuple(at_batch(dim, graph.batch_size) for dim in described.dims),
                 described.dtype,
                 described.batch_dim,
                 any(facts.returns_gradient(value, op) for op in readers),

@@ -27,6 +27,8 @@ from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Example, Subject
+from gpipe_compiler.ir.sizes import other_sizes
+from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
 from gpipe_compiler.runtime.core.weights import save_file as save_weights
@@ -185,7 +187,10 @@ def _second_reference(
     entry = make_entry(subject, training=False)
     size = other_size(plan.batch_size, plan.microbatches, least_samples(plan))
     met = ""
-    for batch in other_batches(entry, plan.batch_size, size, seed):
+    assert plan.graph is not None
+    sizes = other_sizes(plan.graph.sizes, required(plan.graph))
+    resized = entry.signature.at(plan.graph.inputs, sizes)
+    for batch in other_batches(entry, plan.batch_size, size, seed, resized, sizes):
         try:
             expected, _ = reference_of(
                 subject, plan, seed, inputs=batch.inputs, per_microbatch=per_microbatch

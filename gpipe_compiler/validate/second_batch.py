@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import buffers_restored
 from gpipe_compiler.ir import Input
 
@@ -55,7 +57,14 @@ def other_size(samples: int, microbatches: int, least: int) -> int:
     return fewer if fewer >= max(microbatches, 2) * least else samples + 1
 
 
-def other_batches(entry: Entry, own: int, other: int, seed: int) -> Iterator[OtherBatch]:
+def other_batches(
+    entry: Entry,
+    own: int,
+    other: int,
+    seed: int,
+    resized: Signature | None = None,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+) -> Iterator[OtherBatch]:
     """Batches, from the one most unlike the example to the one most like it; none of a model that
     has no batch.
 
@@ -63,20 +72,25 @@ def other_batches(entry: Entry, own: int, other: int, seed: int) -> Iterator[Oth
 
     Args:
         own, other: samples in the example, and another number of them.
+        resized: with examples of other sizes, where some are free; `sizes` are these.
     """
     sources = entry.signature.inputs
     if not any(source.batched for source in sources):
         return
     uses = integer_uses(entry, entry.signature.samples(own))
-    for samples in (other, own):
+    told = "".join(f", {name} {size}" for name, size in sizes.items())
+    kinds = [(other, entry.signature, ""), (own, entry.signature, "")]
+    if resized is not None and sizes:
+        kinds.insert(0, (other, resized, told))
+    for samples, signature, at_sizes in kinds:
         for fresh in (True, False):
             maker = _Maker(samples, uses, torch.Generator().manual_seed(seed))
             inputs = [
                 maker.change(source, tensor, fresh=fresh)
-                for source, tensor in zip(sources, entry.signature.samples(samples), strict=True)
+                for source, tensor in zip(sources, signature.samples(samples), strict=True)
             ]
             values = "other values" if fresh else "the example's samples in another order"
-            yield OtherBatch(tuple(inputs), f"{samples} samples, {values}")
+            yield OtherBatch(tuple(inputs), f"{samples} samples, {values}{at_sizes}")
 
 
 class _Maker:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpipe_compiler.ir import Argument, Graph
+from gpipe_compiler.runtime.sizes import Dim, Shape
 
 _MOST_CASES = 16
 """Of an element; what takes more is given up."""
@@ -226,7 +227,7 @@ class Content:
     """The elements of a tensor, and its shape at the graph's batch size."""
 
     element: Element
-    shape: tuple[int, ...]
+    shape: Shape
 
 
 Given = Sequence[Argument]
@@ -242,7 +243,7 @@ class Reading:
 
     graph: Graph
     content: Callable[[Argument], Content]
-    shape: tuple[int, ...]
+    shape: Shape
 
     @property
     def rank(self) -> int:
@@ -258,7 +259,7 @@ class Reading:
         content = self.content(argument)
         return moved(content.element, self.broadcast(content.shape), self.rank)
 
-    def broadcast(self, shape: Sequence[int]) -> list[Affine]:
+    def broadcast(self, shape: Sequence[Dim]) -> list[Affine]:
         """The coordinates in a tensor that is broadcast to the result."""
         first = self.rank - len(shape)
         if first < 0:

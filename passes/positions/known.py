@@ -59,7 +59,7 @@ class Positions:
         for op in self.graph.ops:
             element = self._element(op)
             if element is not None and isinstance(op.result, str):
-                self._known[op.result] = Content(element, self.graph.values[op.result].shape)
+                self._known[op.result] = Content(element, self.graph.values[op.result].dims)
 
     def element(self, argument: Argument) -> Element | None:
         """The elements of a value or state; None where they are not known."""
@@ -83,7 +83,7 @@ class Positions:
         if value.kind is not ValueKind.TENSOR or value.dtype is None or written:
             return None
         try:
-            found = rule(Reading(self.graph, self._content, value.shape), call.args, call.kwargs)
+            found = rule(Reading(self.graph, self._content, value.dims), call.args, call.kwargs)
             return _settled(found, value.dtype, len(value.shape))
         except (UnknownError, IndexError, OverflowError):
             return None

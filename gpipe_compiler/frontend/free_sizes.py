@@ -1,0 +1,271 @@
+"""Which dimensions of the inputs stay free in a trace, and what the model demands of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from unittest import mock
+
+import torch
+from torch import fx
+from torch.fx.experimental import _config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
+from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.frontend.subject import Wish
+from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
+from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
+from gpipe_compiler.ir.symbolic import (
+    InexpressibleError,
+    dim_of,
+    expression_of,
+    requirements,
+)
+from gpipe_compiler.runtime.sizes import Dim, Requirement, Size
+
+Place: TypeAlias = tuple[str, int]
+"""A dimension of an input of the graph: its name, and the number of the dimension."""
+
+FreePlaces: TypeAlias = Mapping[Place, str]
+"""Dimensions that are to stay free, with the names of their sizes; those of one name are equal."""
+
+
+def wanted(wish: Wish, signature: Signature) -> FreePlaces:
+    """The dimensions that are to be free.
+
+    Raises:
+        UsageError: for one that there is not, or that cannot be free.
+    """
+    able = {
+        named(place): place
+        for place in (
+            (source.name, dim)
+            for source, example in zip(signature.inputs, signature.examples, strict=True)
+            for dim, size in enumerate(example.shape)
+            if dim != source.batch_dim and size >= SMALLEST
+        )
+    }
+    for name in wish.places:
+        if name not in able:
+            raise UsageError(
+                f"--free {name}: no input has such a dimension, which is not the batch and at "
+                f"least {SMALLEST} in the example",
+                hint=f"what can be free: {', '.join(able) or 'nothing'}",
+            )
+    every = {name: name for name in able} if wish.everything else {}
+    return {able[name]: size for name, size in {**every, **wish.places}.items()}
+
+
+def named(place: Place) -> str:
+    """`input_ids.1`."""
+    return f"{place[0]}.{place[1]}"
+
+
+def free_places(inputs: Iterable[Input]) -> frozenset[Place]:
+    """The dimensions of a graph's inputs that are free."""
+    return frozenset(
+        (source.name, dim)
+        for source in inputs
+        for dim, size in enumerate(source.shape or ())
+        if is_free(size)
+    )
+
+
+@dataclass(frozen=True)
+class FoundSizes:
+    """What a trace left free.
+
+    Attributes:
+        inputs: of the graph, with a `Size` at every dimension that is free.
+        places: these dimensions.
+        requires: what the model demands of them.
+    """
+
+    inputs: tuple[Input, ...]
+    places: FreePlaces
+    requires: tuple[Requirement, ...]
+
+
+@dataclass
+class NotedSizes:
+    """The user's lines that looked at sizes while a model was traced.
+
+    Attributes:
+        fixed: by the symbol of a size, the line that turned it into a number.
+        guards: by what they compared.
+    """
+
+    fixed: dict[Any, SourceLocation] = field(default_factory=dict)
+    guards: dict[Any, SourceLocation] = field(default_factory=dict)
+
+    def where(self, guard: Any) -> str:
+        """The line that compared something, with what stands there."""
+        found = self.guards.get(guard)
+        return UNKNOWN_LINE if found is None else found.brief
+
+
+@contextlib.contextmanager
+def noting_sizes() -> Iterator[NotedSizes]:
+    """Collects the user's lines that look at sizes, while it is open."""
+    noted = NotedSizes()
+    replaced, logged = ShapeEnv._set_replacement, ShapeEnv._log_guard
+
+    def replace(environment: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
+        where = calling_line() if value.is_number else None
+        if where is not None:
+            noted.fixed.setdefault(symbol, where)
+        replaced(environment, symbol, value, *rest)
+
+    def log(environment: ShapeEnv, prefix: str, guard: Any, *rest: Any, **named: Any) -> None:
+        where = calling_line()
+        if where is not None:
+            noted.guards.setdefault(guard, where)
+        logged(environment, prefix, guard, *rest, **named)
+
+    with (
+        mock.patch.object(ShapeEnv, "_set_replacement", replace),
+        mock.patch.object(ShapeEnv, "_log_guard", log),
+    ):
+        yield noted
+
+
+def general() -> contextlib.AbstractContextManager[Any]:
+    """While it is open, torch takes sizes for neither 0 nor 1 without a guard that says so."""
+    patched: Any = _config
+    return patched.patch(backed_size_oblivious=True)  # type: ignore[no-any-return]  # torch's own
+
+
+def ties(signature: Signature, free: FreePlaces) -> list[list[tuple[int, int]]]:
+    """Dimensions that are of one size: the batch, and those of one name, by numbers of inputs."""
+    number = {source.name: index for index, source in enumerate(signature.inputs)}
+    batch = [(i, s.batch_dim) for i, s in enumerate(signature.inputs) if s.batch_dim is not None]
+    groups: dict[str, list[tuple[int, int]]] = {}
+    for (name, dim), size in free.items():
+        groups.setdefault(size, []).append((number[name], dim))
+    return [batch, *groups.values()]
+
+
+def read_sizes(
+    signature: Signature,
+    placeholders: Sequence[fx.Node],
+    free: FreePlaces,
+    where: Callable[[Any], str],
+) -> FoundSizes:
+    """What a trace left free of the dimensions that were to be.
+
+    Those that it fixed, and those of which it relied on what cannot be checked, are not.
+
+    Args:
+        placeholders: of the inputs, in order.
+        where: the user's line behind a guard of torch's, in words.
+    """
+    shapes = {
+        source.name: tuple(node.meta["val"].shape)
+        for source, node in zip(signature.inputs, placeholders, strict=True)
+    }
+    environment = next(
+        (n.node.shape_env for shape in shapes.values() for n in shape if _is_symbolic(n)), None
+    )
+    places = free
+    while environment is not None and places:
+        symbols = _symbols(signature, shapes, places)
+        inputs, places = _inputs(signature, shapes, symbols, places)
+        try:
+            found = tuple(dict.fromkeys(requirements(environment, symbols, where)))
+        except InexpressibleError as error:
+            lost = {symbols[item] for item in error.symbols if item in symbols} - {BATCH}
+            gone = {size.of for size in lost if isinstance(size, Size)}
+            names = {places[place] for place in gone if place in places}
+            places = {place: name for place, name in places.items() if name not in names}
+            continue
+        return FoundSizes(inputs, places, found)
+    return FoundSizes(signature.inputs, {}, ())
+
+
+def asking_first(graph: Graph) -> Graph:
+    """The graph, in which sizes that several inputs have are asked of the first of them.
+
+    A trace asks any, be it the target, which inference has not.
+    """
+    size_of = {
+        (source.name, dim): size
+        for source in graph.inputs
+        for dim, size in enumerate(source.shape or ())
+        if isinstance(size, Size)
+    }
+
+    def asked(op: Op) -> Op:
+        match op.call:
+            case MethodCall("size", (Ref(name=name), int() as dim)) if (name, dim) in size_of:
+                first, place = size_of[name, dim].of
+                return dataclasses.replace(op, call=MethodCall("size", (Ref(first), place)))
+        return op
+
+    return graph.replace(ops=tuple(map(asked, graph.ops))) if size_of else graph
+
+
+def refuse_fixed(must: Collection[str], found: FoundSizes, noted: NotedSizes) -> None:
+    """Raises a ModelError where a dimension is not free that has to be, such as `input_ids.1`."""
+    lost = sorted(set(must) - {named(place) for place in found.places})
+    if lost:
+        where = next(iter((*noted.fixed.values(), *noted.guards.values())), None)
+        code = f" at `{where.code}`" if where is not None and where.code else ""
+        raise ModelError(
+            f"the model works for one size of {', '.join(lost)} only{code}",
+            location=where,
+            hint="take the size from the input (x.shape[1]) and leave -1 for it in view and "
+            f"reshape; or leave out --free {lost[0]}",
+        )
+
+
+def _is_symbolic(size: object) -> bool:
+    return isinstance(size, torch.SymInt) and bool(expression_of(size).free_symbols)
+
+
+def _symbols(
+    signature: Signature, shapes: Mapping[str, Sequence[Any]], places: FreePlaces
+) -> dict[Any, Dim]:
+    """The sizes by their symbols: of the batch, and of dimensions that are free by themselves."""
+    found: dict[Any, Dim] = {}
+    for source in signature.inputs:
+        if source.batch_dim is not None and _is_symbolic(shapes[source.name][source.batch_dim]):
+            found[expression_of(shapes[source.name][source.batch_dim])] = BATCH
+    examples = dict(signature.named())
+    for (name, dim), size in places.items():
+        traced = shapes[name][dim]
+        if _is_symbolic(traced) and expression_of(traced).is_Symbol:
+            example = examples[name].shape[dim]
+            found.setdefault(expression_of(traced), Size(size, (name, dim), example))
+    return found
+
+
+def _inputs(
+    signature: Signature,
+    shapes: Mapping[str, Sequence[Any]],
+    symbols: Mapping[Any, Dim],
+    places: FreePlaces,
+) -> tuple[tuple[Input, ...], FreePlaces]:
+    """The inputs with sizes where they are free, and these places."""
+    kept: dict[Place, str] = {}
+    inputs: list[Input] = []
+    for source in signature.inputs:
+        shape: list[Dim] = list(source.shape or ())
+        for dim in range(len(shape)):
+            place = (source.name, dim)
+            if place not in places or not _is_symbolic(shapes[source.name][dim]):
+                continue
+            with contextlib.suppress(InexpressibleError):
+                found = dim_of(shapes[source.name][dim], symbols)
+                if BATCH not in _sizes(found):
+                    shape[dim], kept[place] = found, places[place]
+        inputs.append(dataclasses.replace(source, shape=tuple(shape)))
+    return tuple(inputs), kept
+
+
+def _sizes(dim: Dim) -> Iterable[Size]:
+    return () if isinstance(dim, int) else dim.sizes()

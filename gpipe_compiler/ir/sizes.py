@@ -1,0 +1,97 @@
+"""Sizes of a graph that are free: named dimensions of its inputs that may differ from call to call.
+
+What follows from them is an expression of `runtime.sizes`. The number of samples is a size too
+where it stands in such an expression; by itself it goes by a value's `batch_dim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from gpipe_compiler.ir.arguments import Argument, BatchMultiple, leaves
+from gpipe_compiler.runtime.sizes import (
+    Dim,
+    Expression,
+    Operation,
+    Operator,
+    Requirement,
+    Size,
+    sizes_in,
+)
+
+BATCH = Size("batch", of=("", 0), example=0)
+"""Stands for the samples in a micro-batch."""
+
+
+UNKNOWN_LINE = "by an operator of torch's, called at a line that is not known"
+"""Stands where a requirement's line does."""
+
+
+def is_free(dim: object) -> bool:
+    """Whether a number follows from free sizes: from others than the number of samples."""
+    return isinstance(dim, Expression) and any(size != BATCH for size in dim.sizes())
+
+
+def named(shapes: Iterable[Iterable[Dim]]) -> tuple[Size, ...]:
+    """The sizes in shapes, each once."""
+    return tuple(dict.fromkeys(size for shape in shapes for size in sizes_in(tuple(shape))))
+
+
+_STEPS = (-1, 1, -2, 2, -4, 4, -8, 8, -16, 16, -32, 32)
+
+SMALLEST = 2
+"""torch takes a dimension of one for a constant, which broadcasts."""
+
+
+def other_sizes(sizes: Sequence[Size], requires: Iterable[Requirement]) -> dict[str, int]:
+    """Sizes near the example's that are others and fulfil what is required, each by another step.
+
+    Those that are equal in the example change together, as torch may ask for that and not say so;
+    where no step does, they stay.
+    """
+    found = {size.name: size.example for size in sizes}
+    required = tuple(requires)
+    for place, example in enumerate(dict.fromkeys(found.values())):
+        equal = [size.name for size in sizes if size.example == example]
+        for step in (*_STEPS[place % 4 :], *_STEPS[: place % 4]):
+            tried = found | dict.fromkeys(equal, example + step)
+            if example + step >= SMALLEST and all(item.holds(tried) for item in required):
+                found = tried
+                break
+    return found
+
+
+def at_batch(dim: Dim, samples: int) -> Dim:
+    """A dimension for so many samples, in terms of the other sizes alone."""
+    if dim == BATCH:
+        return samples
+    if not isinstance(dim, Operation):
+        return dim
+    left, right = at_batch(dim.left, samples), at_batch(dim.right, samples)
+    if isinstance(left, int) and isinstance(right, int):
+        return dim.applied(left, right)
+    return Operation(dim.applied, left, right)
+
+
+def grows_with_batch(number: object) -> bool:
+    """Whether a template of a number is so many times the samples, the same for each."""
+    if isinstance(number, Operation) and number.applied is Operator.MULTIPLY:
+        sides = number.left, number.right
+        return sum(map(grows_with_batch, sides)) == 1 == sum(BATCH in sizes_in((s,)) for s in sides)
+    return isinstance(number, BatchMultiple) or number == BATCH
+
+
+def asked(template: Argument) -> tuple[Dim, ...]:
+    """The numbers in a template that vary from call to call, that of the samples among them."""
+    return tuple(
+        BATCH if isinstance(leaf, BatchMultiple) else leaf
+        for leaf in leaves(template)
+        if isinstance(leaf, BatchMultiple | Expression)
+    )
+
+
+def follows(dim: Dim, known: Collection[Dim]) -> bool:
+    """Whether a number can be computed from dimensions that are known."""
+    if isinstance(dim, int) or dim in known:
+        return True
+    return isinstance(dim, Operation) and follows(dim.left, known) and follows(dim.right, known)

@@ -1,0 +1,214 @@
+"""Symbolic shapes as torch computes them, in terms of the named sizes of a graph.
+
+torch works with sympy expressions; a graph, and the package that is made of it, with the
+expressions of `runtime.sizes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from gpipe_compiler.ir.sizes import BATCH, SMALLEST
+from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, larger, sizes_in, smaller
+
+Symbols: TypeAlias = Mapping[Any, Dim]
+"""Sizes by their symbols."""
+
+
+class InexpressibleError(Exception):
+    """An expression has no form in terms of sizes.
+
+    Attributes:
+        symbols: those in it.
+    """
+
+    def __init__(self, expression: Any) -> None:
+        super().__init__(str(expression))
+        self.symbols = frozenset(expression.free_symbols)
+
+
+def dim_of(size: Any, symbols: Symbols) -> Dim:
+    """A size that torch computed: a number, or a SymInt.
+
+    Raises:
+        InexpressibleError: where it has another form.
+    """
+    return size if isinstance(size, int) else _dim(expression_of(size), symbols)
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a number of torch's, in the symbols that are left."""
+    node = size.node
+    return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
+
+
+_OPERATORS: Mapping[Any, Callable[[Any, Any], Dim]] = {
+    FloorDiv: operator.floordiv,
+    CleanDiv: operator.floordiv,
+    Mod: operator.mod,
+    PythonMod: operator.mod,
+    Min: smaller,
+    Max: larger,
+}
+
+
+def _dim(expression: Any, symbols: Symbols) -> Dim:
+    arguments = expression.args
+    if expression.is_Integer:
+        return int(expression)
+    if expression in symbols:
+        return symbols[expression]
+    if expression.is_Add:
+        return _sum(expression, symbols)
+    if expression.is_Mul and all(item.is_Integer for item in arguments if item.is_number):
+        return _joined(operator.mul, arguments, symbols)
+    if expression.is_Pow and arguments[1].is_Integer and arguments[1] > 0:
+        return _joined(operator.mul, [arguments[0]] * int(arguments[1]), symbols)
+    if expression.func in _OPERATORS:
+        return _joined(_OPERATORS[expression.func], arguments, symbols)
+    raise InexpressibleError(expression)
+
+
+def _joined(function: Callable[[Any, Any], Dim], arguments: Iterable[Any], symbols: Symbols) -> Dim:
+    return functools.reduce(function, [_dim(item, symbols) for item in arguments])
+
+
+def _sum(expression: Any, symbols: Symbols) -> Dim:
+    """A sum with what is added first and the number last: `tokens - 1`, not `-1 + tokens`."""
+    terms = sorted(expression.args, key=lambda term: (term.is_Integer, _is_taken_away(term)))
+    total = _dim(terms[0], symbols)
+    for term in terms[1:]:
+        if _is_taken_away(term):
+            total = total - _dim(-term, symbols)
+        else:
+            total = total + _dim(term, symbols)
+    return total
+
+
+def _is_taken_away(term: Any) -> bool:
+    return bool(term.could_extract_minus_sign())
+
+
+# --- what must hold ------------------------------------------------------------------------------
+
+_RELATIONS: Mapping[str, Relation] = {
+    "==": Relation.EQUAL,
+    "!=": Relation.UNEQUAL,
+    "<": Relation.LESS,
+    "<=": Relation.AT_MOST,
+}
+
+
+def requirements(
+    environment: ShapeEnv, symbols: Symbols, where: Callable[[Any], str]
+) -> Iterator[Requirement]:
+    """What torch relied on of the sizes while it computed, and is not so for all of them.
+
+    What concerns the number of samples alone is left out.
+
+    Args:
+        where: the user's line behind a guard of torch's, in words.
+
+    Raises:
+        InexpressibleError: for what cannot be said in terms of sizes, or not without that number.
+    """
+    for guard in environment.guards:
+        for condition in sympy.And.make_args(environment.replace(guard.expr)):
+            free = [symbols[item] for item in condition.free_symbols if item in symbols]
+            if any(size is not BATCH for size in free) and not _always(condition):
+                yield _requirement(condition, symbols, where(guard.expr))
+
+
+def _always(condition: Any) -> bool:
+    """Whether a relation holds whatever the sizes, each of which is at least 2."""
+    if not isinstance(condition, sympy.core.relational.Relational):
+        return False
+    least = ValueRanges(SMALLEST, sympy.oo)
+    difference = condition.lhs - condition.rhs
+    known = bound_sympy(difference, dict.fromkeys(difference.free_symbols, least))
+    match condition.rel_op:
+        case "!=":
+            # A product of whole numbers, one of which is at least 2, is never 1.
+            large = condition.rhs == 1 and any(n.is_Symbol for n in condition.lhs.args)
+            several = condition.lhs.is_Mul and large
+            return several or bool(known.lower > 0 or known.upper < 0)
+        case "<":
+            return bool(known.upper < 0)
+        case "<=":
+            return bool(known.upper <= 0)
+        case ">":
+            return bool(known.lower > 0)
+        case ">=":
+            return bool(known.lower >= 0)
+        case _:
+            return bool(difference == 0)
+
+
+def _requirement(condition: Any, symbols: Symbols, where: str) -> Requirement:
+    if not isinstance(condition, sympy.core.relational.Relational):
+        raise InexpressibleError(condition)
+    left, right = _without_common_factors(condition.lhs, condition.rhs)
+    relation = condition.rel_op
+    if relation in (">", ">="):
+        left, right, relation = right, left, relation.replace(">", "<")
+    for whole, one in ((left, right), (right, left)):
+        if relation == "==" and whole.func is Min and one in whole.args and len(whole.args) == 2:
+            (other,) = [item for item in whole.args if item != one]
+            left, right, relation = one, other, "<="
+    if relation == "==" and left.func in (Mod, PythonMod) and right == 0:
+        dims = [_dim(item, symbols) for item in left.args]
+        made = Requirement(dims[0], Relation.DIVISIBLE, dims[1], where)
+    else:
+        dims = [_dim(left, symbols), _dim(right, symbols)]
+        made = Requirement(dims[0], _RELATIONS[relation], dims[1], where)
+    if BATCH in sizes_in(dims):
+        raise InexpressibleError(condition)
+    return made
+
+
+def _without_common_factors(left: Any, right: Any) -> tuple[Any, Any]:
+    """Both sides of a relation, divided by the positive factors that they share.
+
+    Where one side is 0, those of the other that are positive make no difference.
+    """
+    if right == 0 and left.is_Mul:
+        rest = [item for item in left.args if not (item.is_Symbol or item.is_positive)]
+        return sympy.Mul(*rest), right
+    common = sympy.gcd(left, right) if left != 0 and right != 0 else sympy.Integer(1)
+    if common.is_positive and common != 1:
+        return sympy.cancel(left / common), sympy.cancel(right / common)
+    return left, right
+
+
+def plain_of(value: Any, symbols: Symbols) -> Any:
+    """What is no tensor, with the sizes in it as expressions: a number, a `torch.Size`, a nest.
+
+    Raises:
+        InexpressibleError: where a number in it has no form in terms of sizes.
+    """
+    match value:
+        case torch.SymInt():
+            return dim_of(value, symbols)
+        case torch.SymFloat() | torch.SymBool():
+            raise InexpressibleError(expression_of(value))
+        case tuple() | list():
+            items = [plain_of(item, symbols) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        case dict():
+            return {key: plain_of(item, symbols) for key, item in value.items()}
+        case _:
+            return value
+
+
+def shape_of(shape: Sequence[Any], symbols: Symbols) -> tuple[Dim, ...]:
+    """The shape of a tensor, sizes as expressions."""
+    return tuple(dim_of(size, symbols) for size in shape)

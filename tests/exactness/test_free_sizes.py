@@ -1,0 +1,358 @@
+"""Packages that are compiled at one size of tokens or images, held to plain PyTorch at others.
+
+A step's loss and gradients, and the outputs in eval mode, are compared on the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from loading import load_package
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe_compiler as gpc
+from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.errors import GPipeCompilerError
+
+SAMPLES = 6
+VOCABULARY = 11
+LONGEST = 24
+
+
+class Attention(nn.Module):
+    """Causal attention with a mask as large as the longest text, as nanoGPT has it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        mask = torch.ones(LONGEST, LONGEST, dtype=torch.bool).tril()
+        self.register_buffer("mask", mask[None, None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        parts = self.qkv(self.norm(x)).split(width, dim=2)
+        q, k, v = (
+            part.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
+            for part in parts
+        )
+        scores = q @ k.transpose(-2, -1) * (width // self.heads) ** -0.5
+        scores = scores.masked_fill(~self.mask[:, :, :tokens, :tokens], float("-inf"))
+        mixed = scores.softmax(-1) @ v
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LONGEST, width)
+        self.layers = nn.ModuleList(Attention(width, 2) for _ in range(3))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class PerToken(nn.Module):
+    """Flattens tokens into the batch, and takes a mean over them at the end."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 7)
+        self.second = nn.Linear(7, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        y = self.second(torch.tanh(self.first(x.reshape(batch * tokens, width))))
+        return x - y.view(batch, tokens, width).sum(1, keepdim=True) / tokens
+
+
+class Segmenter(nn.Module):
+    """Goes down and up again to the sizes that it came from, odd ones included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.deeper = nn.Conv2d(4, 6, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 6)
+        self.up = nn.Conv2d(10, 4, 3, padding=1)
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.relu(self.down(x))
+        deep = self.norm(F.relu(self.deeper(skip)))
+        deep = F.interpolate(deep, size=skip.shape[2:])
+        y = F.relu(self.up(torch.cat([deep, skip], dim=1)))
+        return self.out(F.interpolate(y, size=x.shape[2:], mode="bilinear"))
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.second = nn.Conv2d(4, 6, 3, padding=1)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.max_pool2d(F.relu(self.first(x)), 2, ceil_mode=True)
+        return self.out(F.adaptive_avg_pool2d(F.relu(self.second(y)), 1).flatten(1))
+
+
+def language_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its inputs and target at any sizes.
+
+    Attributes:
+        batch: of so many samples, at these sizes.
+        example, others: sizes that it is compiled at, and those that it is run at.
+    """
+
+    model: Callable[[], nn.Module]
+    batch: Callable[..., tuple[Tensor, Tensor]]
+    loss: Callable[[Any, Any], Tensor]
+    example: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...]
+    free: tuple[str, ...] = ("all",)
+
+
+def texts(tokens: int) -> tuple[Tensor, Tensor]:
+    ids = torch.randint(0, VOCABULARY, (SAMPLES, tokens + 1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def pictures(height: int, width: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(SAMPLES, 3, height, width), torch.randint(0, 2, (SAMPLES, height, width))
+
+
+CASES: Mapping[str, Case] = {
+    "language": Case(
+        LanguageModel,
+        texts,
+        language_loss,
+        (8,),
+        ((2,), (7,), (8,), (13,), (LONGEST,)),
+        ("tokens=ids.1", "tokens=target.1"),
+    ),
+    "longest": Case(LanguageModel, texts, language_loss, (LONGEST,), ((5,), (23,), (LONGEST,))),
+    "per_token": Case(
+        PerToken,
+        lambda n: (torch.randn(SAMPLES, n, 5), torch.randn(SAMPLES, n, 5)),
+        F.mse_loss,
+        (5,),
+        ((2,), (4,), (5,), (6,), (31,)),
+    ),
+    "segmenter": Case(
+        Segmenter,
+        pictures,
+        F.cross_entropy,
+        (16, 12),
+        ((16, 12), (12, 16), (9, 31), (17, 17), (5, 6)),
+    ),
+    "classifier": Case(
+        Classifier,
+        lambda h, w: (torch.randn(SAMPLES, 3, h, w), torch.randint(0, 3, (SAMPLES,))),
+        F.cross_entropy,
+        (16, 12),
+        ((16, 12), (12, 16), (9, 31), (5, 5)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    case: Case
+    model: nn.Module
+    package: ModuleType
+    folder: Path = field(repr=False)
+
+
+def package_of(
+    model: nn.Module,
+    batch: tuple[Tensor, Tensor],
+    loss: Callable[[Any, Any], Tensor],
+    folder: Path,
+    free: tuple[str, ...] = ("all",),
+    stages: int = 3,
+) -> ModuleType:
+    graph = gpc.trace(copy.deepcopy(model), (batch[0],), target=batch[1], loss_fn=loss, free=free)
+    plan = gpc.plan(
+        graph, stages=stages, microbatches=3, cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS)
+    )
+    gpc.emit(plan, folder)
+    return load_package(folder)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
+    case = CASES[request.param]
+    torch.manual_seed(0)
+    model = case.model()
+    folder = tmp_path_factory.mktemp("made") / request.param
+    package = package_of(model, case.batch(*case.example), case.loss, folder, case.free)
+    return Compiled(case, model, package, folder)
+
+
+def test_as_plain_pytorch_at_other_sizes(compiled: Compiled) -> None:
+    case = compiled.case
+    with compiled.package.Pipeline() as pipe:
+        for number, sizes in enumerate(case.others):
+            torch.manual_seed(number)
+            inputs, target = case.batch(*sizes)
+            plain = copy.deepcopy(compiled.model)
+            expected = plain(inputs)
+            loss = case.loss(expected, target)
+            loss.backward()
+            pipe.train()
+            pipe.zero_grad()
+            torch.testing.assert_close(pipe.step((inputs,), target), loss.detach())
+            gradients = {name: p.grad for name, p in pipe.named_parameters()}
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(gradients[name], parameter.grad, msg=f"{name} {sizes}")
+            pipe.eval()
+            torch.testing.assert_close(pipe((inputs,)), expected.detach())
+
+
+def test_sizes_are_read_off_what_a_stage_has(compiled: Compiled) -> None:
+    """No number of the example stands in a stage: only comments tell it."""
+    schedule = (compiled.folder / "schedule.py").read_text()
+    assert "Size(" in schedule
+    for stage in compiled.folder.glob("stage_*.py"):
+        code = "\n".join(line.split("#")[0] for line in stage.read_text().splitlines())
+        for size in compiled.case.example:
+            assert f" {size}," not in code.replace("nn.", "").split("def forward")[-1]
+
+
+def test_a_mean_over_micro_batches_of_sizes_of_their_own(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = PerToken()
+    texts_of = [(torch.randn(2, n, 5), torch.randn(2, n, 5)) for n in (3, 8, 4)]
+    package = package_of(
+        model, (torch.randn(6, 5, 5), torch.randn(6, 5, 5)), F.mse_loss, tmp_path / "made"
+    )
+    with package.Pipeline() as pipe:
+        loss = pipe.step([(x,) for x, _ in texts_of], [target for _, target in texts_of])
+        squares = sum((model(x) - target).square().sum() for x, target in texts_of)
+        expected = squares / sum(target.numel() for _, target in texts_of)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+        with pytest.raises(Exception, match=r"demands 2 <= x\.1"):
+            pipe.step((torch.randn(6, 1, 5),), torch.randn(6, 1, 5))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if x.shape[1] > 10:
+            x = 2 * x
+        return x
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 6)
+        self.table = nn.Embedding(LONGEST, 6)
+        self.out = nn.Linear(6, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        places = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0) + 2
+        return self.out(torch.tanh(self.tokens(ids) + self.table(places)))
+
+
+class Windows(nn.Module):
+    """Attention within windows of four tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        parts = self.first(x).view(batch, tokens // 4, 4, width)
+        return self.second((parts @ parts.transpose(2, 3) @ parts).reshape(batch, tokens, width))
+
+
+REFUSED: Mapping[str, tuple[Callable[[], nn.Module], bool, int, tuple[int, ...], int, str]] = {
+    "branch": (Branching, False, 8, (3, 10), 11, "if x.shape[1] > 10"),
+    "positions": (Positions, True, 8, (5, LONGEST - 2), LONGEST - 1, "self.table(places)"),
+    "windows": (Windows, False, 8, (4, 16), 6, ".view(batch, tokens // 4, 4, width)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sizes_at_which_the_model_is_another_are_refused(name: str, tmp_path: Path) -> None:
+    """Before anything is run, and naming the line."""
+    make, of_ids, example, fine, wrong, line = REFUSED[name]
+    torch.manual_seed(0)
+    model = make()
+
+    def batch(tokens: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(SAMPLES, tokens, 4)
+        return texts(tokens) if of_ids else (x, x.cos())
+
+    loss = language_loss if of_ids else F.mse_loss
+    package = package_of(model, batch(example), loss, tmp_path / "made", stages=2)
+    with package.Pipeline() as pipe:
+        for tokens in fine:
+            inputs, target = batch(tokens)
+            torch.testing.assert_close(
+                pipe.step((inputs,), target), loss(model(inputs), target).detach()
+            )
+        pipe.zero_grad()
+        inputs, target = batch(wrong)
+        with pytest.raises(Exception, match=r"test_free_sizes\.py:\d+") as caught:
+            pipe.step((inputs,), target)
+        assert line in str(caught.value)
+        assert all(p.grad is None or not p.grad.any() for p in pipe.parameters())
+
+
+class Fixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(4, 4), nn.Linear(24, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.first(x).view(-1, 24))
+
+
+def test_what_the_model_fixes_stays_fixed(tmp_path: Path) -> None:
+    x, target = torch.randn(SAMPLES, 6, 4), torch.randn(SAMPLES, 2)
+    package = package_of(Fixed(), (x, target), F.mse_loss, tmp_path / "made", stages=2)
+    with package.Pipeline() as pipe, pytest.raises(Exception, match="compiled for batchx6x4"):
+        pipe.step((torch.randn(SAMPLES, 12, 4),), torch.randn(2 * SAMPLES, 2))
+    with pytest.raises(GPipeCompilerError, match=r"one size of x\.1 only") as caught:
+        gpc.trace(Fixed(), (x,), target=target, loss_fn=F.mse_loss, free=("x.1",))
+    assert caught.value.location is not None
+    assert caught.value.location.code == "return self.out(self.first(x).view(-1, 24))"
+
+
+def test_a_dimension_that_there_is_not_is_refused() -> None:
+    x, target = torch.randn(SAMPLES, 6, 4), torch.randn(SAMPLES, 2)
+    with pytest.raises(GPipeCompilerError, match=r"--free x\.7"):
+        gpc.trace(Fixed(), (x,), target=target, loss_fn=F.mse_loss, free=("x.7",))
