@@ -204,7 +204,7 @@ class LossTerm:
     counted: bool = False
     floor: float = -math.inf
     offset: float = 0.0
-    per_sample: Dim | None = None
+    per_sample: Dim | None = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +390,7 @@ class LossSpec:
     floor: float = -math.inf
     offset: float = 0.0
     terms: tuple[LossTerm, ...] = ()
-    per_sample: Dim | None = None
+    per_sample: Dim | None = 1
     over_batch: bool = False
 
     @property
