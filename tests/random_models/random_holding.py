@@ -200,9 +200,9 @@ def crossings_checked(spec: PipelineSpec, precision: Precision) -> Iterator[None
         crossing = crossings[transfer.value]
         types = {types[transfer.value] for types in told}
         assert tensor.dtype in types, f"{transfer} is of {tensor.dtype}, told {types}"
-        one = crossing.shape_for(1, spec.microbatch_size)
+        one = crossing.shape_for(1, spec.microbatch_size, {})
         shape = tuple(tensor.shape)
         if crossing.batch_dim is not None:
             samples = shape[crossing.batch_dim] // max(one[crossing.batch_dim], 1)
-            one = crossing.shape_for(samples, spec.microbatch_size)
+            one = crossing.shape_for(samples, spec.microbatch_size, {})
         assert shape == one, f"{transfer} is {shape}, told {one}"
