@@ -1,4 +1,4 @@
-"""Cuts as others make them, and what any cut comes to: what ours are held against.
+"""Cuts as others make them, and what any cut comes to: what ours are compared with.
 
 All but the last cut the ops in a row, in the order in which the model runs them:
 

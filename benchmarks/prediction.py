@@ -8,7 +8,7 @@ the stages are timed without waiting for one another, messages as they are sent 
 schedule is simulated with these times. What it takes is what the package's own `planner` says:
 forward and backward of a mini-batch, the median of its steps. What a machine can do changes with
 its neighbours, from one second to the next. So predicting and measuring take turns of a second or
-so, all schedules round by round, and each measurement is held against the prediction made right
+so, all schedules round by round, and each measurement is compared with the prediction made right
 before it.
 
     ops        predicted before anything of the package ran, from ops timed one by one, with what

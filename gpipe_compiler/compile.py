@@ -202,7 +202,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     Args:
         model: a `Subject`, or an `OnnxFile` for the target `onnx`.
         directory: where the package goes; None is a dry run, which writes nothing.
-        launch: runs the package where it is held against the model.
+        launch: runs the package where it is compared with the model.
 
     Raises:
         ValidationError: when the package does not reproduce the model; it then stands beside
@@ -238,7 +238,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
 
 @dataclass
 class _Package:
-    """A package that is written, and held against its model before it is put in its place."""
+    """A package that is written, and compared with its model before it is put in its place."""
 
     target: Target
     plan: Plan

@@ -247,7 +247,7 @@ class CompileOptions(Policy):
         training: False for a package that only infers.
         measured: time the ops on this machine, instead of estimating them; and then the stages of
             the package.
-        validate: hold the package against the model.
+        validate: compare the package with the model.
         force: replace a package that stands where this one goes.
         per_microbatch: accept that the loss of a mini-batch is that of its micro-batches, one by
             one, where they cannot give that of the whole.

@@ -21,7 +21,7 @@ SEEN_BEFORE = {
 }
 os.environ.update(dict.fromkeys(SEEN_BEFORE, ""))
 
-# What is printed is held against text: for no terminal in particular.
+# What is printed is compared with text: for no terminal in particular.
 for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS", "LINES"):
     os.environ.pop(name, None)
 

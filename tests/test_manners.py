@@ -1,6 +1,6 @@
 """Packages that recompute, normalise otherwise or run in 16 bits, against the plain model.
 
-The references of `validate` are held against still plainer ones: running statistics of layers that
+The references of `validate` are compared with still plainer ones: running statistics of layers that
 read the input itself are those that eager PyTorch takes from the whole batch.
 """
 

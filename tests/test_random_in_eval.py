@@ -1,4 +1,4 @@
-"""Models that draw random numbers in eval mode, held against plain torch with the same numbers."""
+"""Models that draw random numbers in eval mode, compared with plain torch with the same numbers."""
 
 from __future__ import annotations
 

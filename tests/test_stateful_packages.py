@@ -1,7 +1,7 @@
 """Packages of every frontend whose model keeps state, recomputed and deferred.
 
-Recomputing is held to the bit against not recomputing. Deferred running statistics are held against
-torch's BatchNorm on all that each layer of the plain model was given.
+Recomputing is held to the bit against not recomputing. Deferred running statistics are compared
+with torch's BatchNorm on all that each layer of the plain model was given.
 """
 
 from __future__ import annotations

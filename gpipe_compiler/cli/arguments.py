@@ -148,7 +148,7 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--force", action="store_true", help="replace a package that is there")
     group.add_argument("--dry-run", action="store_true", help="print the plan, write nothing")
     group.add_argument(
-        "--no-validate", action="store_true", help="do not hold the package against the model"
+        "--no-validate", action="store_true", help="do not compare the package with the model"
     )
     group.add_argument(
         "--remedies",

@@ -57,7 +57,7 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
     """`gpipe-compile` of what is no bare graph.
 
     Args:
-        launch: runs a package that is held against its model.
+        launch: runs a package that is compared with its model.
     """
     directory = _directory(arguments)
     options = CompileOptions(

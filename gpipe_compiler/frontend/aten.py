@@ -2,7 +2,7 @@
 
 `write(call)` gives the torch function, tensor method or Python operator that dispatches to the same
 operator with the same arguments. A rule stands here only where both sides are the same program;
-`tests/frontend/test_aten.py` holds every rule against the operator itself. An operator without
+`tests/frontend/test_aten.py` compares every rule with the operator itself. An operator without
 a rule stays the call of `torch.ops` that it is.
 
 Source of the operators' signatures: aten/src/ATen/native/native_functions.yaml.

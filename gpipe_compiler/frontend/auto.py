@@ -88,7 +88,7 @@ def choose(
 def trace_with(
     subject: Subject, frontend: Frontend, precision: Precision = Precision.FP32
 ) -> Graph:
-    """The graph that one frontend gives, held against the model.
+    """The graph that one frontend gives, compared with the model.
 
     Raises:
         TraceError: when it cannot trace the model, or gives a graph that differs from it.
@@ -169,7 +169,7 @@ def _by_fewer_layers(
 ) -> Graph | None:
     """The graph of a model by way of that of the shortened one; None where there is no such way.
 
-    It is held against the whole model kernel by kernel, and compared in numbers as a traced graph
+    It is compared with the whole model kernel by kernel, and compared in numbers as a traced graph
     is: hooks of tensors, casts and a model's own look at whether it is exported leave no kernel on
     meta. Where the model has no numbers, those of few layers are compared.
     """

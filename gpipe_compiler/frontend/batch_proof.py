@@ -111,14 +111,14 @@ class Proof:
             if tensor.layout is not torch.strided:
                 raise ModelError(
                     f"the model returns a tensor of layout {tensor.layout}, which cannot be put "
-                    "together from micro-batches, nor held against the model's",
+                    "together from micro-batches, nor compared with the model's",
                     location=where,
                     hint="return it dense (.to_dense()), and convert it after the call",
                 )
             if tensor.is_quantized or (tensor.is_floating_point() and tensor.itemsize == 1):
                 raise ModelError(
                     f"the model returns a tensor of {tensor.dtype}, which cannot be put together "
-                    "from micro-batches, nor held against the model's",
+                    "from micro-batches, nor compared with the model's",
                     location=where,
                     hint="return it as torch.float32 (.dequantize(), .float()), or its integers "
                     "(.int_repr(), .view(torch.uint8)), and convert it after the call",

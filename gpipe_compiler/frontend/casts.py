@@ -3,7 +3,7 @@
 Casts that change nothing are kept: `x.float()` of an fp32 tensor returns x itself, so that a trace
 takes the two for one value; under autocast x may come in 16 bits, and the cast is what the model
 says it is. And every call of torch is noted, with the types that the model has read before it, so
-that runs in several precisions can be held against each other (`precisions`).
+that runs in several precisions can be compared with each other (`precisions`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Holds a graph against the eager model.
+"""Compares a graph with the eager model.
 
 What is compared, in train mode (same random seed) and in eval mode: outputs, loss, the gradient of
 every parameter and floating-point input, buffers afterwards, and the names of the state. Models on

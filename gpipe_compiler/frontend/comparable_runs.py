@@ -1,4 +1,4 @@
-"""Runs of a model that can be held against each other, and that show what it computes.
+"""Runs of a model that can be compared with each other, and that show what it computes.
 
 What is random is the same for every sample, however many samples there are. And a model is run with
 other weights than those that it begins with: these may hide what it computes, for behind a gate of

@@ -1,7 +1,7 @@
 """Finds long runs of equal modules in a model, and makes the same model with short ones.
 
 A model of 1663 equal layers is traced with four of them; `expand_repeats` then makes the whole
-graph, and `kernels` holds it against the whole model. Equal means: of one class, with equal
+graph, and `kernels` compares it with the whole model. Equal means: of one class, with equal
 attributes, with state of equal shapes and types, without hooks, sharing no tensor with anything,
 and so all the way down. Whatever is in doubt (an object, a tensor among the attributes) is equal to
 itself only. What a list of parameters holds is compared in the same way.

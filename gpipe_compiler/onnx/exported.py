@@ -161,7 +161,7 @@ def _refuse_unfit(options: CompileOptions) -> None:
         )
     if options.per_microbatch:
         raise UsageError(
-            "--per-microbatch: a package for ONNX Runtime is held against the whole batch",
+            "--per-microbatch: a package for ONNX Runtime is compared with the whole batch",
             hint="leave it out, and compile with --microbatches 1 where samples meet",
         )
     if options.data_parallel != 1:

@@ -227,7 +227,7 @@ def validate_onnx(
     drawing = [title(node) for op in plan.graph.ops if draws(node := node_of(op))]
     if drawing:
         raise ModelError(
-            f"{drawing[0]} draws random numbers, so there is nothing to hold the package against",
+            f"{drawing[0]} draws random numbers, so there is nothing to compare the package with",
             hint="--no-validate",
         )
     calls = {

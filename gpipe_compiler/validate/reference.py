@@ -51,7 +51,7 @@ from gpipe_compiler.validate.plain_run import (
     with_terms,
 )
 
-_INSIDE = "training is held against the plain loop of micro-batches: {}"
+_INSIDE = "training is compared with the plain loop of micro-batches: {}"
 
 
 def reference_of(
@@ -370,7 +370,7 @@ class _Work:
     def _normalises(self, layers: Collection[str]) -> str:
         first = next(op for op in self.graph.ops if op.name in layers)
         return (
-            "training is held against the plain loop of micro-batches: BatchNorm is over each of "
+            "training is compared with the plain loop of micro-batches: BatchNorm is over each of "
             f"them (--batchnorm {self.plan.batchnorm.value}), first in {first.name} "
             f"({first.source or 'no line is known'})"
         )
@@ -381,5 +381,5 @@ class _Work:
             return ()
         if not self.accepted:
             raise error
-        what = "the package is held against the plain loop of micro-batches"
+        what = "the package is compared with the plain loop of micro-batches"
         return (f"accepted with --per-microbatch, and {what}: {error.problem}",)

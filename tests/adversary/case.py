@@ -81,7 +81,7 @@ class Case:
         replay: the output of the model for the numbers that the pipeline drew, which are part of
             the output that it returned: `replay(model, inputs, output)`.
         random: whether training draws numbers that nothing can replay. Then manners of computing
-            are held against each other, and only eval mode against the model.
+            are compared with each other, and only eval mode against the model.
         hooks: what else the file offers, such as `loss_function`.
         expect: None for exact.
         quick: whether `make test` runs it.

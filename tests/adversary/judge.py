@@ -409,7 +409,7 @@ def judge(case: Any, package: Any, reference: str) -> Verdict:
 
 
 def _hold_together(case: Any, package: Any, verdict: Verdict) -> None:
-    """What cannot be held against the model, as it draws, is the same in all manners."""
+    """What cannot be compared with the model, as it draws, is the same in all manners."""
     inputs, target = case.batch(case.sizes[0], seed=1000)
     losses, gradients = [], []
     for arguments in ({}, {"schedule": "1f1b", "remat": "full"}):

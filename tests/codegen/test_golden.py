@@ -1,4 +1,4 @@
-"""The text of packages, held against the folder `golden`.
+"""The text of packages, compared with the folder `golden`.
 
     pytest tests/codegen/test_golden.py --rewrite-golden
 

@@ -1,4 +1,4 @@
-"""The emitted module that counts what the loss is a mean over, held against counts by hand."""
+"""The emitted module that counts what the loss is a mean over, compared with counts by hand."""
 
 from __future__ import annotations
 

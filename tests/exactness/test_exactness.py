@@ -2,7 +2,7 @@
 
 Every model is compiled into 1, 2 and 4 stages. Each package trains five steps under all schedules,
 with and without rematerialisation, on threads and under torchrun, with one stage a device and with
-several; losses and final state are held against the plain loop of `training_cases`.
+several; losses and final state are compared with the plain loop of `training_cases`.
 `python tests/exactness/table.py` prints the largest differences as a table.
 """
 

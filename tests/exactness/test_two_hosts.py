@@ -1,6 +1,6 @@
 """Two hosts, each with half of the stages: network namespaces with nothing but a cable between.
 
-What they come to is held against the same plain loops as everything else here.
+What they come to is compared with the same plain loops as everything else here.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_the_large_transformer_takes_no_memory_and_ties_its_embedding() -> None:
 
 
 def test_digits_are_learnt_by_the_plain_loop() -> None:
-    """The truth that the four-stage pipeline is held against."""
+    """The truth that the four-stage pipeline is compared with."""
     digits = load("mlp_digits")
     model = digits.build_model()
     optimizer = digits.make_optimizer(model.parameters())

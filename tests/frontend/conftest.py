@@ -1,6 +1,6 @@
 """What the tests of the frontends share.
 
-A graph held against the eager model, to the last bit; and model files that are loaded.
+A graph compared with the eager model, to the last bit; and model files that are loaded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every way of writing an aten operator is held against the operator itself.
+"""Every way of writing an aten operator is compared with the operator itself.
 
 A way of writing is right when it dispatches to the same operators with the same arguments, which is
 seen by recording both, and when it gives the same numbers.

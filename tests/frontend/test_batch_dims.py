@@ -62,7 +62,7 @@ class Attention(nn.Module):
 
 
 class Centred(nn.Module):
-    """Every sample is held against all of the others."""
+    """Every sample is compared with all of the others."""
 
     def __init__(self) -> None:
         super().__init__()

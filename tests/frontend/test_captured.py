@@ -1,4 +1,4 @@
-"""The dynamo frontend, held against eager models."""
+"""The dynamo frontend, compared with eager models."""
 
 from __future__ import annotations
 

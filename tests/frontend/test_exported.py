@@ -1,4 +1,4 @@
-"""The torch.export frontend, held against eager models."""
+"""The torch.export frontend, compared with eager models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SyncBatchNorm is traced as the BatchNorm that it is in one process, held against eager models."""
+"""SyncBatchNorm is traced as the BatchNorm that it is in one process; compared with models."""
 
 from __future__ import annotations
 

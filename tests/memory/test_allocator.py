@@ -1,4 +1,4 @@
-"""The model of PyTorch's caching allocator: held against its header, hand-worked cases and a naive
+"""The model of PyTorch's caching allocator: compared with its header, hand-worked cases and a naive
 second model (lists that are searched from end to end), over random series of requests."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Models that stages and segments trip over, held against plain torch.
+"""Models that stages and segments trip over, compared with plain torch.
 
 The package of each, recomputing in segments, must come to the loss and gradients of the model's own
 backward over micro-batches, with the same random numbers, and to its outputs in eval mode. What its
-device is predicted to take is held against torch's own allocator.
+device is predicted to take is compared with torch's own allocator.
 """
 
 from __future__ import annotations

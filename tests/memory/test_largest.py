@@ -1,4 +1,4 @@
-"""Exact memory of models far larger than this machine, held against closed formulas."""
+"""Exact memory of models far larger than this machine, compared with closed formulas."""
 
 from __future__ import annotations
 

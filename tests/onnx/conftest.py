@@ -21,7 +21,7 @@ Compile = Callable[..., Compiled]
 
 @pytest.fixture
 def compile_model(tmp_path: Path) -> Compile:
-    """Compiles a model into `tmp_path/model_x<stages>`; held against the whole model."""
+    """Compiles a model into `tmp_path/model_x<stages>`; compared with the whole model."""
 
     def run(
         proto: ModelProto, stages: int = 2, inputs: tuple[str, ...] = (), **options: object

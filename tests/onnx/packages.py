@@ -1,4 +1,4 @@
-"""Packages of ONNX stages in this process, held against one session on the whole model."""
+"""Packages of ONNX stages in this process, compared with one session on the whole model."""
 
 from __future__ import annotations
 

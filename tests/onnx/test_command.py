@@ -1,6 +1,6 @@
 """`run.py` of a package of ONNX stages, and `gpipe-compile` of files: what is typed, what is told.
 
-Numbers are held against one session of ONNX Runtime on the whole model.
+Numbers are compared with one session of ONNX Runtime on the whole model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine of a package of ONNX stages, held against one session of ONNX Runtime on all samples.
+"""The engine of a package of ONNX stages, compared with one session of ONNX Runtime on all samples.
 
 And what it does when something goes wrong: every thread and every process ends, and what is told
 names the stage and the micro-batch.

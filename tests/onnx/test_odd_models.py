@@ -1,4 +1,4 @@
-"""Unusual models: held against ONNX Runtime running them in one piece, or refused by name."""
+"""Unusual models: compared with ONNX Runtime running them in one piece, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised models, held against ONNX Runtime running the whole quantised model in one piece.
+"""Quantised models, compared with ONNX Runtime running the whole quantised model in one piece.
 
 The models are made by `onnxruntime.quantization`: QDQ, by numbers that a calibration gives, and
 dynamic, by those of each call. Their nodes round alike in one piece and in stages.

@@ -1,4 +1,4 @@
-"""Packages of small ONNX models, held against ONNX Runtime running the whole model in one piece."""
+"""Packages of small ONNX models, compared with ONNX Runtime on the whole model in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch models compiled for ONNX Runtime, held against the models themselves in eval mode."""
+"""Torch models compiled for ONNX Runtime, compared with the models themselves in eval mode."""
 
 from __future__ import annotations
 

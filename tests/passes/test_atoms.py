@@ -1,4 +1,4 @@
-"""Atoms, held against what happens when a graph is cut wherever they allow it."""
+"""Atoms, compared with what happens when a graph is cut wherever they allow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks made of positions: what is said of them is held against the masks themselves."""
+"""Masks made of positions: what is said of them is compared with the masks themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts that are found are never worse than the classic ones, which are held against their rules.
+"""Cuts that are found are never worse than the classic ones, which are compared with their rules.
 
 What a cut comes to is said by `cut_brute.py`, by its own sums and `simulate`; the rules are those
 of the papers: numbers of ops as near to equal as the nodes allow, blocks whose sums differ by at

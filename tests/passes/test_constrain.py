@@ -1,4 +1,4 @@
-"""What users ask of the stages, held against every assignment there is, and against the plans.
+"""What users ask of the stages, compared with every assignment there is, and against the plans.
 
 `_brute` tries all assignments of a small problem; a contradiction is one exactly where none of
 them keeps to everything. Of plans, the stage of every op is read off what they emit.

@@ -1,4 +1,4 @@
-"""Estimated and measured costs, held against closed formulas and real counts."""
+"""Estimated and measured costs, compared with closed formulas and real counts."""
 
 from __future__ import annotations
 

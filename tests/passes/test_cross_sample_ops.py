@@ -1,4 +1,4 @@
-"""Which ops mix samples, held against what eager PyTorch gives for a batch and for its halves."""
+"""Which ops mix samples, compared with what eager PyTorch gives for a batch and for its halves."""
 
 from __future__ import annotations
 

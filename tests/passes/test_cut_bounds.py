@@ -1,4 +1,4 @@
-"""Bounds without a search, held against numbers worked out by hand."""
+"""Bounds without a search, compared with numbers worked out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes and shared memory, held against version counters and contents of real tensors."""
+"""Writes and shared memory, compared with version counters and contents of real tensors."""
 
 from __future__ import annotations
 

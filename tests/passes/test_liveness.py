@@ -1,4 +1,4 @@
-"""Live ranges, held against a recomputation from the definition."""
+"""Live ranges, compared with a recomputation from the definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What losses are means over, held against counts by hand and against losses of whole batches.
+"""What losses are means over, compared with counts by hand and against losses of whole batches.
 
 The models are traced by every frontend. For random targets, some of them ignored, and random sizes
 of micro-batches, the micro-batches' losses, each with its share, come to the loss that the plain

@@ -1,4 +1,4 @@
-"""Traces of stages, held against runs of the same stage on real tensors.
+"""Traces of stages, compared with runs of the same stage on real tensors.
 
 The truth is torch's own allocator on the host, as the profiler tells it (`live_bytes.py`): every
 block that comes or goes, in order, through the forward, the backward of the first micro-batch and

@@ -1,4 +1,4 @@
-"""What a user's optimizer remembers, held against what it holds after a real step."""
+"""What a user's optimizer remembers, compared with what it holds after a real step."""
 
 from __future__ import annotations
 

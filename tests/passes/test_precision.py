@@ -1,4 +1,4 @@
-"""Analyses under autocast, held against an eager run under it and against sums done by hand."""
+"""Analyses under autocast, compared with an eager run under it and against sums done by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts of random aten ops, held against those of a real run."""
+"""Counts of random aten ops, compared with those of a real run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Choices of segments: against all segmentations there are, and against what people take.
 
-What a choice comes to is held against a walk written here, which keeps and lets go storage by
+What a choice comes to is compared with a walk written here, which keeps and lets go storage by
 storage as a forward and a backward would.
 """
 

@@ -1,4 +1,4 @@
-"""Repeated blocks, held against what each pass says of the same graph op by op.
+"""Repeated blocks, compared with what each pass says of the same graph op by op.
 
 The graphs are built by hand or drawn at random: a prelude, one block many times, an end. Where a
 block is and how often is known from the building; what holds of every op, from the passes

@@ -1,4 +1,4 @@
-"""Saved bytes, held against real saved-tensor hooks."""
+"""Saved bytes, compared with real saved-tensor hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of values, held against eager tensors."""
+"""Descriptions of values, compared with eager tensors."""
 
 from __future__ import annotations
 

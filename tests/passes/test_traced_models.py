@@ -1,4 +1,4 @@
-"""The passes on graphs that a frontend made, held against eager runs of these graphs."""
+"""The passes on graphs that a frontend made, compared with eager runs of these graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of plans that do not fit: every figure is held against a plan made as it says."""
+"""What is said of plans that do not fit: every figure is compared with a plan made as it says."""
 
 from __future__ import annotations
 

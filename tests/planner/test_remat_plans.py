@@ -1,6 +1,6 @@
 """Plans that recompute: predictions against arithmetic done here, choices against the others.
 
-Times are held against the definition: GPipe's step in closed form with a set-up of one forward
+Times are compared with the definition: GPipe's step in closed form with a set-up of one forward
 before every backward but the first. Peaks are added up from what the stages hold.
 """
 

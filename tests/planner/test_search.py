@@ -1,4 +1,4 @@
-"""Settings that are found, held against planning every one of them.
+"""Settings that are found, compared with planning every one of them.
 
 `every` plans each choice by itself, without any bound, and takes the best and the undominated set
 by their definitions.

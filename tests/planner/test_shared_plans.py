@@ -113,7 +113,7 @@ def test_owners_on_one_device_add_up_among_themselves():
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.3, 1.0])
 def test_no_cut_is_quicker(share, monkeypatch):
-    """Two shared weights, three stages: held against every cut between layers."""
+    """Two shared weights, three stages: compared with every cut between layers."""
     pairs = ((1, 2), (3, 4))
     free = planned(FAST, 3, pairs).prediction.step_s
     link = Link(2 * BYTES / (share * free), 0.0)

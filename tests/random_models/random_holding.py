@@ -21,7 +21,7 @@ from gpipe_compiler.runtime.train.comparison import flat_tensors
 
 
 class Held:
-    """A pipeline held against the plain loop, step by step.
+    """A pipeline compared with the plain loop, step by step.
 
     Training in doubles runs from the first weights to the last. In narrower types a rounding may
     become another choice of a class, so there the plain model goes on from the pipeline's weights

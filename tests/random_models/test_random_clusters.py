@@ -1,4 +1,4 @@
-"""Plans of random models for random devices, held against every cut that the model allows.
+"""Plans of random models for random devices, compared with every cut that the model allows.
 
 What may lie where is the cut problem's and `assignments`' (tests/passes/cut_brute.py, which has
 tests of its own), as are the seconds and bytes of a stage; the step of each cut is worked out here
@@ -233,7 +233,7 @@ def _held(plan: Plan, order: Sequence[Compute], split: bool) -> int:
 
 
 def hold(recipe: Recipe, asked: Asked) -> str:
-    """Plans a model, and holds the plan against all others."""
+    """Plans a model, and compares the plan with all others."""
     subject = subject_of(recipe, Layout(1, 12 * asked.policy.data_parallel, size=1))
     planner = Planner(trace(subject, Frontend.FX), asked.cluster)
     policy = asked.policy

@@ -31,7 +31,7 @@ SEED = 3
 
 
 def hold(recipe: Recipe, layout: Layout, frontend: Frontend = Frontend.FX) -> None:
-    """Compiles a recipe and holds the package against the model."""
+    """Compiles a recipe and compares the package with the model."""
     subject = subject_of(recipe, layout)
     plan = plan_of(trace(subject, frontend), layout)
     with package_of(plan) as (package, directory):
@@ -43,7 +43,7 @@ def hold(recipe: Recipe, layout: Layout, frontend: Frontend = Frontend.FX) -> No
 def differences(
     subject: Subject, plan: Plan, package: ModuleType, directory: Path, *, one_device: bool
 ) -> tuple[Row, ...]:
-    """The package in a folder held against the model."""
+    """The package in a folder compared with the model."""
     expected, _ = reference_of(subject, plan, SEED, per_microbatch=True)
     reference = directory / "reference.safetensors"
     save_file(pack(expected), reference)

@@ -1,4 +1,4 @@
-"""Random models trained in random ways, held against the plain loop.
+"""Random models trained in random ways, compared with the plain loop.
 
 Every example draws a model, a cut, and all that a caller may choose: the schedule, micro-batches,
 batch sizes that they divide or not, recomputation stage by stage, how BatchNorm normalises, the

@@ -239,7 +239,7 @@ def test_a_report_without_validation_says_so(plan: Plan, training: bool) -> None
     )
 
     check_document(text)
-    assert "has not been held against the model" in text
+    assert "has not been compared with the model" in text
     assert ("backward" in text.partition("<body>")[2]) is training
 
 

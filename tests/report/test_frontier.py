@@ -1,4 +1,4 @@
-"""The table of settings, held against points made by hand."""
+"""The table of settings, compared with points made by hand."""
 
 from __future__ import annotations
 

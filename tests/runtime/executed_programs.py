@@ -1,4 +1,4 @@
-"""Lowered programs executed by the definition, without the code that they are held against.
+"""Lowered programs executed by the definition, without the code that they are compared with.
 
 A device reads only what has arrived on it or has been made there. A joint stage computes with the
 last of its actions, and nothing that it makes can leave before. Sends block until the receiver

@@ -1,4 +1,4 @@
-"""The batch that a package is held against besides the example."""
+"""The batch that a package is compared with besides the example."""
 
 import dataclasses
 import shutil

@@ -1,6 +1,6 @@
 """Losses that add up means over different things train as in one piece, whatever the padding.
 
-Everything is held against one plain forward and backward of the whole batch: batches of other
+Everything is compared with one plain forward and backward of the whole batch: batches of other
 sizes than the example's, with padded targets, of which in some micro-batches nothing counts.
 """
 

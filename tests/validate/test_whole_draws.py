@@ -1,4 +1,4 @@
-"""Draws of a mini-batch in one piece, held against those of its micro-batches one by one."""
+"""Draws of a mini-batch in one piece, compared with those of its micro-batches one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime: one of each stage, and one of the whole model to hold them against."""
+"""Sessions of ONNX Runtime: one of each stage, and one of the whole model to compare them with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`run.py check`: compares a package with its model, on the user's own machine.
 
-The pipeline, with its schedule and transport, is held against references: results of the original
+The pipeline, with its schedule and transport, is compared with references: results of the original
 model, each for a batch of its own, or else of the package's own stages (`plain_stages.py`).
 """
 

@@ -46,7 +46,7 @@ def test_wrong_inputs_are_refused(inputs, target, message):
     ],
 )
 def test_wrong_tensors_are_refused(tokens, message):
-    """What the spec knows of an input is held against what comes."""
+    """What the spec knows of an input is compared with what comes."""
     with Pipeline(tied_spec(), None) as pipe, pytest.raises(UsageError, match=message):
         pipe.step({"batch": {"tokens": tokens}}, {"labels": torch.zeros(8, 3, dtype=torch.int64)})
 

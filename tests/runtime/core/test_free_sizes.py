@@ -1,4 +1,4 @@
-"""Pipelines on batches of any size, held against the plain model."""
+"""Pipelines on batches of any size, compared with the plain model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exact BatchNorm, held against the plain model run once on the whole mini-batch."""
+"""Exact BatchNorm, compared with the plain model run once on the whole mini-batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Stages on devices in any order, with backwards in two parts, in the threads of one process.
 
-What comes out is held against plain loops over the whole model, and bit by bit against schedules
+What comes out is compared with plain loops over the whole model, and bit by bit against schedules
 that take micro-batches in the same order.
 """
 

@@ -1,6 +1,6 @@
 """Recomputing pipelines against plain autograd, which runs every forward once.
 
-Memory is held against counts of what lives, taken inside the stages.
+Memory is compared with counts of what lives, taken inside the stages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Replicas of pipelines over processes, held against a plain loop over the whole batch.
+"""Replicas of pipelines over processes, compared with a plain loop over the whole batch.
 
 The plain loop knows every tensor of the model once, by name, and runs micro-batch by micro-batch
-under torch's own autograd, in double precision. BatchNorm is held against one pipeline in one
+under torch's own autograd, in double precision. BatchNorm is compared with one pipeline in one
 process, which tests of its own hold against torch.
 """
 

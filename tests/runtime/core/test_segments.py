@@ -1,6 +1,6 @@
 """Segments that run again in a backward: how often, what lives meanwhile, what is refused.
 
-What they compute is held against plain autograd in `test_recompute.py`. Memory is held against
+What they compute is compared with plain autograd in `test_recompute.py`. Memory is compared with
 counts of what lives, taken while a pipeline works.
 """
 

@@ -1,4 +1,4 @@
-"""Backwards in two parts, held against the backward of autograd itself.
+"""Backwards in two parts, compared with the backward of autograd itself.
 
 Every module is run twice: once with `torch.autograd.backward`, once in two parts, in double
 precision. Arithmetic is counted by torch's own counter; what is kept is seen by weak references.

@@ -1,6 +1,6 @@
 """Recomputation and deferred BatchNorm over processes, against the same on threads, to the bit.
 
-What threads do is held against plain torch in `test_recompute` and `test_batchnorm`.
+What threads do is compared with plain torch in `test_recompute` and `test_batchnorm`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches that do not divide, held against the plain model run once on the whole of them.
+"""Batches that do not divide, compared with the plain model run once on the whole of them.
 
 These models mix no samples, so the reference is one forward and backward of the whole mini-batch.
 """

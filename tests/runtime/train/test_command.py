@@ -106,7 +106,7 @@ def test_infer(package, capsys):
 
 
 def test_bench(package, capsys):
-    """The median is held against the prediction of the plan."""
+    """The median is compared with the prediction of the plan."""
     assert main(skip_spec(), package, argv=["bench", "--steps", "2"]) == 0
     text = capsys.readouterr().out
     assert "step: median" in text
@@ -118,7 +118,7 @@ def test_bench(package, capsys):
 
 
 def test_check(package, capsys):
-    """The pipeline is held against its own stages in a row."""
+    """The pipeline is compared with its own stages in a row."""
     assert main(skip_spec(), package, argv=["check"]) == 0
     assert "gradient" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""The training command over processes, with gloo, held against the same command in one process.
+"""The training command over processes, with gloo, compared with the same command in one process.
 
 Real torchrun starts the processes where nothing is amiss, and where it is signalled.
 """

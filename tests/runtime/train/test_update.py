@@ -1,4 +1,4 @@
-"""One step of the optimizer, held against the weights as they were before it."""
+"""One step of the optimizer, compared with the weights as they were before it."""
 
 from __future__ import annotations
 
