@@ -22,6 +22,7 @@ from torch import nn
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.simplify_graph import writes
@@ -29,7 +30,6 @@ from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import META, Place, ambient, as_exported, kind_of
-from gpipe_compiler.frontend.untraced import own_function
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
@@ -346,7 +346,7 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
     before = [(buffer, buffer.shape) for buffer in entry.model.buffers()]
     handle = entry.model.register_forward_hook(look)
     try:
-        with _running(entry), activations_kept(), log:
+        with _running(entry), activations_kept(), own_functions_met() as met, log:
             returned = entry(*inputs)
     finally:
         handle.remove()
@@ -354,7 +354,7 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
         if after is not buffer or after.shape != shape:
             raise OtherProgramError
     loss = returned.pop(0) if entry.has_loss else None
-    if loss is not None and own_function(loss) is not None:
+    if loss is not None and met:
         raise OtherProgramError
     return log.program(entry.outputs(returned) if outputs else None, loss)
 

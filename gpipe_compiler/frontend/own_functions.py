@@ -31,6 +31,26 @@ def own_functions_carried() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def own_functions_met() -> Iterator[list[type]]:
+    """The functions of the user's that what runs inside is differentiated through.
+
+    To look for them in the graph of autograd afterwards would end the process where that is deep:
+    torch frees nodes that Python has seen within one another.
+    """
+    met: list[type] = []
+
+    def apply(cls: Any, *args: Any) -> Any:
+        made = super(_SingleLevelFunction, cls).apply(*args)
+        leaves = (leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
+        if not cls.__module__.startswith("torch.") and any(leaf.requires_grad for leaf in leaves):
+            met.append(cls)
+        return made
+
+    with mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True):
+        yield met
+
+
 def _apply(cls: Any, *args: Any) -> Any:
     plain = super(_SingleLevelFunction, cls).apply
     mode = get_proxy_mode()
