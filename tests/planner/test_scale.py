@@ -6,20 +6,24 @@ is traced, described or priced twice), and the two largest against the memory th
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device, Link
-from gpipe_compiler.compile import plan
+from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.options import Policy
+from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, interpret
+from gpipe_compiler.options import Frontend, LossChoice, Policy
 from gpipe_compiler.passes import cost
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -138,6 +142,37 @@ def layer_ops(graph: Graph, layer: int) -> list[Op]:
         or op.module.startswith(f"{path}.")
         or getattr(op.call, "module", "").startswith(f"{path}.")
     ]
+
+
+@pytest.mark.parametrize("stages", [2, 6])
+@pytest.mark.parametrize("layers", [12, 24])
+def test_an_op_of_unequal_layers_is_run_and_made_a_few_times(layers: int, stages: int) -> None:
+    """Whatever the number of ops and of stages: nothing grows faster than they do."""
+    widths = range(8, 9 + layers)
+    net = nn.Sequential(
+        *(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths))
+    )
+    graph = trace(net, torch.ones(8, 8), loss=LossChoice.SUM_OF_SQUARES, frontend=Frontend.FX)
+    ran, made = Counter[str](), Counter[str]()
+    run_all, construct = DryRun.run, interpret.construct
+
+    def running(self: DryRun, *args: object) -> dict[str, object]:
+        ran.update(op.name for op in self.graph.ops)
+        return run_all(self, *args)  # type: ignore[arg-type]  # as given
+
+    def constructing(spec: ModuleSpec, **mode: bool) -> nn.Module:
+        made[str(spec.args)] += 1
+        return construct(spec, **mode)
+
+    with (
+        mock.patch.object(DryRun, "run", running),
+        mock.patch.object(interpret, "construct", constructing),
+    ):
+        plan(graph, stages=stages, microbatches=4, policy=Policy())
+
+    of_layers = [op.name for op in graph.ops if isinstance(op.call, ModuleCall)]
+    assert max(ran[name] for name in of_layers) <= 6
+    assert max(count for args, count in made.items() if args != "()") <= 7
 
 
 @pytest.mark.slow
