@@ -53,6 +53,8 @@ class Plan:
         cut_inside: the share of the best time with cuts anywhere that could be given for cuts which
             open fewer modules.
         opened: the modules that lie in several stages, of those that count (`cut.modules`).
+        sizes: dimensions of inputs that are free beside the batch, by name: those of the example,
+            which everything here is for.
         tied: which op ties most of the work together, in words; "" where none does.
         noted: what stands in the JSON about each op, for people; see `ops`.
     """
@@ -78,6 +80,7 @@ class Plan:
     replicas: int = 1
     what_if: WhatIf | None = None
     optimizer: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
     tied: str = ""
     cut_inside: float = 0.0
     opened: tuple[str, ...] = ()

@@ -249,6 +249,7 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
         seats=candidate.found.seats,
         constraints=builder.constraints,
         replicas=policy.data_parallel,
+        sizes=tuple((size.name, size.example) for size in graph.sizes),
         tied=builder.facts.tied([stage.ops for stage in candidate.stages]),
         cut_inside=policy.cut_inside,
         opened=_opened(builder, candidate),

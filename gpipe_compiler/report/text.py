@@ -183,6 +183,9 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     crossing = format_bytes(boundary_bytes(plan))
     rows.append(("boundaries", f"{crossing} a micro-batch{both_ways}"))
     rows.append(("peak memory", _memory(plan)))
+    if plan.sizes:
+        told = ", ".join(f"{printable(name)} (here {size})" for name, size in plan.sizes)
+        rows.append(("free sizes", told))
     if plan.optimizer:
         rows.append(("optimizer", plan.optimizer))
     return [*rows, ("op times", plan.cost_source)]

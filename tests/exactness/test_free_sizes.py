@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gpipe_compiler as gpc
+from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.plan import Plan
 
 SAMPLES = 6
 VOCABULARY = 11
@@ -356,3 +358,46 @@ def test_a_dimension_that_there_is_not_is_refused() -> None:
     x, target = torch.randn(SAMPLES, 6, 4), torch.randn(SAMPLES, 2)
     with pytest.raises(GPipeCompilerError, match=r"--free x\.7"):
         gpc.trace(Fixed(), (x,), target=target, loss_fn=F.mse_loss, free=("x.7",))
+
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x))) + torch.arange(x.shape[1])[:, None]
+
+
+def build_model():
+    return Model()
+
+
+def example_inputs():
+    return torch.randn(6, 5, 4)
+
+
+def example_target():
+    return torch.randn(6, 5, 4)
+
+
+def loss_fn(output, target):
+    return nn.functional.mse_loss(output, target)
+"""
+
+
+def test_the_command_compares_at_other_sizes_and_the_plan_lists_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = [str(tmp_path / "model.py"), "--stages", "2", "-o", str(tmp_path / "made")]
+    free = ["--free", "length=x.1", "--free", "length=target.1"]
+    assert compile_command([*words, *free]) == 0
+    assert "length 4" in capsys.readouterr().out  # the second batch
+    plan = Plan.from_json((tmp_path / "made" / "plan.json").read_text())
+    assert plan.sizes == (("length", 5),)
