@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -143,7 +142,12 @@ def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> G
     What a trace has fixed is traced again as the number that it is.
     """
     if tracer.__name__ != "trace_export":
-        subject = dataclasses.replace(subject, free=Wish())
+        if subject.free.must:
+            raise TraceError(
+                "it leaves no size free beside the batch",
+                hint=f"leave out --free {min(subject.free.must)}",
+            )
+        subject = subject.with_free(Wish())
     modes = (False, True) if subject.training else (False,)
     while True:
         asked = wanted(subject.free, read_signature(subject, on_meta=True))

@@ -23,9 +23,11 @@ USED: Mapping[str, tuple[str, ...]] = {
         "_DisableTorchDispatch",
         "_current_autograd_node",
         "_current_graph_task_id",
+        "_jit_get_schemas_for_operator",
         "_storage_Use_Count",
     ),
     "torch._C._autograd": ("_get_sequence_nr",),
+    "torch._dispatch.python": ("enable_python_dispatcher",),
     "torch._library.custom_ops": ("OPDEFS",),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
     "torch._prims_common": ("is_non_overlapping_and_dense_or_false",),
@@ -44,6 +46,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "get_proxy_mode",
         "track_tensor_tree",
     ),
+    "torch.fx.experimental": ("_config",),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.utils": ("_device",),
@@ -55,6 +58,8 @@ USED: Mapping[str, tuple[str, ...]] = {
         "tree_map_only",
         "tree_unflatten",
     ),
+    "torch.utils._sympy.functions": (*("CleanDiv", "FloorDiv", "Max", "Min", "Mod", "PythonMod"),),
+    "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }
 """Names by what holds them. Beside them stands what is looked for where it is used: dynamo's, and
 torch.export's passes (`frontend/captured.py`); checkpoints (`frontend/recompute.py`)."""
