@@ -29,6 +29,7 @@ from gpipe_compiler.passes.inplace_variants import (
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
 from gpipe_compiler.passes.repeats import NameKind, shortest
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.uneven_writes import idle_writes
 from gpipe_compiler.quiet import quiet
 
 _NOBODY: frozenset[str] = frozenset()
@@ -49,7 +50,8 @@ def write_in_place(graph: Graph) -> Graph:
       proved by a backward in which autograd checks the version of all that it kept;
     - autocast gives both operands the same type, whichever precision the package is run in.
 
-    Where a cut lies between an op and the maker of its operand, the op is `undone` again.
+    Where a cut lies between an op and the maker of its operand, the op is `undone` again. Of ops
+    that equal layers have, those stay as they are that lower no peak and are not legal in all.
 
     Args:
         graph: annotated.
@@ -61,7 +63,9 @@ def write_in_place(graph: Graph) -> Graph:
     while chosen := _choose(graph, refused):
         changed, wrong = _tried(graph, chosen)
         if changed is not None:
-            return check(changed, after="inplace")
+            wrong = idle_writes(graph, changed, chosen)
+            if not wrong:
+                return check(changed, after="inplace")
         refused |= wrong
     return graph
 

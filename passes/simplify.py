@@ -304,27 +304,42 @@ def only_asks(graph: Graph, op: Op) -> bool:
 
 def _inside_ops(graph: Graph) -> Graph:
     """The graph with the bodies of its regions and the scales of attention simplified."""
-    ops = tuple(_with_usual_scale(graph, _with_body(op)) for op in graph.ops)
+    scaled = {op.name: graph.module_classes.get(op.module) for op in graph.ops if _scale(op)}
+    kept = {scaled[name] for name in scaled if not _has_usual_scale(graph, graph.op_of[name])}
+    # Of layers that are equal but for their widths, all are called alike.
+    usual = {name for name, around in scaled.items() if around not in kept}
+    ops = tuple(_without_scale(op) if op.name in usual else _with_body(op) for op in graph.ops)
     if all(map(operator.is_, ops, graph.ops)):
         return graph
     changed = graph.replace(ops=ops)
     return changed.replace(repeats=repeats(changed))
 
 
-def _with_usual_scale(graph: Graph, op: Op) -> Op:
-    """Attention without the scale 1 / sqrt(E), where the width E of heads is a constant."""
+def _scale(op: Op) -> Argument:
+    """The scale of a call of attention; None where it is given none."""
     call = op.call
     if not isinstance(call, FunctionCall) or call.function is not F.scaled_dot_product_attention:
-        return op
+        return None
+    return call.kwargs.get("scale")
+
+
+def _has_usual_scale(graph: Graph, op: Op) -> bool:
+    """Whether attention is scaled by 1 / sqrt(E), where the width E of heads is a constant."""
+    call = op.call
+    assert isinstance(call, FunctionCall)
     query = graph.values.get(call.args[0].name) if isinstance(call.args[0], Ref) else None
     if query is None or not query.shape or not query.splittable:
-        return op
+        return False
     width, last = query.dims[-1], len(query.shape) - 1
     if query.batch_dim == last or not isinstance(width, int) or not width:
-        return op
+        return False
     # torch computes it so, in double precision: another last bit would be another result.
-    if call.kwargs.get("scale") != 1.0 / math.sqrt(width):
-        return op
+    return _scale(op) == 1.0 / math.sqrt(width)
+
+
+def _without_scale(op: Op) -> Op:
+    call = op.call
+    assert isinstance(call, FunctionCall)
     kwargs = {name: item for name, item in call.kwargs.items() if name != "scale"}
     return dataclasses.replace(op, call=dataclasses.replace(call, kwargs=kwargs))
 

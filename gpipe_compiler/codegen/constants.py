@@ -24,6 +24,9 @@ class UnwritableError(Exception):
     """Something has no spelling in Python; the message says what, the caller knows where."""
 
 
+_LONG = 10
+"""Characters from which on a number tells a reader nothing."""
+
 LeafWriter = Callable[[object], Expression]
 
 
@@ -63,6 +66,9 @@ def write_constant(value: object, imports: Imports) -> Expression:
     Raises:
         UnwritableError: for an object that cannot be written down.
     """
+    root = _root(value) if isinstance(value, float) else None
+    if root is not None:
+        return Expression(root, Binding.POWER)
     text = spell_constant(value, imports)
     if text is None:
         raise UnwritableError(f"there is no way to write {value!r} ({type(value).__name__}) down")
@@ -93,6 +99,14 @@ def spell_constant(value: object, imports: Imports) -> str | None:
             return spell(value, imports)
         case _:
             return None
+
+
+def _root(number: float) -> str | None:
+    """`64**-0.5`, as attention is scaled, for a number that is exactly this."""
+    if not 0 < number < 1 or len(repr(number)) < _LONG:
+        return None
+    whole = round(number**-2)
+    return f"{whole}**-0.5" if whole**-0.5 == number else None
 
 
 def _spell_float(value: float, imports: Imports) -> str:

@@ -38,9 +38,6 @@ _FACTORIES = frozenset(
 )
 """Functions that make tensors out of numbers: on the CPU, unless they are told the device."""
 
-_LONG = 10
-"""Characters from which on a number tells a reader nothing."""
-
 _SLICE_OPERAND = re.compile(r"-?([A-Za-z_]\w*|\d+)")
 _POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -195,8 +192,6 @@ class ExpressionWriter:
                 return self._by_mode(leaf)
             case torch.device() if self.device:
                 return name(self.device)
-            case float() if (root := _root(leaf)) is not None:
-                return Expression(root, Binding.POWER)
             case _:
                 return write_constant(leaf, self.imports)
 
@@ -268,14 +263,6 @@ class ExpressionWriter:
         if all(not text or _SLICE_OPERAND.fullmatch(text) for text in texts):
             return ":".join(texts)
         return " : ".join(texts).strip().replace(":  :", "::")
-
-
-def _root(number: float) -> str | None:
-    """`64**-0.5`, as attention is scaled, for a number that is exactly this."""
-    if not 0 < number < 1 or len(repr(number)) < _LONG:
-        return None
-    whole = round(number**-2)
-    return f"{whole}**-0.5" if whole**-0.5 == number else None
 
 
 def reads_in_order(

@@ -299,7 +299,11 @@ class Segments:
         self._module = module
         self._keeps = keeps
         self._written = {name: WrittenBuffers(module, own) for name, own in written.items()}
-        self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
+
+    @functools.cached_property
+    def _modules(self) -> frozenset[str]:
+        named = self._module.named_modules(remove_duplicate=False)
+        return frozenset(name for name, _ in named)
 
     @contextlib.contextmanager
     def run_again(self, context: SegmentContext) -> Iterator[None]:
