@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from gpipe_compiler.codegen.sources import is_repeated, statement_at
+from gpipe_compiler.codegen.sources import calls_at, is_repeated, statement_at
+from gpipe_compiler.codegen.variables import kind_of
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Op
 from gpipe_compiler.ir.contents import prefixes
@@ -67,11 +68,12 @@ class HelperCalls:
             if len(chain) <= depth:
                 yield from ((op.name, dataclasses.replace(op, module=path)) for op in members)
                 continue
-            own = path
-            if len(members) < around:
-                own = f"{path}.{chain[depth].name}{_CALL}{members[0].name}".removeprefix(".")
-                self.found[own] = chain[depth]
-            yield from self._group(members, depth + 1, own, len(members))
+            for part in _apart(members, depth, chain[depth]):
+                own = path
+                if len(part) < around:
+                    own = f"{path}.{chain[depth].name}{_CALL}{part[0].name}".removeprefix(".")
+                    self.found[own] = chain[depth]
+                yield from self._group(part, depth + 1, own, len(part))
 
 
 def _chain(op: Op) -> tuple[HelperCall, ...]:
@@ -81,6 +83,20 @@ def _chain(op: Op) -> tuple[HelperCall, ...]:
     frames = (*op.source.callers, op.source)
     calls = (HelperCall(_function_name(inner.function), outer) for outer, inner in pairwise(frames))
     return tuple(call for call in calls if call.name.isidentifier())
+
+
+def _apart(ops: list[Op], depth: int, called: HelperCall) -> list[list[Op]]:
+    """The ops of several calls that stand in one statement, each by itself: `f(x) + f(y)`.
+
+    A function of several statements begins again where its lines do, which tells its calls.
+    """
+    count = calls_at(called.site, called.name)
+    size, rest = divmod(len(ops), max(count, 1))
+    chains = [(*op.source.callers, op.source)[depth + 1 :] for op in ops if op.source is not None]
+    alike = [kind_of(op) for op in ops] == [kind_of(op) for op in ops[:size]] * count
+    if count < 2 or rest or not alike or len({chain[0].line for chain in chains}) > 1:
+        return [ops]
+    return [ops[start : start + size] for start in range(0, len(ops), size)]
 
 
 def _function_name(text: str) -> str:

@@ -49,6 +49,15 @@ def statement_at(location: SourceLocation | None) -> UserStatement | None:
     return _statements(location.file).get(location.line)
 
 
+def calls_at(location: SourceLocation, own: str) -> int:
+    """How many calls of a function or method of a name the statement at a line has."""
+    place = _place(location)
+    nodes = () if place is None else ast.walk(place.statement)
+    called = (node.func for node in nodes if isinstance(node, ast.Call))
+    names = (getattr(node, "id", "") or getattr(node, "attr", "") for node in called)
+    return sum(name.strip("_") == own.strip("_") for name in names)
+
+
 def is_repeated(location: SourceLocation) -> bool:
     """Whether a line stands in a loop."""
     return location.line in _lines_of_loops(location.file)

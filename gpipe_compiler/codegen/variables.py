@@ -199,13 +199,14 @@ def _rounds(
     """The ops of a statement by rounds of the loop that it stands in, where they are alike."""
     size = len(members)
     if statement is not None and statement.rebinds and size > statement.operations:
-        kinds = [_kind_of(op) for op in members]
+        kinds = [kind_of(op) for op in members]
         size = next(n for n in range(1, size + 1) if kinds == (kinds[:n] * size)[:size])
     for start in range(0, len(members), size):
         yield statement, members[start : start + size]
 
 
-def _kind_of(op: Op) -> object:
+def kind_of(op: Op) -> object:
+    """What an op calls, whichever layer it is in."""
     match op.call:
         case FunctionCall(function=function):
             return function

@@ -248,3 +248,26 @@ def test_constants_and_parts_read_as_the_user_wrote_them(planned: Callable[..., 
     exec(source.text, namespace)
     given = torch.rand(6, 3, 4)
     assert torch.equal(namespace["Stage0"]()(given), model(given))
+
+
+def soften(x: Tensor, by: float) -> Tensor:
+    return (x.sigmoid() * by + 1.0).sin() - x
+
+
+class Soft(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.one(x), self.two(x)
+        x = soften(first, 2.0) + soften(second, 3.0)
+        return x.tanh()
+
+
+def test_two_calls_of_a_function_on_one_line_are_two(planned: Callable[..., Plan]) -> None:
+    plan = planned(Soft(), torch.rand(4, 4), count=1)
+    assert plan.graph is not None
+    (stage,) = write_stages(plan, CodeFacts.of(plan.graph)).stages
+    assert stage.text.count("def soften(x: Tensor, by: float) -> Tensor:") == 1, stage.text
+    assert stage.text.count("soften(") == 3, stage.text
