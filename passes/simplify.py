@@ -334,7 +334,7 @@ def _has_usual_scale(graph: Graph, op: Op) -> bool:
     if query.batch_dim == last or not isinstance(width, int) or not width:
         return False
     # torch computes it so, in double precision: another last bit would be another result.
-    return _scale(op) == 1.0 / math.sqrt(width)
+    return bool(_scale(op) == 1.0 / math.sqrt(width))
 
 
 def _without_scale(op: Op) -> Op:

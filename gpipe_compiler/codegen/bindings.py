@@ -59,6 +59,7 @@ class Bindings:
     Attributes:
         is_batch: whether a value is the number of samples.
         unnoted: the values whose sizes no comment tells.
+        told: names that values have elsewhere too.
         shape: the one that was noted last.
         renamed: variables that what the next statement binds takes over, and the new names of what
             they held.
@@ -71,6 +72,7 @@ class Bindings:
     letting_go: LettingGo
     is_batch: Callable[[str], bool]
     unnoted: Collection[str] = ()
+    told: Mapping[str, str] = field(default_factory=dict)
     shape: str = ""
     renamed: list[tuple[str, str]] = field(default_factory=list)
 
@@ -85,7 +87,8 @@ class Bindings:
             else dict(zip(op.outputs, wishes(op, run), strict=True))
         )
         for value in read:
-            wish = self.named(op, value, asked[value]) or self._changed(op, position)
+            wish = self.told.get(value) or self.named(op, value, asked[value])
+            wish = wish or self._changed(op, position)
             if wish is None:
                 alone = run.statement if run.last == (op.name,) and not inner else None
                 if not here and value in self.graph.producer:  # a block's value

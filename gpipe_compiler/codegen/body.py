@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
@@ -88,7 +88,9 @@ def write_body(
     reader = SizeReader(graph, writer, variables, uses, method.multiples, ops)
     reader.give(method.given, [value for value in method.arguments if value in graph.values])
     reader.give_sizes(sizes)
-    scribe = _Scribe(graph, writer, variables, names, uses, releases, method.is_batch, unnoted)
+    scribe = _Scribe(
+        graph, writer, variables, names, uses, releases, method.is_batch, unnoted, method.names
+    )
     scribe.statements.extend(reader.statements)
     scribe.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
@@ -143,6 +145,7 @@ class _Scribe:
     releases: Releases
     is_batch: Callable[[str], bool] = lambda _: False
     unnoted: Collection[str] = ()
+    told: Mapping[str, str] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
 
@@ -156,6 +159,7 @@ class _Scribe:
             self.letting_go,
             self.is_batch,
             self.unnoted,
+            self.told,
         )
 
     def write(self, ops: Sequence[Op]) -> None:

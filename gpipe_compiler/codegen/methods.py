@@ -32,7 +32,7 @@ class Method:
         given: values that it reads off the shapes of its arguments.
         multiples: of values that grow with the samples, how many times these they are; of those
             that follow from other sizes, what they are.
-        names: what the user calls arguments.
+        names: what arguments and other values are called, where that is told.
     """
 
     ops: tuple[Op, ...]

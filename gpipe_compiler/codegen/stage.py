@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
@@ -30,6 +30,7 @@ from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.segments import buffers_of, modules_run_again, path_of, split_off
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
+from gpipe_compiler.codegen.variables import names_apart
 from gpipe_compiler.ir import Graph, Op, StateKind
 from gpipe_compiler.ir.blocks import BlockCall
 from gpipe_compiler.ir.contents import prefixes
@@ -98,11 +99,12 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
     Raises:
         EmitError: naming the user's line, when something in it has no spelling.
     """
-    drafts = [_Draft.of(plan, facts, stage) for stage in (stages or plan.stages)]
+    names = names_apart(facts.graph, ((*one.inputs, *one.outputs) for one in plan.stages))
+    drafts = [_Draft.of(plan, facts, stage, names) for stage in (stages or plan.stages)]
     found = FoundBlocks.of(facts, (draft.own for draft in drafts))
     while any(draft.own.again != found.again(place) for place, draft in enumerate(drafts)):
         drafts = [
-            _Draft.of(plan, facts, draft.own.stage, found.again(place))
+            _Draft.of(plan, facts, draft.own.stage, names, found.again(place))
             for place, draft in enumerate(drafts)
         ]
         found = FoundBlocks.of(facts, (draft.own for draft in drafts))
@@ -137,18 +139,24 @@ class _Draft:
 
     @classmethod
     def of(
-        cls, plan: Plan, facts: CodeFacts, stage: Stage, again: frozenset[str] | None = None
+        cls,
+        plan: Plan,
+        facts: CodeFacts,
+        stage: Stage,
+        names: Mapping[str, str],
+        again: frozenset[str] | None = None,
     ) -> _Draft:
         """A stage.
 
         Args:
+            names: what values are called in all stages.
             again: the modules that run again where they are called; all that may unless given.
         """
         graph = facts.graph
         separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
         outputs = _outputs(plan, graph, stage)
-        whole = forward_method(facts, stage, outputs)
-        losses = (loss_method(facts, stage, outputs),) if separate else ()
+        whole = replace(forward_method(facts, stage, outputs), names=names)
+        losses = (replace(loss_method(facts, stage, outputs), names=names),) if separate else ()
         ops = tuple(op for method in (whole, *losses) for op in method.ops)
         state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
         if again is None:

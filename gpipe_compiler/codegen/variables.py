@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.names import Identifiers
@@ -301,6 +301,24 @@ def name_of_result(graph: Graph, value: str, path: str) -> str:
     called = (own for own in prefixes(path) if graph.module_classes.get(own) not in _LISTS)
     outside = (own for own in called if not any(f"{m}.".startswith(f"{own}.") for m in readers))
     return name_of_module(next(outside, path))
+
+
+def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]:
+    """Names of values after the modules that make them, where the user calls several alike.
+
+    Args:
+        groups: the values that are given or returned together.
+    """
+    found: dict[str, str] = {}
+    for group in groups:
+        alike: dict[str, list[str]] = {}
+        for value in dict.fromkeys(group):
+            alike.setdefault(argument_name(graph, value), []).append(value)
+        for value in (value for values in alike.values() if len(values) > 1 for value in values):
+            maker = graph.producer.get(value)
+            if maker is not None and isinstance(maker.call, ModuleCall):
+                found[value] = name_of_result(graph, value, maker.call.module)
+    return {value: own for value, own in found.items() if own}
 
 
 def cast_by(call: Call) -> str | None:

@@ -21,11 +21,11 @@ class Stage0(nn.Module):
 
         Returns:
             x: (B, 4, 8, 8) float32, for stage 1.
-            out: (B, 4, 8, 8) float32, for stage 1.
+            conv2_out: (B, 4, 8, 8) float32, for stage 1.
         """
         x = self.stem(images)  # (B, 4, 8, 8)
-        out = self.blocks(x)
-        return x, out
+        conv2_out = self.blocks(x)
+        return x, conv2_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -22,11 +22,11 @@ class Stage0(nn.Module):
 
         Returns:
             x: (B, 4, 8, 8) float32, for stage 1.
-            out: (B, 4, 8, 8) float32, for stage 1.
+            conv2_out: (B, 4, 8, 8) float32, for stage 1.
         """
         x = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, 8, 8)
-        out = checkpoint(self.blocks["0"], x, use_reentrant=False)
-        return x, out
+        conv2_out = checkpoint(self.blocks["0"], x, use_reentrant=False)
+        return x, conv2_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

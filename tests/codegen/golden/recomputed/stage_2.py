@@ -14,18 +14,18 @@ class Stage2(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
-    def forward(self, out: Tensor, relu_out: Tensor) -> Tensor:
+    def forward(self, conv2_out: Tensor, relu_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
+            conv2_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
             relu_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
             head_out: (B, 5) float32, for the caller.
         """
         # models.py:44
-        relu_out = checkpoint(self.blocks["1"], relu_out, out, use_reentrant=False)  # (B, 4, 8, 8)
+        relu_out = checkpoint(self.blocks["1"], relu_out, conv2_out, use_reentrant=False)
         head_out: Tensor = checkpoint(self.segment_1, relu_out, use_reentrant=False)  # (B, 5)
         return head_out
 

@@ -23,12 +23,12 @@ class Stage0(nn.Module):
             images: (B, 3, 64, 64) float32, the model's args[0].
 
         Returns:
-            relu_out: (B, 32, 16, 16) float32, for stage 1.
+            layer1_out: (B, 32, 16, 16) float32, for stage 1.
         """
         # resnet50.py:71
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))  # (B, 8, 16, 16)
-        relu_out: Tensor = self.layer1(x)  # (B, 32, 16, 16)
-        return relu_out
+        layer1_out: Tensor = self.layer1(x)  # (B, 32, 16, 16)
+        return layer1_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -12,17 +12,17 @@ class Stage1(nn.Module):
             BottleneckWithShortcut(32, 16, 64, stride=2), *(Bottleneck(64, 16) for _ in range(3))
         )
 
-    def forward(self, relu_out: Tensor) -> Tensor:
+    def forward(self, layer1_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            relu_out: (B, 32, 16, 16) float32, from stage 0, made at resnet50.py:51.
+            layer1_out: (B, 32, 16, 16) float32, from stage 0, made at resnet50.py:51.
 
         Returns:
-            relu_out: (B, 64, 8, 8) float32, for stage 2.
+            layer2_out: (B, 64, 8, 8) float32, for stage 2.
         """
-        relu_out = self.layer2(relu_out)  # (B, 64, 8, 8)
-        return relu_out
+        layer2_out: Tensor = self.layer2(layer1_out)  # (B, 64, 8, 8)
+        return layer2_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -12,17 +12,17 @@ class Stage2(nn.Module):
             BottleneckWithShortcut(64, 32, 128, stride=2), *(Bottleneck(128, 32) for _ in range(4))
         )
 
-    def forward(self, relu_out: Tensor) -> Tensor:
+    def forward(self, layer2_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            relu_out: (B, 64, 8, 8) float32, from stage 1, made at resnet50.py:51.
+            layer2_out: (B, 64, 8, 8) float32, from stage 1, made at resnet50.py:51.
 
         Returns:
-            relu_out: (B, 128, 4, 4) float32, for stage 3.
+            layer3_4: (B, 128, 4, 4) float32, for stage 3.
         """
-        relu_out = self.layer3(relu_out)  # (B, 128, 4, 4)
-        return relu_out
+        layer3_4: Tensor = self.layer3(layer2_out)  # (B, 128, 4, 4)
+        return layer3_4
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

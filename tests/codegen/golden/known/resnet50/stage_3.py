@@ -16,17 +16,17 @@ class Stage3(nn.Module):
         self.avgpool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(256, 10)
 
-    def forward(self, relu_out: Tensor) -> Tensor:
+    def forward(self, layer3_4: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            relu_out: (B, 128, 4, 4) float32, from stage 2, made at resnet50.py:51.
+            layer3_4: (B, 128, 4, 4) float32, from stage 2, made at resnet50.py:51.
 
         Returns:
             fc_out: (B, 10) float32, for the caller.
         """
         # resnet50.py:73-74
-        relu_out = self.layer4(self.layer3["5"](relu_out))  # (B, 256, 2, 2)
+        relu_out = self.layer4(self.layer3["5"](layer3_4))  # (B, 256, 2, 2)
         x = self.avgpool(relu_out).flatten(1)  # (B, 256)
         fc_out: Tensor = self.fc(x)  # (B, 10)
         return fc_out

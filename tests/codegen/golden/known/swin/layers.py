@@ -29,6 +29,22 @@ class SwinRelativePositionBias(nn.Module):
         return relative_position_bias.permute(2, 0, 1).contiguous().unsqueeze(0)
 
 
+def sdpa_attention_forward(
+    query_states: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    relative_position_bias_out: Tensor,
+    scale: float,
+    reshape_number: int,
+) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        query_states, key_states, value_states, attn_mask=relative_position_bias_out, scale=scale
+    )
+    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, reshape_number)
+    return attn_output.transpose(1, 2).contiguous()
+
+
 def window_reverse(windows: Tensor, num_channels: int, view_number: int, height: int) -> Tensor:
     # modeling_swin.py:503-504
     windows = windows.view(-1, view_number, view_number, 4, 4, num_channels)
@@ -53,6 +69,22 @@ def window_partition_2(input_feature: Tensor, view_number: int) -> Tensor:
     # modeling_swin.py:491-494
     input_feature = input_feature.view(1, view_number, 4, view_number, 4, 1)
     return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, 1)
+
+
+def sdpa_attention_forward_2(
+    query_states: Tensor,
+    key_states: Tensor,
+    value_states: Tensor,
+    combined_mask: Tensor,
+    scale: float,
+    reshape_number: int,
+) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        query_states, key_states, value_states, attn_mask=combined_mask, scale=scale
+    )
+    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, reshape_number)
+    return attn_output.transpose(1, 2).contiguous()
 
 
 class SwinPatchMerging(nn.Module):
@@ -85,29 +117,41 @@ class SwinPatchMerging(nn.Module):
         return input_feature
 
 
-def sdpa_attention_forward(
-    query_states: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    relative_position_bias_out: Tensor,
-) -> Tensor:
-    # sdpa_attention.py:193-206
-    attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=relative_position_bias_out
-    )
-    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 16)
-    return attn_output.transpose(1, 2).contiguous()
+class SwinAttention(nn.Module):
+    def __init__(self, in_features: int, size: int, scale: float, reshape_number: int) -> None:
+        super().__init__()
+        self.scale = scale
+        self.reshape_number = reshape_number
+        self.q_proj = nn.Linear(in_features, in_features)
+        self.k_proj = nn.Linear(in_features, in_features)
+        self.v_proj = nn.Linear(in_features, in_features)
+        self.o_proj = nn.Linear(in_features, in_features)
+        self.relative_position_bias = SwinRelativePositionBias(size=size)
 
-
-def sdpa_attention_forward_2(
-    query_states: Tensor, key_states: Tensor, value_states: Tensor, combined_mask: Tensor
-) -> Tensor:
-    # sdpa_attention.py:193-206
-    attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=combined_mask
-    )
-    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 16)
-    return attn_output.transpose(1, 2).contiguous()
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:428-466
+        shape = hidden_states.shape[:2]
+        query_states = (
+            self.q_proj(hidden_states).view(*shape, -1, self.reshape_number).transpose(1, 2)
+        )
+        key_states = (
+            self.k_proj(hidden_states).view(*shape, -1, self.reshape_number).transpose(1, 2)
+        )
+        value_states = (
+            self.v_proj(hidden_states).view(*shape, -1, self.reshape_number).transpose(1, 2)
+        )
+        relative_position_bias_out = self.relative_position_bias()
+        attn_output: Tensor = sdpa_attention_forward(
+            query_states,
+            key_states,
+            value_states,
+            relative_position_bias_out,
+            scale=self.scale,
+            reshape_number=self.reshape_number,
+        )
+        attn_output = attn_output.reshape(*shape, -1)
+        attn_output = self.o_proj(attn_output)
+        return attn_output
 
 
 def get_attn_mask(
@@ -126,36 +170,12 @@ def get_attn_mask(
     return attn_mask.masked_fill(attn_mask != 0, -100.0).masked_fill(attn_mask == 0, 0.0)
 
 
-class SwinAttention(nn.Module):
-    def __init__(self, in_features: int, size: int) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(in_features, in_features)
-        self.k_proj = nn.Linear(in_features, in_features)
-        self.v_proj = nn.Linear(in_features, in_features)
-        self.o_proj = nn.Linear(in_features, in_features)
-        self.relative_position_bias = SwinRelativePositionBias(size=size)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:428-466
-        shape = hidden_states.shape[:2]
-        query_states = self.q_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
-        relative_position_bias_out = self.relative_position_bias()
-        attn_output: Tensor = sdpa_attention_forward(
-            query_states, key_states, value_states, relative_position_bias_out
-        )
-        attn_output = attn_output.reshape(*shape, -1)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
 class SwinLayer(nn.Module):
     def __init__(self, keep_prob: float) -> None:
         super().__init__()
         self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(64)
-        self.attention = SwinAttention(64, size=4)
+        self.attention = SwinAttention(64, size=4, scale=0.25, reshape_number=16)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
         self.mlp = SwinMLP(64, 256)

@@ -6,7 +6,7 @@ From swin.embeddings.patch_embeddings.projection to swin.encoder.layers.0.blocks
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import SwinMLP, SwinRelativePositionBias, window_partition, window_reverse
+from .layers import SwinAttention, SwinMLP, window_partition, window_reverse
 
 
 class SwinPatchEmbeddings(nn.Module):
@@ -19,20 +19,6 @@ class SwinPatchEmbeddings(nn.Module):
         embeddings: Tensor = self.projection(pixel_values)  # (B, 16, 32, 32)
         embeddings = embeddings.flatten(2).transpose(1, 2)  # (B, 1024, 16)
         return embeddings
-
-
-def sdpa_attention_forward_3(
-    query_states: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    relative_position_bias_out: Tensor,
-) -> Tensor:
-    # sdpa_attention.py:193-206
-    attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=relative_position_bias_out, scale=8**-0.5
-    )
-    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 8)
-    return attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
 
 
 class SwinEmbeddings(nn.Module):
@@ -50,35 +36,11 @@ class SwinEmbeddings(nn.Module):
         return embeddings
 
 
-class SwinAttention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(16, 16)
-        self.k_proj = nn.Linear(16, 16)
-        self.v_proj = nn.Linear(16, 16)
-        self.o_proj = nn.Linear(16, 16)
-        self.relative_position_bias = SwinRelativePositionBias(size=2)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:428-466
-        shape = hidden_states.shape[:2]
-        query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        relative_position_bias_out = self.relative_position_bias()  # (1, 2, 16, 16)
-        attn_output: Tensor = sdpa_attention_forward_3(
-            query_states, key_states, value_states, relative_position_bias_out
-        )
-        attn_output = attn_output.reshape(*shape, -1)  # (64*B, 16, 16)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
-
-
 class SwinLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(16)
-        self.attention = SwinAttention2()
+        self.attention = SwinAttention(16, size=2, scale=8**-0.5, reshape_number=8)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)

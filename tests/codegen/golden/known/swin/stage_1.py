@@ -13,20 +13,10 @@ from .layers import (
     SwinPatchMerging,
     SwinRelativePositionBias,
     get_attn_mask,
+    sdpa_attention_forward_2,
     window_partition,
     window_reverse,
 )
-
-
-def sdpa_attention_forward_3(
-    query_states: Tensor, key_states: Tensor, value_states: Tensor, combined_mask: Tensor
-) -> Tensor:
-    # sdpa_attention.py:193-206
-    attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=combined_mask, scale=8**-0.5
-    )
-    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, 8)
-    return attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
 
 
 class SwinAttention2(nn.Module):
@@ -48,8 +38,8 @@ class SwinAttention2(nn.Module):
         expand = attention_mask[None, :, None].expand(hidden_states.shape[0] // 64, -1, -1, -1, -1)
         attention_mask = expand.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
         combined_mask = relative_position_bias_out + attention_mask  # (64*B, 2, 16, 16)
-        attn_output: Tensor = sdpa_attention_forward_3(
-            query_states, key_states, value_states, combined_mask
+        attn_output: Tensor = sdpa_attention_forward_2(
+            query_states, key_states, value_states, combined_mask, scale=8**-0.5, reshape_number=8
         )
         attn_output = attn_output.reshape(*shape, -1)  # (64*B, 16, 16)
         attn_output = self.o_proj(attn_output)
@@ -107,7 +97,7 @@ class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
-        self.attention = SwinAttention(32, size=2)
+        self.attention = SwinAttention(32, size=2, scale=0.25, reshape_number=16)
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

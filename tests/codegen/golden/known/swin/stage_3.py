@@ -38,7 +38,7 @@ class SwinAttention2(nn.Module):
         attention_mask = expand.reshape(-1, 1, 16, 16)  # (4*B, 1, 16, 16)
         combined_mask = relative_position_bias_out + attention_mask  # (4*B, 4, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask
+            query_states, key_states, value_states, combined_mask, scale=0.25, reshape_number=16
         )
         attn_output = attn_output.reshape(*shape, -1)  # (4*B, 16, 64)
         attn_output = self.o_proj(attn_output)

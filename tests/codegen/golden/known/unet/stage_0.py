@@ -18,16 +18,16 @@ class Stage0(nn.Module):
             images: (B, 3, 32, 32) float32, the model's args[0].
 
         Returns:
-            x: (B, 8, 32, 32) float32, for stage 3.
+            down_0: (B, 8, 32, 32) float32, for stage 3.
             down_1: (B, 16, 16, 16) float32, for stage 3.
             pool_out: (B, 16, 8, 8) float32, for stage 1.
         """
         # unet.py:66
-        x = self.down["0"](images)  # (B, 8, 32, 32)
-        pool_out = self.pool(x)  # (B, 8, 16, 16)
-        down_1 = self.down["1"](pool_out)  # (B, 16, 16, 16)
+        down_0 = self.down["0"](images)  # (B, 8, 32, 32)
+        x = self.pool(down_0)  # (B, 8, 16, 16)
+        down_1 = self.down["1"](x)  # (B, 16, 16, 16)
         pool_out = self.pool(down_1)  # (B, 16, 8, 8)
-        return x, down_1, pool_out
+        return down_0, down_1, pool_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -14,23 +14,23 @@ class Stage1(nn.Module):
         self.bottom = ConvBlock(64, 128)
         self.grow = nn.ModuleDict({"0": nn.ConvTranspose2d(128, 64, kernel_size=2, stride=2)})
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, pool_out: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            x: (B, 16, 8, 8) float32, from stage 0, made at unet.py:66.
+            pool_out: (B, 16, 8, 8) float32, from stage 0, made at unet.py:66.
 
         Returns:
-            x: (B, 32, 8, 8) float32, for stage 2.
-            x_2: (B, 128, 4, 4) float32, for stage 2.
+            down_2: (B, 32, 8, 8) float32, for stage 2.
+            x: (B, 128, 4, 4) float32, for stage 2.
         """
         # unet.py:66-69
-        x = self.down["2"](x)  # (B, 32, 8, 8)
-        pool_out = self.pool(x)  # (B, 32, 4, 4)
-        down_3 = self.down["3"](pool_out)  # (B, 64, 4, 4)
-        pool_out = self.pool(down_3)  # (B, 64, 2, 2)
-        x_2 = torch.cat([down_3, self.grow["0"](self.bottom(pool_out))], dim=1)  # (B, 128, 4, 4)
-        return x, x_2
+        down_2 = self.down["2"](pool_out)  # (B, 32, 8, 8)
+        x = self.pool(down_2)  # (B, 32, 4, 4)
+        x = self.down["3"](x)  # (B, 64, 4, 4)
+        pool_out = self.pool(x)  # (B, 64, 2, 2)
+        x = torch.cat([x, self.grow["0"](self.bottom(pool_out))], dim=1)  # (B, 128, 4, 4)
+        return down_2, x
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

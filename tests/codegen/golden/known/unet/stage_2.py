@@ -25,14 +25,14 @@ class Stage2(nn.Module):
             down_2: (B, 32, 8, 8) float32, from stage 1, made at unet.py:64.
 
         Returns:
-            x: (B, 16, 16, 16) float32, for stage 3.
+            grow_2: (B, 16, 16, 16) float32, for stage 3.
         """
         # unet.py:69
         x = self.up["0"](x)  # (B, 64, 4, 4)
         x = torch.cat([down_2, self.grow["1"](x)], dim=1)  # (B, 64, 8, 8)
         x = self.up["1"](x)  # (B, 32, 8, 8)
-        x = self.grow["2"](x)  # (B, 16, 16, 16)
-        return x
+        grow_2: Tensor = self.grow["2"](x)  # (B, 16, 16, 16)
+        return grow_2
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

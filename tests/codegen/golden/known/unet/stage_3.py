@@ -14,11 +14,11 @@ class Stage3(nn.Module):
         self.grow = nn.ModuleDict({"3": nn.ConvTranspose2d(16, 8, kernel_size=2, stride=2)})
         self.score = nn.Conv2d(8, 1, kernel_size=1)
 
-    def forward(self, x: Tensor, grow_2: Tensor, down_0: Tensor) -> Tensor:
+    def forward(self, down_1: Tensor, grow_2: Tensor, down_0: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            x: (B, 16, 16, 16) float32, from stage 0, made at unet.py:64.
+            down_1: (B, 16, 16, 16) float32, from stage 0, made at unet.py:64.
             grow_2: (B, 16, 16, 16) float32, from stage 2, made at unet.py:69.
             down_0: (B, 8, 32, 32) float32, from stage 0, made at unet.py:64.
 
@@ -26,7 +26,7 @@ class Stage3(nn.Module):
             score_out: (B, 1, 32, 32) float32, for the caller.
         """
         # unet.py:69-71
-        x = torch.cat([x, grow_2], dim=1)  # (B, 32, 16, 16)
+        x = torch.cat([down_1, grow_2], dim=1)  # (B, 32, 16, 16)
         x = self.up["2"](x)  # (B, 16, 16, 16)
         x = torch.cat([down_0, self.grow["3"](x)], dim=1)  # (B, 16, 32, 32)
         x = self.up["3"](x)  # (B, 8, 32, 32)
