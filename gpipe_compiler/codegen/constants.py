@@ -27,6 +27,9 @@ class UnwritableError(Exception):
 _LONG = 10
 """Characters from which on a number tells a reader nothing."""
 
+_LEAST_ROOT = 1e-4
+"""Smaller numbers are no scales of attention."""
+
 LeafWriter = Callable[[object], Expression]
 
 
@@ -103,7 +106,7 @@ def spell_constant(value: object, imports: Imports) -> str | None:
 
 def _root(number: float) -> str | None:
     """`64**-0.5`, as attention is scaled, for a number that is exactly this."""
-    if not 0 < number < 1 or len(repr(number)) < _LONG:
+    if not _LEAST_ROOT < number < 1 or len(repr(number)) < _LONG:
         return None
     whole = round(number**-2)
     return f"{whole}**-0.5" if whole**-0.5 == number else None
