@@ -151,6 +151,7 @@ def stage_of(made: Plan, source: StageSource) -> nn.Module:
 
 
 def held(module: nn.Module, arguments: list[Tensor], training: bool) -> list[tuple[str, int]]:
+    module.train(training)(*arguments)  # a part of a graph makes its modules when it first runs
     with Held() as watch, torch.set_grad_enabled(training):
         returned = module.train(training)(*arguments)
     del returned
