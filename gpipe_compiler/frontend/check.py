@@ -26,6 +26,7 @@ import torch
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -136,10 +137,13 @@ def _compare(
     takes."""
     around = ambient(lower_dtype(graph.traced_in), kind_of(entry))
     with torch.random.fork_rng(), around:
+        drawn = host_state()
         run = _first_run(graph, subject, entry, batches, examples)
         if run is None:
             return
         batch, expected = run
+        if host_state() != drawn:
+            refuse_host_draws(entry, batch)
         if expected.remembers and not entry.states.on_meta:
             _refuse_remembered(subject, entry, batch)
         mode = f"{'train' if entry.training else 'eval'} mode, batch {batch}"

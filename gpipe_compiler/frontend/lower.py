@@ -51,6 +51,9 @@ from gpipe_compiler.ir.own_functions import OwnFunction
 
 _MODEL = "model"
 
+_DATA = "_get_data_attr"
+"""As torch.export calls the attribute `data` of a tensor."""
+
 
 def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
     """The Graph that a torch.fx graph of an entry stands for.
@@ -160,6 +163,8 @@ class _Lowering:
         args = tuple(self.argument(item) for item in node.args)
         kwargs = {key: self.argument(item) for key, item in node.kwargs.items()}
         match node.op:
+            case "call_function" if getattr(node.target, "__name__", "") == _DATA:
+                return FunctionCall(getattr, (*args, "data"))
             case "call_function":
                 args, kwargs = _attention_by_keyword(node.target, args, kwargs)
                 assert callable(node.target)  # fx guarantees it

@@ -1,4 +1,7 @@
-"""Carries calls of torch.autograd.Functions of the user's whole through a trace."""
+"""Carries whole through a trace what torch.export cannot look into.
+
+That is `apply` of the user's own torch.autograd.Functions, and CTC with lengths in tensors.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,15 @@ from gpipe_compiler.ir.own_functions import OwnFunction, own_function
 
 @contextlib.contextmanager
 def own_functions_carried() -> Iterator[None]:
-    """Lets what is traced inside hold `apply` of the user's functions as one operator each.
+    """Lets what is traced inside hold each of these as one operator.
 
-    Those that cannot be written into a package are traced through: as long as their backward is
+    Functions that cannot be written into a package are traced through: as long as their backward is
     that of the ops of their forward, nothing is lost.
     """
-    with mock.patch.object(_SingleLevelFunction, "apply", classmethod(_apply), create=True):
+    with (
+        mock.patch.object(_SingleLevelFunction, "apply", classmethod(_apply), create=True),
+        mock.patch.object(torch, "ctc_loss", _ctc_loss),
+    ):
         yield
 
 
@@ -65,6 +71,34 @@ def _apply(cls: Any, *args: Any) -> Any:
     with disable_proxy_modes_tracing():
         made = plain(*args)
     return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+
+
+_PLAIN_CTC_LOSS = torch.ctc_loss
+
+
+def _ctc_loss(log_probs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """What is kept of it for the backward goes with the longest target, which no fake knows."""
+    names = ("targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(given["input_lengths"], torch.Tensor):
+        return _PLAIN_CTC_LOSS(log_probs, *args, **kwargs)
+    tracer: Any = mode.tracer
+    defaults = {"blank": 0, "reduction": _MEAN, "zero_infinity": False}
+    values = (log_probs, *({**defaults, **given}[name] for name in names))
+    operator = torch.ops.aten.ctc_loss.Tensor
+    proxy = tracer.create_proxy(
+        "call_function", operator, tree_map(tracer.unwrap_proxy, values), {}
+    )
+    with disable_proxy_modes_tracing():
+        each = given.get("reduction", _MEAN) == 0 and log_probs.dim() > 2
+        made = log_probs.sum((0, 2)) if each else log_probs.sum()
+    found: torch.Tensor = track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+    return found
+
+
+_MEAN = 1
+"""As torch numbers the ways in which losses are reduced; 0 is none."""
 
 
 def carried_function(cls: type[torch.autograd.Function]) -> OwnFunction | None:

@@ -11,35 +11,40 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError
+from gpipe_compiler.frontend.locate import calling_line
 
 _ENTER, _EXIT = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
 
 @contextlib.contextmanager
-def activations_kept() -> Iterator[None]:
+def activations_kept(*, trains: bool = False) -> Iterator[None]:
     """Lets checkpointed functions run once, as any other.
 
     What they compute is the same. But where every random op is seeded by itself (`SeededRandom`), a
     second run in the backward pass would draw other dropout masks than the first, and with
     `use_reentrant=True` torch.autograd.grad refuses.
 
+    Args:
+        trains: whether to refuse those for which plain PyTorch makes no gradients.
+
     Raises:
+        ModelError: for such a one, with its line.
         GPipeCompilerError: where this version of torch runs them twice all the same.
     """
     _check()
-    with _kept():
+    with _kept(_Refusing if trains else _Directly):
         yield
 
 
 @contextlib.contextmanager
-def _kept() -> Iterator[None]:
+def _kept(function: type[_Directly]) -> Iterator[None]:
     # Users hold `checkpoint` itself under names of their own, so what it uses is replaced: the
     # hooks by which it drops what autograd saves, and the autograd function of reentrant ones.
     with (
         mock.patch.object(saved_tensors_hooks, "__enter__", _enter),
         mock.patch.object(saved_tensors_hooks, "__exit__", _exit),
-        mock.patch.object(checkpoint, "CheckpointFunction", _Directly),
+        mock.patch.object(checkpoint, "CheckpointFunction", function),
     ):
         yield
 
@@ -68,6 +73,23 @@ class _Directly:
         return function(*args)
 
 
+class _Refusing(_Directly):
+    """The same, where that is what plain PyTorch does."""
+
+    @staticmethod
+    def apply(function: Callable[..., object], _preserve: bool, *args: object) -> object:
+        """The function's result."""
+        asks = [arg.requires_grad for arg in args if isinstance(arg, torch.Tensor)]
+        if torch.is_grad_enabled() and not any(asks):
+            raise ModelError(
+                "a reentrant checkpoint is given nothing that requires gradients: plain PyTorch "
+                "makes none for the parameters of what it runs",
+                location=calling_line(),
+                hint="use checkpoint(..., use_reentrant=False)",
+            )
+        return function(*args)
+
+
 @cache
 def _check() -> None:
     """Holds this version of torch to what is replaced in it: a checkpointed function runs once."""
@@ -77,7 +99,7 @@ def _check() -> None:
         calls.append(reentrant)
         return x.sin()
 
-    with torch.enable_grad(), _kept():
+    with torch.enable_grad(), _kept(_Directly):
         for reentrant in (False, True):
             x = torch.ones(1, requires_grad=True)
             y = checkpoint.checkpoint(counted, x, reentrant, use_reentrant=reentrant)

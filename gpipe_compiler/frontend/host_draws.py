@@ -1,0 +1,114 @@
+"""Refuses models that draw numbers on the host, of Python or NumPy, to decide what they compute."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gpipe_compiler.errors import ModelError, SourceLocation
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.locate import is_users, location
+from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.state import isolated
+
+_TRIES = 24
+"""Runs with other numbers, of a model that draws: what it skips may be rare."""
+
+
+def refuse_host_draws(entry: Entry, samples: int) -> None:
+    """Refuses a model that computes something else by what `random` or `numpy.random` draws.
+
+    A trace holds what one draw led to. A model that draws, and computes the same whatever it gets,
+    is let through; so is one on meta, whose runs have no numbers.
+
+    Args:
+        entry: of the model, which draws.
+
+    Raises:
+        ModelError: naming the line that draws.
+    """
+    if entry.states.on_meta:
+        return
+    inputs = entry.signature.samples(samples)
+    model = entry.model
+
+    def run() -> list[Any]:
+        entry.model = isolated(model)
+        try:
+            with torch.random.fork_rng(), torch.no_grad(), activations_kept():
+                torch.manual_seed(0)
+                return [x.clone() for x in entry(*inputs) if isinstance(x, torch.Tensor)]
+        finally:
+            entry.model = model
+
+    kept = host_state()
+    try:
+        first = run()
+        if all(_equal(first, run()) for _ in range(_TRIES)):
+            return
+        where = _line_of_change(run)
+    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace tells
+        return
+    finally:
+        _restore(kept)
+    raise ModelError(
+        "the model draws numbers of Python's or NumPy's to decide what it computes: a stage would "
+        "hold what one draw led to",
+        location=where,
+        hint="draw by torch.rand for every sample, and choose by torch.where, as stochastic depth "
+        "does; or leave the choice to your training loop",
+    )
+
+
+def host_state() -> tuple[object, ...]:
+    """That of the generators of Python and, where it is loaded, of NumPy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (name, keys.tobytes(), *rest)
+
+
+def _restore(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and len(state) > 1:
+        name, keys, *rest = state[1]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+def _line_of_change(run: Callable[[], object]) -> SourceLocation | None:
+    """The user's line in which a generator is first used."""
+    last: tuple[str, int, str] | None = None
+    found: list[SourceLocation] = []
+    state = host_state()
+
+    def look(frame: FrameType, _event: str, _arg: object) -> Any:
+        nonlocal last
+        code = frame.f_code
+        if found or not is_users(code.co_filename) or code.co_filename == random.__file__:
+            return None
+        if last is not None and host_state() != state:
+            found.append(location(*last))
+            return None
+        last = code.co_filename, frame.f_lineno, code.co_name
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return found[0] if found else location(*last) if last else None

@@ -1,0 +1,197 @@
+"""Idioms of research code: parametrizations, codebooks, `.data`, host draws, checkpoints."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from adversary.case import FP32_ONLY, Case, Refused
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.middle(self.first(x).tanh()).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(x))
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).mT
+
+
+def parametrized() -> nn.Module:
+    model = Two()
+    parametrize.register_parametrization(model.middle, "weight", Symmetric())
+    return model
+
+
+def orthogonal() -> nn.Module:
+    model = Two()
+    parametrizations.orthogonal(model.middle)
+    return model
+
+
+def weight_normed() -> nn.Module:
+    model = Two()
+    parametrizations.weight_norm(model.first)
+    parametrizations.weight_norm(model.middle)
+    return model
+
+
+class Codebook(nn.Module):
+    """VQ with exponential averages of the codes, through .data under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.register_buffer("codes", torch.randn(5, 4))
+        self.register_buffer("sizes", torch.ones(5))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encode(x)
+        which = torch.cdist(z, self.codes).argmin(-1)
+        codes = F.embedding(which, self.codes)
+        if self.training:
+            with torch.no_grad():
+                hot = F.one_hot(which, 5).to(z.dtype)
+                self.sizes.data.mul_(0.9).add_(hot.sum(0), alpha=0.1)
+                self.sums.data.mul_(0.9).add_(hot.t() @ z.data, alpha=0.1)
+                self.codes.data.copy_(self.sums / (self.sizes[:, None] + 1e-5))
+        return self.decode(z + (codes - z).detach()), (codes.detach() - z).square().mean(-1)
+
+
+class DataStops(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.last(hidden * hidden.data.abs().amax(-1, keepdim=True))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)
+        )
+        self.head, self.reentrant = nn.Linear(6, 3), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + checkpoint(layer, x, use_reentrant=self.reentrant)  # refused: reentrant
+        return self.head(x)
+
+
+def by_random() -> float:
+    return random.random()  # refused: dropped_by_random
+
+
+def by_numpy() -> float:
+    return float(np.random.rand())  # refused: dropped_by_numpy
+
+
+class Dropped(nn.Module):
+    """LayerDrop as wav2vec 2.0 has it."""
+
+    def __init__(self, draw: object) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head, self.draw = nn.Linear(6, 3), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and self.draw() < 0.5:
+                continue
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+class Penalises(Two):
+    """Hands its penalty out beside its output."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        penalty = sum(p.abs().sum() for p in self.parameters())
+        return super().forward(x), penalty
+
+
+class Aligns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0]).log_softmax(-1)
+
+
+def aligned(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    labels, lengths = target
+    frames = torch.full((output.shape[0],), output.shape[1], dtype=torch.long)
+    return F.ctc_loss(output.transpose(0, 1), labels, frames, lengths)
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def simple(name: str, model: object, **options: object) -> Case:
+    return Case(name, model, rows, F.cross_entropy, classes, **options)
+
+
+HOST = Refused(1, ("Python's or NumPy's",), ("torch.rand", "torch.where"))
+CASES = (
+    simple("parametrized", parametrized),
+    simple("orthogonal", orthogonal, manners=FP32_ONLY),
+    simple("weight_norm", weight_normed),
+    Case(
+        "codebook",
+        Codebook,
+        rows,
+        lambda o, t: F.cross_entropy(o[0], t) + o[1].mean(),
+        classes,
+        options="--batchnorm exact",
+        manners=({}, {"microbatches": 3}, {"remat": "full"}),
+        sizes=(8, 5),
+        quick=True,
+    ),
+    simple("data_stops", DataStops),
+    simple("checkpoint", lambda: Checkpointed(False)),
+    simple("checkpoint_dropout", lambda: Checkpointed(False, 0.3), random=True),
+    simple(
+        "reentrant",
+        lambda: Checkpointed(True),
+        expect=Refused(1, ("reentrant checkpoint",), ("use_reentrant=False",)),
+    ),
+    simple("reentrant_inference", lambda: Checkpointed(True), options="--mode infer"),
+    simple("dropped_by_random", lambda: Dropped(by_random), expect=HOST),
+    simple("dropped_by_numpy", lambda: Dropped(by_numpy), expect=HOST),
+    simple("never_dropped", lambda: Dropped(lambda: 0.5 + random.random())),
+    Case(
+        "penalises",
+        Penalises,
+        rows,
+        lambda o, t: F.cross_entropy(o[0], t) + 0.01 * o[1],
+        classes,
+    ),
+    Case(
+        "ctc_of_lengths",
+        Aligns,
+        lambda n: torch.randn(n, 7, 4),
+        aligned,
+        lambda n: (torch.randint(1, 5, (n, 3)), torch.randint(1, 4, (n,))),
+        manners=FP32_ONLY,
+    ),
+)
