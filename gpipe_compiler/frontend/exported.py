@@ -194,9 +194,8 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
             torch.set_grad_enabled(gradients),
             watch.watching(),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
-            activations_kept(
-                trains=entry.has_loss
-            ),  # by itself a reentrant checkpoint is traced without gradients
+            # By itself a reentrant checkpoint is traced without gradients.
+            activations_kept(trains=entry.has_loss),
         ):
             return torch.export.export(
                 entry, tuple(examples), dynamic_shapes={"inputs": dynamic}, strict=False

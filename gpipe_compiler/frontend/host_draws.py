@@ -84,7 +84,8 @@ def _restore(state: tuple[Any, ...]) -> None:
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(
-        a.shape == b.shape and torch.equal(a, b) for a, b in zip(one, other, strict=True)
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        for a, b in zip(one, other, strict=True)
     )
 
 

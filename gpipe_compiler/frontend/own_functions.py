@@ -86,10 +86,8 @@ def _ctc_loss(log_probs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     tracer: Any = mode.tracer
     defaults = {"blank": 0, "reduction": _MEAN, "zero_infinity": False}
     values = (log_probs, *({**defaults, **given}[name] for name in names))
-    operator = torch.ops.aten.ctc_loss.Tensor
-    proxy = tracer.create_proxy(
-        "call_function", operator, tree_map(tracer.unwrap_proxy, values), {}
-    )
+    proxies = tree_map(tracer.unwrap_proxy, values)
+    proxy = tracer.create_proxy("call_function", torch.ops.aten.ctc_loss.Tensor, proxies, {})
     with disable_proxy_modes_tracing():
         each = given.get("reduction", _MEAN) == 0 and log_probs.dim() > 2
         made = log_probs.sum((0, 2)) if each else log_probs.sum()
