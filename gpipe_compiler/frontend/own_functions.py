@@ -6,6 +6,7 @@ That is `apply` of the user's own torch.autograd.Functions, and CTC with lengths
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ def own_functions_carried() -> Iterator[None]:
     that of the ops of their forward, nothing is lost.
     """
     with (
-        mock.patch.object(_SingleLevelFunction, "apply", classmethod(_apply), create=True),
+        mock.patch.object(_HOLDER, "apply", classmethod(_apply), create=True),
         mock.patch.object(torch, "ctc_loss", _ctc_loss),
     ):
         yield
@@ -57,8 +58,15 @@ def own_functions_met() -> Iterator[list[type]]:
         yield met
 
 
+_APPLY = inspect.getattr_static(torch.autograd.Function, "apply")
+
+# Below the method in Python those are seen too that users hold by another name.
+_BELOW = isinstance(_APPLY, classmethod)
+_HOLDER = _SingleLevelFunction if _BELOW else torch.autograd.Function
+
+
 def _apply(cls: Any, *args: Any) -> Any:
-    plain = super(_SingleLevelFunction, cls).apply
+    plain = super(_HOLDER, cls).apply if _BELOW else _APPLY.__get__(None, cls)
     mode = get_proxy_mode()
     if mode is None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
         return plain(*args)

@@ -41,7 +41,6 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy", "_unsafe_view"),
     "torch.autograd.function": ("_SingleLevelFunction",),
-    "torch.fx.experimental": ("_config",),
     "torch.fx.experimental.proxy_tensor": (
         "disable_proxy_modes_tracing",
         "get_proxy_mode",
@@ -52,8 +51,6 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
-    "torch.utils._sympy.functions": ("CleanDiv", "FloorDiv", "Max", "Min", "Mod", "PythonMod"),
-    "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
     "torch.utils._pytree": (
         "tree_flatten",
         "tree_leaves",

@@ -117,8 +117,9 @@ class InLayers(nn.Module):
         return self.head(x)
 
 
-straight = Rounded.apply
-"""As many repositories call it."""
+def straight(x: Tensor) -> Tensor:
+    """As many repositories call it."""
+    return Rounded.apply(x)
 
 
 def quantiser(bits: int) -> type[torch.autograd.Function]:
