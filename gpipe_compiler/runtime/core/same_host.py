@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import TransportError
+
 _HEADER = struct.Struct("<qq")
 """Tag and bytes of a message."""
 
@@ -38,6 +40,9 @@ _BACK = -1
 
 MOST_FREE = 64
 """Pieces of memory to one process that are kept until they are used again."""
+
+MOST_FREE_BYTES = 1 << 28
+"""Bytes of these pieces: they come on top of what a plan counts."""
 
 
 class Sent:
@@ -148,7 +153,10 @@ class _Peer:
             self.gone = True
             return False
         if flags & socket.MSG_CTRUNC:
-            raise RuntimeError("this process has too many open files to take a message")
+            raise TransportError(
+                "this process has too many open files to take a message of another rank",
+                hint="allow it more of them: `ulimit -n 4096` before it starts",
+            )
         tag, size = _HEADER.unpack_from(packet)
         if tag == _BACK:
             self._keep(descriptors[0])
@@ -178,7 +186,8 @@ class _Peer:
         return coming.content
 
     def _keep(self, descriptor: int) -> None:
-        if len(self._free) < MOST_FREE:
+        kept = sum(os.fstat(each).st_size for each in (*self._free, descriptor))
+        if len(self._free) < MOST_FREE and kept <= MOST_FREE_BYTES:
             self._free.append(descriptor)
         else:
             os.close(descriptor)

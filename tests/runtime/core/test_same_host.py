@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.runtime.core import same_host
 from gpipe_compiler.runtime.core.same_host import INLINE_BYTES, Peers
+from gpipe_compiler.runtime.errors import TransportError
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="gloo brings messages on this system"
@@ -249,3 +250,26 @@ def test_closing_leaves_no_descriptor():
             end.close()
     del ends, end  # and with them the memory
     assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+def test_memory_that_is_kept_for_later_messages_has_a_bound(ends, monkeypatch):
+    monkeypatch.setattr(same_host, "MOST_FREE_BYTES", 30_000)
+    for tag in range(8):  # all on their way at once, and then all given back
+        ends[0].send(bytes_of(10_000), 1, tag, 20.0)
+    for tag in range(8):
+        received(ends[1], 0, tag, 10_000)
+    peer = ends[0]._peers[1]
+    while peer.hear():
+        pass
+
+    assert sum(os.fstat(piece).st_size for piece in peer._free) == 30_000
+
+
+def test_too_many_open_files_are_named_by_whoever_only_looks(ends, monkeypatch):
+    coming = ends[1].receive(torch.zeros(10_000, dtype=torch.uint8), 0, 0)
+    cut = (bytes(16), [], socket.MSG_CTRUNC, None)
+    monkeypatch.setattr(socket, "recv_fds", lambda *_: cut)
+
+    with pytest.raises(TransportError, match="too many open files") as caught:
+        coming.is_completed()
+    assert "ulimit -n" in caught.value.hint
