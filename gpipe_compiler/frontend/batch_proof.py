@@ -31,6 +31,12 @@ Dims: TypeAlias = tuple[int | None, ...]
 _SIZES = ((2, 3), (2, 4), (2, 2))
 """Samples in the two parts of a batch; later pairs where the model does not take the first."""
 
+_MANY = 129
+"""Samples in a trial of what bends beyond a number of samples, as where the first 64 are masked."""
+
+_MANY_S = 0.3
+"""Seconds that it may take, by those of the first trial; else it has fewer samples."""
+
 _SLOW_S = 10.0
 """Seconds of a trial from which on there is no second one with other values."""
 
@@ -94,7 +100,10 @@ class Proof:
         verdict = self._verdict(answer, examples, dims)
         if verdict is Verdict.MIXES or time.monotonic() - started > _SLOW_S:
             return verdict
-        if verdict >= Verdict.ROWS and self._mixes_later(dims):
+        taken = time.monotonic() - started
+        if verdict >= Verdict.ROWS and (
+            self._mixes_later(dims) or self._mixes_among_many(dims, taken)
+        ):
             return Verdict.MIXES
         if not any(_tells_little(x, dim) for x, dim in zip(examples, dims, strict=True)):
             return verdict
@@ -178,6 +187,21 @@ class Proof:
         finally:
             self._model = first
 
+    def _mixes_among_many(self, dims: Dims, seconds: float) -> bool:
+        """Whether samples meet, or are told apart by their numbers, in a larger batch.
+
+        Args:
+            seconds: that a trial of few samples takes.
+        """
+        few = sum(_SIZES[0])
+        samples = min(_MANY, int(few * _MANY_S / max(seconds, 1e-6)))
+        if samples <= 2 * few:
+            return False
+        answer = self._answer_for(self.signature.examples, dims, (2, samples - 2))
+        if answer is None or not all(map(_finite, answer.tensors[0])):
+            return False
+        return self._verdict(answer, self.signature.examples, dims) is Verdict.MIXES
+
     def _in_double(self, inputs: Sequence[torch.Tensor], dims: Dims) -> _Answer | None:
         """The answer of the model in float64; None where it does not run so."""
         single = self._model
@@ -198,17 +222,21 @@ class Proof:
 
     def _answer(self, tensors: Sequence[torch.Tensor], dims: Dims) -> _Answer | None:
         """The outputs for a batch and its parts; None where the model does not take them."""
-        for sizes in _SIZES:
-            try:
-                returned = [self._run(inputs) for inputs in _picked(tensors, dims, sizes)]
-            except Exception:  # noqa: BLE001  # whatever the user's code raises on these shapes
-                continue
-            template = describe(returned[0])
-            try:
-                return _Answer(sizes, returned, [pick(output, template) for output in returned])
-            except (IndexError, KeyError, AttributeError, TypeError):  # another structure
-                continue
-        return None
+        answers = (self._answer_for(tensors, dims, sizes) for sizes in _SIZES)
+        return next((answer for answer in answers if answer is not None), None)
+
+    def _answer_for(
+        self, tensors: Sequence[torch.Tensor], dims: Dims, sizes: tuple[int, int]
+    ) -> _Answer | None:
+        try:
+            returned = [self._run(inputs) for inputs in _picked(tensors, dims, sizes)]
+        except Exception:  # noqa: BLE001  # whatever the user's code raises on these shapes
+            return None
+        template = describe(returned[0])
+        try:
+            return _Answer(sizes, returned, [pick(output, template) for output in returned])
+        except (IndexError, KeyError, AttributeError, TypeError):  # another structure
+            return None
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the model returns; its buffers are afterwards what they were."""

@@ -47,6 +47,12 @@ _GRADIENT = "gradient of "
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
 
+_MANY = 129
+"""Samples of a larger batch, in which a model may take another branch than in small ones."""
+
+_MANY_S = 0.3
+"""Processor seconds that it may take, by those of a small one; else it has fewer samples."""
+
 _SLOW_S = 5.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
 mode at the first, eval mode at the second."""
@@ -102,6 +108,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
         training = entry.training
         # Auxiliary outputs of train mode are no outputs of the graph: only the loss uses them.
         outputs = entry.structure == entries[-1].structure
+        longest = 1e-6
         for place, batches in enumerate(sizes):
             if slow and place == int(training):
                 continue
@@ -110,7 +117,15 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             examples = (*tried, entry.signature)
             found.extend(_compare(graph, subject, entry, batches, examples, outputs))
             entry.signature = examples[-1]
-            slow = slow or time.process_time() - started > _SLOW_S
+            longest = max(longest, time.process_time() - started)
+            slow = slow or longest > _SLOW_S
+            if found:
+                return found
+        small = max(sizes[-1])
+        many = min(_MANY, int(small * _MANY_S / longest))
+        if len(sizes) > 1 and many > 2 * small:
+            larger = (many, *sizes[-1])
+            found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             if found:
                 return found
     return found

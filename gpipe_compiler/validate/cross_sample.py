@@ -27,6 +27,9 @@ from gpipe_compiler.validate.float_types import double
 _SAMPLES, _PARTS = 6, ((4, 0), (1, 2, 3, 5))
 """Samples with which the op at fault is looked for, and those that run apart from the others."""
 
+_MANY = 129
+"""Samples with which an op is looked for that tells apart what lies beyond a number of them."""
+
 
 def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
     """Refuses a plan with several micro-batches of samples that depend on each other.
@@ -95,10 +98,10 @@ def _first_in_training(graph: Graph) -> Op | None:
     wide = {name: double(tensor) for name, tensor in graph.tensors.items()}
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-            whole = _values(graph, wide, range(_SAMPLES), training=True)
+            whole = _values(graph, wide, range(_SAMPLES), _SAMPLES, training=True)
             for rows in _PARTS:
-                part = _values(graph, wide, rows, training=True)
-                both = _Both(graph, whole, part, rows)
+                part = _values(graph, wide, rows, _SAMPLES, training=True)
+                both = _Both(graph, whole, part, rows, _SAMPLES)
                 if any(map(both.is_wrong, ends)):
                     return both.root()
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
@@ -115,11 +118,16 @@ def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:
     if on_meta(graph):
         return None
     moved = with_other_weights(model)
-    for other in ({}, {} if moved is None else dict(moved.named_parameters())):
+    others = {} if moved is None else dict(moved.named_parameters())
+    for count, other in ((_SAMPLES, {}), (_SAMPLES, others), (_MANY, {})):
+        parts = _PARTS if count == _SAMPLES else (_PARTS[1], range(1, count))
         try:
             with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-                whole = _values(graph, other, range(_SAMPLES))
-                both = [_Both(graph, whole, _values(graph, other, part), part) for part in _PARTS]
+                whole = _values(graph, other, range(count), count)
+                both = [
+                    _Both(graph, whole, _values(graph, other, part, count), part, count)
+                    for part in parts
+                ]
         except Exception:  # noqa: BLE001  # whatever the user's ops raise
             return None
         op = next((op for op in (values.root() for values in both) if op is not None), None)
@@ -130,12 +138,17 @@ def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:
 
 @dataclass(frozen=True, eq=False)
 class _Both:
-    """The values of a graph for all samples, and for a part of them."""
+    """The values of a graph for all samples, and for a part of them.
+
+    Attributes:
+        samples: how many there are.
+    """
 
     graph: Graph
     whole: Mapping[str, Any]
     part: Mapping[str, Any]
     chosen: Sequence[int]
+    samples: int
 
     def root(self) -> Op | None:
         """The first op that takes rows which are right and makes some that are not."""
@@ -166,7 +179,7 @@ class _Both:
         if known.batch_dim is None or not isinstance(one, torch.Tensor):
             return False
         assert isinstance(other, torch.Tensor)
-        rows, rest = divmod(one.shape[known.batch_dim], _SAMPLES)
+        rows, rest = divmod(one.shape[known.batch_dim], self.samples)
         if rest:
             return False  # one row for several samples: the next values show it
         chosen = [sample * rows + row for sample in self.chosen for row in range(rows)]
@@ -186,6 +199,7 @@ def _values(
     graph: Graph,
     other: Mapping[str, torch.Tensor],
     rows: Sequence[int],
+    samples: int,
     *,
     training: bool = False,
 ) -> Mapping[str, Any]:
@@ -194,10 +208,11 @@ def _values(
     Args:
         other: tensors in place of the graph's own; in 64 bits for training.
         rows: the samples.
+        samples: of which these are some.
     """
 
     def some(source: Input) -> torch.Tensor:
-        tensor = resized(graph.example[source.name], source.batch_dim, _SAMPLES)
+        tensor = resized(graph.example[source.name], source.batch_dim, samples)
         tensor = double(tensor) if training else tensor
         dim = source.batch_dim
         return tensor.clone() if dim is None else tensor.index_select(dim, torch.tensor(rows))

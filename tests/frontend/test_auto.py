@@ -109,6 +109,15 @@ def test_a_branch_on_data_is_refused_with_every_frontends_reason():
     assert "torch.where" in text
 
 
+def test_a_branch_on_a_number_of_samples_beyond_the_example_is_refused():
+    class Model(nn.Module):
+        def forward(self, x):
+            return x * 2 if x.shape[0] > 20 else x
+
+    with pytest.raises(TraceError, match="batch 129: output is off"):
+        trace(Subject("s", Model(), (torch.randn(4, 4),), training=False))
+
+
 def test_the_graph_is_refused_when_python_state_decides_what_is_computed():
     class Model(nn.Module):
         def __init__(self):

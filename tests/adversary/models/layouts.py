@@ -134,6 +134,28 @@ class Shifted(nn.Module):
         return self.last(x)
 
 
+class FirstEight(nn.Module):
+    """A rule that shows in batches alone that are larger than the example."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(6, 8), nn.Linear(8, 3), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        match self.how:
+            case "mask":
+                kept = torch.arange(len(x)) < 8  # refused: first_eight_masked
+                x = x * kept[:, None]
+            case "slice":
+                x = torch.cat([x[:8] * 2, x[8:]])  # refused: first_eight_sliced
+            case "number":
+                x = x * (1 + x.shape[0] // 16)  # refused: scaled_by_sixteens
+            case "row":
+                x = x[torch.arange(len(x)), :] + 0 * max(len(x), 4)
+        return self.last(x)
+
+
 class Softmaxed(nn.Module):
     """A softmax over the samples."""
 
@@ -183,6 +205,14 @@ def rows(samples: int) -> Tensor:
 
 MIXES = Refused(
     1, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+)
+
+BENDS = Refused(
+    1,
+    ("takes the samples of a batch together",),
+    ("--microbatches 1", "--per-microbatch"),
+    accept="--microbatches 1",
+    reference="whole",
 )
 
 CASES = (
@@ -262,6 +292,24 @@ CASES = (
         manners=FP32_ONLY,
         expect=MIXES,
     ),
+    *(
+        Case(
+            name,
+            lambda how=how: FirstEight(how),  # type: ignore[misc]  # bound at once
+            rows,
+            F.cross_entropy,
+            classes,
+            sizes=(8, 40),
+            manners=FP32_ONLY,
+            expect=BENDS,
+        )
+        for name, how in (
+            ("first_eight_masked", "mask"),
+            ("first_eight_sliced", "slice"),
+            ("scaled_by_sixteens", "number"),
+        )
+    ),
+    Case("by_row_numbers", lambda: FirstEight("row"), rows, F.cross_entropy, classes),
     Case(
         "softmaxed",
         Softmaxed,
