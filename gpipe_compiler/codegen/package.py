@@ -165,7 +165,12 @@ def own_files(graph: Graph) -> dict[str, str]:
     statements: dict[str, dict[int, str]] = {}
     for function in own_functions(graph):
         for file, held in function.written.files:
-            statements.setdefault(file, {}).update(held)
+            known = statements.setdefault(file, {})
+            for line, text in held:
+                # Of an import each function has the names that it uses.
+                texts = known.get(line, text), text
+                lines = dict.fromkeys(part for each in texts for part in each.splitlines())
+                known[line] = text if texts[0] == text else "\n".join(lines)
     return {
         f"{file}.py": _OWN_FILE + "\n\n".join(held[line].rstrip() for line in sorted(held)) + "\n"
         for file, held in statements.items()

@@ -12,7 +12,11 @@ from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, dict_of, name, tuple_of
+from gpipe_compiler.runtime import spec
 from gpipe_compiler.runtime.sizes import Operation, Size
+
+_TAKEN = frozenset({*vars(spec), "ORDERS", "SPEC"})
+"""What else is in a `schedule.py`, which no size is called."""
 
 
 def write_record(cls: type[Any], values: Mapping[str, object], imports: Imports) -> Expression:
@@ -58,8 +62,9 @@ def _write(value: object, imports: Imports) -> Expression:
 
 
 def variable_of(size: str) -> str:
-    """The variable of a size: `input_ids_1` of `input_ids.1`."""
-    return size if size.isidentifier() else size.replace(".", "_")
+    """The variable of a size: `input_ids_1` of `input_ids.1`, `Leaf_` of `Leaf`."""
+    text = size.replace(".", "_")
+    return f"{text}_" if text in _TAKEN else text
 
 
 def _call(record: Any, imports: Imports) -> Expression:

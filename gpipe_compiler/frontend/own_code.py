@@ -15,7 +15,7 @@ import symtable
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -102,15 +102,17 @@ class _Collected:
         held[_ENCLOSED] = "\n".join(f"{name} = {value!r}" for name, value in enclosed.items())
         text = textwrap.dedent("".join(lines))
         held[line] = text
-        self._take_all(_read(text, home.file) - enclosed.keys(), home, file)
+        self._take_used(text, home, file, enclosed)
         return file
 
     def _file(self, file: str, home: _Module) -> dict[int, str]:
         first = {_FUTURE: home.future} if home.future else {}
         return self.files.setdefault(file, first)
 
-    def _take_all(self, names: set[str], home: _Module, file: str) -> None:
-        for name in sorted(names):
+    def _take_used(self, text: str, home: _Module, file: str, known: Collection[str] = ()) -> None:
+        """Takes what a statement uses, but for names that are known."""
+        _refuse_inner_imports(text)
+        for name in sorted(_read(text, home.file).difference(known)):
             self._take(name, home, file)
 
     def _take(self, name: str, home: _Module, file: str) -> None:
@@ -129,18 +131,20 @@ class _Collected:
                 continue
             home.hold_to_its_value(name, statement)
             held[line] = text = home.text(statement)
-            self._take_all(_read(text, home.file), home, file)
+            self._take_used(text, home, file)
 
     def _import(self, statement: ast.Import | ast.ImportFrom, name: str, home: _Module) -> str:
         """The import of one name."""
-        (alias,) = (a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name)
+        found = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name]
         if isinstance(statement, ast.Import):
-            if not is_installed(alias.name):
-                raise UnwritableError(
-                    f"it uses the module {alias.name}, which is not installed: import what it uses "
-                    "of it by name"
-                )
-            return ast.unparse(ast.Import([alias]))
+            for alias in found:  # several in `import torch, torch.nn`
+                if not is_installed(alias.name):
+                    raise UnwritableError(
+                        f"it uses the module {alias.name}, which is not installed: import what it "
+                        "uses of it by name"
+                    )
+            return ast.unparse(ast.Import(found))
+        *_, alias = found
         origin = importlib.util.resolve_name(
             "." * statement.level + (statement.module or ""), home.package
         )
@@ -200,13 +204,20 @@ class _Module:
 
     def hold_to_its_value(self, name: str, statement: ast.stmt) -> None:
         """Refuses a constant that is another one by now."""
-        if not isinstance(statement, ast.Assign) or len(self.bound[name]) > 1:
+        match statement:
+            case ast.Assign(targets=[ast.Name(), *_], value=written):
+                pass
+            case ast.AnnAssign(value=ast.expr() as written):
+                pass
+            case _:
+                return
+        if len(self.bound[name]) > 1:
             return
         try:
-            value = ast.literal_eval(statement.value)
+            value = ast.literal_eval(written)
         except ValueError:
             return
-        if isinstance(statement.targets[0], ast.Name) and self.values.get(name) != value:
+        if self.values.get(name) != value:
             raise UnwritableError(f"it uses {name}, which is not what line {statement.lineno} says")
 
 
@@ -238,6 +249,20 @@ def _read(text: str, file: str) -> set[str]:
                 found.add(symbol.get_name())
         pending.extend(table.get_children())
     return found
+
+
+def _refuse_inner_imports(text: str) -> None:
+    """Refuses a statement inside which something is imported that is not installed."""
+    for node in ast.walk(ast.parse(text)):
+        modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            modules = ["." * node.level + (node.module or "")]
+        for module in modules:
+            if module.startswith(".") or not is_installed(module):
+                raise UnwritableError(
+                    f"it imports {module}, which is not installed, where it is used: import what "
+                    "it uses of it at the top of its file"
+                )
 
 
 def _enclosed(cls: type) -> dict[str, object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.errors import SourceLocation, UsageError
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.runtime.spec import Steps
@@ -69,12 +71,29 @@ class Wish:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Wish:
-        """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`."""
+        """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`.
+
+        Raises:
+            UsageError: for a name that no variable of Python's can have, or the same as another's.
+        """
         places: dict[str, str] = {}
         for text in texts:
-            name, _, place = text.rpartition("=")
-            if place != "all":
+            name, equals, place = text.rpartition("=")
+            variable = name.replace(".", "_")
+            if equals and (not variable.isidentifier() or keyword.iskeyword(variable)):
+                raise UsageError(
+                    f"--free {text}: {name!r} cannot be the name of a size",
+                    hint="give it as in tokens=input_ids.1: letters, digits and _, and no word of "
+                    "Python's own",
+                )
+            if text != "all":
                 places[place] = name or place
+        for one, other in itertools.combinations(dict.fromkeys(places.values()), 2):
+            if one.replace(".", "_") == other.replace(".", "_"):
+                raise UsageError(
+                    f"--free: the sizes {one} and {other} would be one variable",
+                    hint="give one of them another name, as in tokens=input_ids.1",
+                )
         return cls("all" in texts, places, frozenset(places))
 
 

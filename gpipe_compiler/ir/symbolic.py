@@ -139,7 +139,9 @@ def _always(condition: Any) -> bool:
         case "!=":
             # A product of whole numbers, one of which is at least 2, is never 1.
             large = condition.rhs == 1 and any(n.is_Symbol for n in condition.lhs.args)
-            several = condition.lhs.is_Mul and large
+            several = (
+                condition.lhs.is_Mul and large and all(n.is_integer for n in condition.lhs.args)
+            )
             return several or bool(known.lower > 0 or known.upper < 0)
         case "<":
             return bool(known.upper < 0)

@@ -6,6 +6,7 @@ A step's loss and gradients, and the outputs in eval mode, are compared on the w
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.plan import Plan
 
 SAMPLES = 6
@@ -360,6 +362,26 @@ def test_a_dimension_that_there_is_not_is_refused() -> None:
         gpc.trace(Fixed(), (x,), target=target, loss_fn=F.mse_loss, free=("x.7",))
 
 
+@pytest.mark.parametrize(
+    ("free", "told"),
+    [
+        (["class=x.1"], "'class' cannot be the name of a size"),
+        (["two words=x.1"], "'two words' cannot be the name of a size"),
+        (["=x.1"], "'' cannot be the name of a size"),
+        (["x.1", "x_1=target.1"], "x.1 and x_1 would be one variable"),
+    ],
+)
+def test_names_that_no_variable_can_have_are_refused(free: list[str], told: str) -> None:
+    with pytest.raises(GPipeCompilerError, match=re.escape(told)) as caught:
+        Wish.parse(free)
+    assert caught.value.hint
+
+
+def test_all_sizes_have_no_one_name() -> None:
+    assert not Wish.parse(["tokens=all"]).everything
+    assert Wish.parse(["tokens=all"]).must == {"all"}  # an input that there is not
+
+
 MODEL = """
 import torch
 from torch import nn
@@ -396,8 +418,8 @@ def test_the_command_compares_at_other_sizes_and_the_plan_lists_them(
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     words = [str(tmp_path / "model.py"), "--stages", "2", "-o", str(tmp_path / "made")]
-    free = ["--free", "length=x.1", "--free", "length=target.1"]
+    free = ["--free", "Size=x.1", "--free", "Size=target.1"]
     assert compile_command([*words, *free]) == 0
-    assert "length 4" in capsys.readouterr().out  # the second batch
+    assert "Size 4" in capsys.readouterr().out  # the second batch
     plan = Plan.from_json((tmp_path / "made" / "plan.json").read_text())
-    assert plan.sizes == (("length", 5),)
+    assert plan.sizes == (("Size", 5),)

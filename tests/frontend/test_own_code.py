@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from gpipe_compiler.codegen.package import own_files
 from gpipe_compiler.frontend.own_code import UnwritableError, is_installed, written
-from gpipe_compiler.ir.own_functions import Written
+from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
+from gpipe_compiler.ir.own_functions import Written, own_function
 
 MODEL = """
 import math
@@ -101,6 +104,65 @@ def test_a_constant_that_was_changed_is_refused(model: ModuleType) -> None:
 
     with pytest.raises(UnwritableError, match="PART, which is not what line 3 says"):
         written(model.Child)
+
+
+TWO = """
+import math, torch, torch.nn
+from toolbox_xyz import halved, UNUSED as other
+LIMIT: float = 0.5
+
+class First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return halved(x) * LIMIT * math.pi
+
+class Second(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.nn.functional.relu(x) * other
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        from toolbox_xyz import halved
+        return halved(x)
+"""
+
+
+@pytest.fixture
+def two(model: ModuleType, tmp_path: Path) -> Iterator[ModuleType]:
+    (tmp_path / "two_xyz.py").write_text(TWO)
+    yield importlib.import_module("two_xyz")
+    del sys.modules["two_xyz"]
+
+
+def test_functions_of_one_file_share_its_imports(two: ModuleType) -> None:
+    calls = [
+        FunctionCall(own_function(cls, written(cls)), (Ref("x"),))
+        for cls in (two.First, two.Second)
+    ]
+    ops = tuple(Op(f"f{n}", call, f"f{n}") for n, call in enumerate(calls))
+    graph = Graph("twice", inputs=(), ops=ops, outputs=(), state={}, modules={}, batch_size=1)
+
+    text = own_files(graph)["own_two_xyz.py"]
+
+    ast.parse(text)
+    for line in ("import math", "import torch, torch.nn", "from .own_toolbox_xyz import halved"):
+        assert line in text.splitlines()
+    assert "from .own_toolbox_xyz import UNUSED as other" in text.splitlines()
+    assert text.count("class First") == text.count("class Second") == 1
+
+
+def test_an_annotated_constant_that_was_changed_is_refused(two: ModuleType) -> None:
+    two.LIMIT = 0.25
+
+    with pytest.raises(UnwritableError, match="LIMIT, which is not what line 4 says"):
+        written(two.First)
+
+
+def test_what_is_imported_inside_is_refused(two: ModuleType) -> None:
+    with pytest.raises(UnwritableError, match="it imports toolbox_xyz, which is not installed"):
+        written(two.Inner)
 
 
 def test_a_module_of_the_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
