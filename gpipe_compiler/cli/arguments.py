@@ -57,6 +57,7 @@ def compile_parser() -> argparse.ArgumentParser:
     )
     search_arguments(parser)
     _training_arguments(parser)
+    _input_arguments(parser)
     _cost_arguments(parser)
     _output_arguments(parser)
     return parser
@@ -90,8 +91,10 @@ def _training_arguments(parser: argparse.ArgumentParser) -> None:
         "--loss-over",
         choices=["micro-batches", "batch"],
         default="micro-batches",
-        help="batch: the loss is computed once, of the outputs of the whole mini-batch, as "
-        "contrastive and balancing losses need (gpipe only) (default %(default)s)",
+        help="micro-batches: each has its own loss, and the mini-batch their weighted mean; batch: "
+        "the loss is computed once, of the outputs of the whole mini-batch, as contrastive and "
+        "balancing losses need; it includes --batchnorm exact (gpipe and one replica only) "
+        "(default %(default)s)",
     )
     group.add_argument(
         "--precision",
@@ -101,8 +104,8 @@ def _training_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _cost_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what it runs on")
+def _input_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what the model is given")
     group.add_argument(
         "--input",
         metavar="SPEC",
@@ -111,6 +114,29 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         help="[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
         "example_inputs()",
     )
+    group.add_argument(
+        "--batch-dim",
+        metavar="NAME=DIM",
+        type=_batch_dim,
+        action="append",
+        default=[],
+        help="which dimension of an input is the batch, where that cannot be found out: x=1; "
+        "mask=none for an input that all samples share; repeatable",
+    )
+    group.add_argument(
+        "--free",
+        metavar="[NAME=]INPUT.DIM",
+        action="append",
+        default=[],
+        help="let a dimension of an input, such as the length of texts, differ from call to call; "
+        "otherwise only the size in the example is taken. input_ids.1 is dimension 1 of input_ids; "
+        "tokens=input_ids.1 gives its size a name, and sizes of one name are equal; all: every "
+        "dimension that the model takes at any size; repeatable",
+    )
+
+
+def _cost_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what it runs on")
     group.add_argument(
         "--cost",
         choices=["roofline", "measured"],
@@ -132,7 +158,8 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=seconds,
         default=SEARCH_SECONDS,
-        help="with auto, look at no further settings after so many seconds (default 300)",
+        help="with auto, look at no further settings after so many seconds "
+        f"(default {SEARCH_SECONDS:g})",
     )
 
 
@@ -166,24 +193,6 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accept a loss that micro-batches cannot give, as a contrastive one: each of them "
         "has its own, and the mini-batch their weighted mean",
-    )
-    group.add_argument(
-        "--batch-dim",
-        metavar="NAME=DIM",
-        type=_batch_dim,
-        action="append",
-        default=[],
-        help="the dimension of an input that is the batch, where it cannot be told; none for one "
-        "that all samples share; repeatable",
-    )
-    group.add_argument(
-        "--free",
-        metavar="[NAME=]INPUT.DIM",
-        action="append",
-        default=[],
-        help="leave a dimension of an input free, which is otherwise fixed to that of the example: "
-        "input_ids.1 or tokens=input_ids.1; dimensions of one NAME are equal; all: whatever the "
-        "model treats generally; repeatable",
     )
     group.add_argument(
         "--print-after",

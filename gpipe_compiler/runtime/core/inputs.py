@@ -307,14 +307,19 @@ def _check_shape(source: Input, tensor: torch.Tensor, sizes: Sizes, spec: Pipeli
             return True
         return value_at(dim, sizes) == number
 
-    pairs = zip(source.shape, tensor.shape, strict=False)
+    pairs = list(zip(source.shape, tensor.shape, strict=False))
     if tensor.dim() == len(source.shape) and all(fits(d, *pair) for d, pair in enumerate(pairs)):
         return
+    fixed = [d for d, pair in enumerate(pairs) if isinstance(pair[0], int) and not fits(d, *pair)]
     wanted = ["batch" if d == source.batch_dim else dim for d, dim in enumerate(source.shape)]
     free = dict.fromkeys(size for size in sizes_in(source.shape) if size.name in sizes)
     raise UsageError(
         f"{describe_path(source.path)} has shape {_as_text(tensor.shape)}, the model was compiled "
-        f"for {_as_text(wanted)}{_where(free, sizes, spec)}"
+        f"for {_as_text(wanted)}{_where(free, sizes, spec)}",
+        hint=f"pad or cut it, or compile with --free {source.name}.{fixed[0]}, for a model that "
+        "takes any size there"
+        if fixed and tensor.dim() == len(source.shape)
+        else "pass a tensor of such a shape",
     )
 
 
@@ -323,7 +328,9 @@ def _check_required(sizes: Sizes, spec: PipelineSpec) -> None:
         free = dict.fromkeys(sizes_in((requirement.left, requirement.right)))
         if all(size.name in sizes for size in free) and not requirement.holds(sizes):
             raise UsageError(
-                f"{spec.name} demands {requirement}{_where(free, sizes, spec)}: {requirement.where}"
+                f"{spec.name} demands {requirement}{_where(free, sizes, spec)}: "
+                f"{requirement.where}",
+                hint="pad or cut the inputs to sizes for which that holds",
             )
 
 

@@ -259,7 +259,9 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         type=numbers_of([size.name for size in spec.sizes]),
         default={},
         metavar="NAME=N,...",
-        help=f"sizes of the example data ({examples})" if examples else argparse.SUPPRESS,
+        help=f"repeat or cut the example data to these sizes ({examples})"
+        if examples
+        else argparse.SUPPRESS,
     )
     parser.add_argument(
         "--load",
