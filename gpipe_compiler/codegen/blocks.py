@@ -187,7 +187,8 @@ class StageBlocks:
         writer = self._writer(first.path, file.imports, DEVICE if alone else "")
         own = (*([DEVICE] if alone else []), *given.types)
         body = self._body(block, method, writer, own)
-        types = {**types_of(self.facts.graph, method.arguments, body.arguments), **given.types}
+        types = types_of(self.facts.graph, method.arguments, body.arguments, file.imports)
+        types |= given.types
         if alone:
             file.imports.torch()
             types[DEVICE] = "torch.device"
@@ -292,7 +293,7 @@ class StageBlocks:
         imports.from_torch("Tensor")
         body = self._body(block, method, self._writer(block.first.path, imports))
         returned = returned_type([is_tensor(self.facts.graph, value) for value in method.returns])
-        types = types_of(self.facts.graph, method.arguments, body.arguments)
+        types = types_of(self.facts.graph, method.arguments, body.arguments, imports)
         return method_text("forward", body, returned, [], types)
 
     def _writer(self, root: str, imports: Imports, device: str = "") -> ExpressionWriter:

@@ -19,6 +19,7 @@ class Imports:
         self._from_torch: set[str] = set()
         self._functional = False
         self._checkpoint = False
+        self._any = False
         self._libraries: dict[str, str] = {}
         self._layers: set[str] = set()
         self._own: set[str] = set()
@@ -34,6 +35,10 @@ class Imports:
     def checkpoint(self) -> None:
         """`from torch.utils.checkpoint import checkpoint`."""
         self._checkpoint = True
+
+    def any_type(self) -> None:
+        """`from typing import Any`."""
+        self._any = True
 
     def from_torch(self, name: str) -> None:
         """`from torch import name`."""
@@ -78,7 +83,8 @@ class Imports:
             third.append("from torch.utils.checkpoint import checkpoint")
         own = from_lines(".", sorted(self._own)) if self._own else []
         own += from_lines(".layers", sorted(self._layers, key=_order)) if self._layers else []
-        return _blocks([f"import {module}" for module in standard], third, own)
+        first = [f"import {module}" for module in standard]
+        return _blocks(first + ["from typing import Any"] * self._any, third, own)
 
 
 def from_lines(origin: str, names: Sequence[str]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import INDENT, WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.ir import Graph, Mode, ValueKind
@@ -149,10 +150,9 @@ def method_text(
     Args:
         returned: its return annotation.
         described: the lines of its docstring.
-        types: of its arguments that are no tensors; "" where there is no telling.
+        types: of its arguments that are no tensors.
     """
-    typed = ((own, types.get(own, "Tensor")) for own in body.arguments)
-    written = (f"{own}: {kind}" if kind else own for own, kind in typed)
+    written = (f"{own}: {types.get(own, 'Tensor')}" for own in body.arguments)
     parameters = [name("self"), *map(name, written)]
     lines = lay_out(call(f"def {label}", parameters), suffix=f" -> {returned}:", indent=1)
     lines.extend(described)
@@ -171,7 +171,7 @@ def function_text(
         also: its last arguments, which the body does not name.
         types: of its arguments that are no tensors.
     """
-    given = [name(f"{own}: {types.get(own) or 'Tensor'}") for own in (*body.arguments, *also)]
+    given = [name(f"{own}: {types.get(own, 'Tensor')}") for own in (*body.arguments, *also)]
     lines = lay_out(call(f"def {label}", given), suffix=f" -> {returned}:")
     lines.extend(write_statements(body.statements, 1))
     return lines if body.ends else [*lines, *_return(body.returns, 1)]
@@ -183,13 +183,18 @@ def is_tensor(graph: Graph, value: str) -> bool:
     return known is None or known.kind is ValueKind.TENSOR
 
 
-def types_of(graph: Graph, values: Sequence[str], arguments: Sequence[str]) -> dict[str, str]:
-    """The types of the arguments that are no tensors, as `method_text` has them."""
-    return {
-        own: "int" if graph.values[value].kind is ValueKind.SCALAR else ""
+def types_of(
+    graph: Graph, values: Sequence[str], arguments: Sequence[str], imports: Imports
+) -> dict[str, str]:
+    """The types of the arguments that are no tensors: numbers, or what has no telling (a dtype)."""
+    found = {
+        own: "int" if graph.values[value].kind is ValueKind.SCALAR else "Any"
         for value, own in zip(values, arguments, strict=True)
         if not is_tensor(graph, value)
     }
+    if "Any" in found.values():
+        imports.any_type()
+    return found
 
 
 def returned_type(returns: Sequence[bool]) -> str:

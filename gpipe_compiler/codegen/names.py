@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable
 
 MODULE_NAMES = frozenset(
-    {"torch", "nn", "F", "math", "operator", "Tensor", "builtins", "checkpoint"}
+    {"torch", "nn", "F", "math", "operator", "Tensor", "Any", "builtins", "checkpoint"}
 )
 """What an emitted stage may import; no variable is called so."""
 

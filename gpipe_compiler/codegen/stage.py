@@ -15,6 +15,7 @@ from gpipe_compiler.codegen.constructors import renamed_table, state_of
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.facts import CodeFacts, Randoms
 from gpipe_compiler.codegen.found_blocks import FoundBlocks, write_blocks
+from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
@@ -194,6 +195,7 @@ class _Draft:
         initial_text = initial_lines(initial, state.originals.values(), imports)
         constructor = blocks.construction(blocks.file).lines(state.root)
         registered = buffer_types(state.root, imports)
+        methods = [_method_lines(plan, graph, stage, item, imports) for item in written]
         text = render(
             "stage.py.jinja",
             title=_title(plan, stage, self.ops),
@@ -203,7 +205,7 @@ class _Draft:
             base=state.root.cls.__name__,
             buffers=registered,
             constructor=constructor,
-            methods=[_method_lines(plan, graph, stage, item) for item in written],
+            methods=methods,
             renamed=renamed_table(state),
             writes=_writes_lines(writes),
             segments=_segments_lines(held),
@@ -340,7 +342,9 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def _method_lines(plan: Plan, graph: Graph, stage: Stage, written: _Written) -> list[str]:
+def _method_lines(
+    plan: Plan, graph: Graph, stage: Stage, written: _Written, imports: Imports
+) -> list[str]:
     label, method, body = written.label, written.method, written.body
     match label:
         case _ if label == LOSS:
@@ -359,7 +363,7 @@ def _method_lines(plan: Plan, graph: Graph, stage: Stage, written: _Written) -> 
             )
         case _:
             described = docstring("Runs again in the backward; only arguments are kept.", [], [])
-    types = types_of(graph, method.arguments, body.arguments)
+    types = types_of(graph, method.arguments, body.arguments, imports)
     returned = returned_type([is_tensor(graph, value) for value in method.returns])
     return method_text(label, body, returned, described, types)
 

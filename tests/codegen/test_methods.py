@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.method_text import types_of
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.plan import Plan
 
@@ -63,3 +66,16 @@ def test_a_batch_size_is_read_where_it_is_used_once(
     text = "".join(path.read_text() for path in sorted(directory.glob("stage_*.py")))
     assert "torch.arange(matmul.shape[0], " in text
     assert "@ self.first.weight.T" in text
+
+
+def test_an_argument_that_is_no_tensor_nor_number_is_of_any_type() -> None:
+    values = {
+        "x": Value("x", ValueKind.TENSOR),
+        "rows": Value("rows", ValueKind.SCALAR),
+        "dtype": Value("dtype", ValueKind.OTHER),
+    }
+    graph = Graph("g", (), (), (), {}, {}, 1, values=values)
+    imports = Imports()
+
+    assert types_of(graph, [*values], [*values], imports) == {"rows": "int", "dtype": "Any"}
+    assert imports.lines() == ["from typing import Any"]
