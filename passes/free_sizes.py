@@ -6,6 +6,7 @@ whatever torch relies on while it runs is a requirement of the package.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, summary
-from gpipe_compiler.ir import Graph, Input, Op
+from gpipe_compiler.ir import FunctionCall, Graph, Input, Op
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (
@@ -121,6 +122,20 @@ def _joined(one: SymbolicRun | None, other: SymbolicRun) -> SymbolicRun:
     )
 
 
+_CASTS: Mapping[object, Callable[..., object]] = {float: torch.sym_float, int: torch.sym_int}
+"""What stands for Python's casts, which would make a number of a size that is free."""
+
+
+def _with_symbolic_casts(graph: Graph) -> Graph:
+    def symbolic_of(op: Op) -> Op:
+        match op.call:
+            case FunctionCall(function=function, args=args) if function in _CASTS:
+                return dataclasses.replace(op, call=FunctionCall(_CASTS[function], args))
+        return op
+
+    return graph.replace(ops=tuple(map(symbolic_of, graph.ops)))
+
+
 class _Run:
     """A run in one mode.
 
@@ -164,7 +179,7 @@ class _Run:
         """Every value by name."""
         graph = self._graph
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
-        run = DryRun.of(graph, training=self._training, mode=mode)
+        run = DryRun.of(_with_symbolic_casts(graph), training=self._training, mode=mode)
         examples = [max(SMALLEST, graph.batch_size), *(size.example for size in graph.sizes)]
         with _config.patch(backed_size_oblivious=True), quiet():  # type: ignore[attr-defined]  # torch adds it
             rows = mode.from_tensor(

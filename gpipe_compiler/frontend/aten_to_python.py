@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 from gpipe_compiler.frontend.aten import write
 from gpipe_compiler.frontend.aten_functions import WrittenCall, bind
 from gpipe_compiler.frontend.casts import is_asked_for, speaking_cast
+from gpipe_compiler.ir.symbolic import same_shape
 
 _CHECKS = frozenset(
     {
@@ -154,8 +155,8 @@ def _converts_nothing(node: fx.Node) -> bool:
 def _drop_broadcast(graph: fx.Graph, node: fx.Node) -> None:
     """Removes a broadcast of tensors that have one shape already, as losses ask for."""
     tensors: Any = node.args[0]
-    shapes = {str(tuple(tensor.meta["val"].shape)) for tensor in tensors}
-    if len(shapes) != 1:
+    first, *others = [tensor.meta["val"].shape for tensor in tensors]
+    if not all(same_shape(first, other) for other in others):
         return
     for item in list(node.users):
         if item.target is not operator.getitem:

@@ -152,9 +152,10 @@ def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
         restore_users(region.graph)
     placeholders = name_state(module, program, recorder.canonical)
     refuse_fixed_batch(entry, placeholders, [*trace.sizes.fixed.values()])
-    sizes = read_sizes(entry.signature, placeholders, trace.free, trace.sizes.where)
-    refuse_fixed(entry.must, sizes, trace.sizes)
     graphs = [region.graph for region in regions(module)]
+    values = [node.meta.get("val") for graph in graphs for node in graph.nodes]
+    sizes = read_sizes(entry.signature, placeholders, values, trace.free, trace.sizes.where)
+    refuse_fixed(entry.must, sizes, trace.sizes)
     find_sources(graphs[::-1])
     relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, entry.training))
     _refuse_stand_in(graphs)

@@ -153,15 +153,18 @@ def ties(signature: Signature, free: FreePlaces) -> list[list[tuple[int, int]]]:
 def read_sizes(
     signature: Signature,
     placeholders: Sequence[fx.Node],
+    values: Iterable[Any],
     free: FreePlaces,
     where: Callable[[Any], str],
 ) -> FoundSizes:
     """What a trace left free of the dimensions that were to be.
 
-    Those that it fixed, and those of which it relied on what cannot be checked, are not.
+    Those that it fixed, those of which it relied on what cannot be checked, and those from which
+    the size of a tensor follows in a way that has no expression, are not.
 
     Args:
         placeholders: of the inputs, in order.
+        values: of all nodes of the trace.
         where: the user's line behind a guard of torch's, in words.
     """
     shapes = {
@@ -171,16 +174,27 @@ def read_sizes(
     environment = next(
         (n.node.shape_env for shape in shapes.values() for n in shape if _is_symbolic(n)), None
     )
+    computed = [
+        size
+        for value in values
+        if isinstance(value, torch.Tensor)
+        for size in value.shape
+        if _is_symbolic(size)
+    ]
     places = free
     while environment is not None and places:
         symbols = _symbols(signature, shapes, places)
+        batch = {symbol for symbol, size in symbols.items() if size is BATCH}
         inputs, places = _inputs(signature, shapes, symbols, places)
         try:
             found = tuple(dict.fromkeys(requirements(environment, symbols, where)))
+            for size in computed:
+                if not symbols.keys().isdisjoint(expression_of(size).free_symbols - batch):
+                    dim_of(size, symbols)
         except InexpressibleError as error:
             lost = {symbols[item] for item in error.symbols if item in symbols} - {BATCH}
             gone = {size.of for size in lost if isinstance(size, Size)}
-            names = {places[place] for place in gone if place in places}
+            names = {places[place] for place in gone if place in places} or set(places.values())
             places = {place: name for place, name in places.items() if name not in names}
             continue
         return FoundSizes(inputs, places, found)

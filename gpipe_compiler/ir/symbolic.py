@@ -51,6 +51,23 @@ def expression_of(size: Any) -> Any:
     return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
 
 
+def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether shapes that torch computed are the same, or torch relied on that they are."""
+    return len(left) == len(right) and all(map(_same, left, right))
+
+
+def _same(left: Any, right: Any) -> bool:
+    known = [item for item in (left, right) if isinstance(item, torch.SymInt)]
+    if not known:
+        return bool(left == right)
+    environment = known[0].node.shape_env
+    sides = [expression_of(n) if isinstance(n, torch.SymInt) else n for n in (left, right)]
+    relied_on = {environment.replace(guard.expr) for guard in environment.guards}
+    return sides[0] == sides[1] or not relied_on.isdisjoint(
+        {sympy.Eq(*sides, evaluate=False), sympy.Eq(*sides[::-1], evaluate=False)}
+    )
+
+
 _OPERATORS: Mapping[Any, Callable[[Any, Any], Dim]] = {
     FloorDiv: operator.floordiv,
     CleanDiv: operator.floordiv,
@@ -113,7 +130,8 @@ def requirements(
 ) -> Iterator[Requirement]:
     """What torch relied on of the sizes while it computed, and is not so for all of them.
 
-    What concerns the number of samples alone is left out.
+    A size that it took for a number, or for another size, has to be that. What concerns the
+    number of samples alone is left out.
 
     Args:
         where: the user's line behind a guard of torch's, in words.
@@ -126,6 +144,11 @@ def requirements(
             free = [symbols[item] for item in condition.free_symbols if item in symbols]
             if any(size is not BATCH for size in free) and not _always(condition):
                 yield _requirement(condition, symbols, where(guard.expr))
+    for symbol, size in symbols.items():
+        fixed = environment.replace(symbol)
+        if fixed != symbol and not (size is BATCH and fixed.is_number):
+            by = next((g.expr for g in environment.guards if symbol in g.expr.free_symbols), None)
+            yield _requirement(sympy.Eq(symbol, fixed, evaluate=False), symbols, where(by))
 
 
 def _always(condition: Any) -> bool:
@@ -133,7 +156,8 @@ def _always(condition: Any) -> bool:
     if not isinstance(condition, sympy.core.relational.Relational):
         return False
     least = ValueRanges(SMALLEST, sympy.oo)
-    difference = condition.lhs - condition.rhs
+    # In factors, as torch writes it at first: of `batch * length - batch` no bound is known.
+    difference = sympy.factor(condition.lhs - condition.rhs)
     known = bound_sympy(difference, dict.fromkeys(difference.free_symbols, least))
     match condition.rel_op:
         case "!=":
@@ -156,6 +180,13 @@ def _always(condition: Any) -> bool:
 
 
 def _requirement(condition: Any, symbols: Symbols, where: str) -> Requirement:
+    try:
+        return _expressed(condition, symbols, where)
+    except InexpressibleError as error:
+        raise InexpressibleError(condition) from error
+
+
+def _expressed(condition: Any, symbols: Symbols, where: str) -> Requirement:
     if not isinstance(condition, sympy.core.relational.Relational):
         raise InexpressibleError(condition)
     left, right = _without_common_factors(condition.lhs, condition.rhs)
@@ -182,9 +213,10 @@ def _without_common_factors(left: Any, right: Any) -> tuple[Any, Any]:
 
     Where one side is 0, those of the other that are positive make no difference.
     """
-    if right == 0 and left.is_Mul:
-        rest = [item for item in left.args if not (item.is_Symbol or item.is_positive)]
-        return sympy.Mul(*rest), right
+    if right == 0:
+        factors = sympy.Mul.make_args(sympy.factor(left))
+        rest = [item for item in factors if not (item.is_Symbol or item.is_positive)]
+        return (sympy.Mul(*rest), right) if len(factors) > 1 else (left, right)
     common = sympy.gcd(left, right) if left != 0 and right != 0 else sympy.Integer(1)
     if common.is_positive and common != 1:
         return sympy.cancel(left / common), sympy.cancel(right / common)

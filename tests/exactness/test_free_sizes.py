@@ -356,6 +356,101 @@ def test_what_the_model_fixes_stays_fixed(tmp_path: Path) -> None:
     assert caught.value.location.code == "return self.out(self.first(x).view(-1, 24))"
 
 
+class Prefix(nn.Module):
+    """Adds the first rows of a table of positions; takes the root of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.positions = nn.Parameter(torch.randn(1, LONGEST, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return self.second(self.first(x) + self.positions[:, :length]) / length**0.5
+
+
+class EvenLength(nn.Module):
+    """Pads to an even number of tokens, by a branch, and joins them in pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if x.shape[1] % 2:
+            y = F.pad(y, (0, 0, 0, 1))
+        return self.second(y.view(y.shape[0], -1, 2, 4).mean(2))
+
+
+class Resized(nn.Module):
+    """Of a size that follows by way of a float."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.interpolate(self.first(x.transpose(1, 2)), scale_factor=0.7)
+        return self.second(y).transpose(1, 2)
+
+
+def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[:, :-1].reshape(-1, VOCABULARY), target[:, 1:].reshape(-1))
+
+
+@pytest.mark.parametrize(("make", "free"), [(Prefix, True), (EvenLength, False), (Resized, False)])
+def test_sizes_that_only_a_formula_tells_are_free_or_fixed(
+    make: Callable[[], nn.Module], free: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randn(SAMPLES, 8, 4)
+    batch = x, torch.randn_like(model(x))
+    package = package_of(model, batch, F.mse_loss, tmp_path / "made", stages=2)
+    with package.Pipeline() as pipe:
+        torch.testing.assert_close(
+            pipe.step((x,), batch[1]), F.mse_loss(model(x), batch[1]).detach()
+        )
+        for tokens in (3, LONGEST):
+            x = torch.randn(SAMPLES, tokens, 4)
+            target = torch.randn_like(model(x))
+            if not free:
+                with pytest.raises(Exception, match="compiled for batchx8x4"):
+                    pipe.step((x,), target)
+                continue
+            loss = F.mse_loss(model(x), target)
+            torch.testing.assert_close(pipe.step((x,), target), loss.detach())
+            pipe.eval()
+            torch.testing.assert_close(pipe((x,)), model(x).detach())
+            pipe.train()
+
+
+def test_a_loss_of_the_next_token_leaves_the_length_free(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel()
+    package = package_of(model, texts(8), next_token_loss, tmp_path / "made", ("all",), stages=2)
+    with package.Pipeline() as pipe:
+        for tokens in (3, 8, LONGEST):
+            ids, target = texts(tokens)
+            expected = next_token_loss(model(ids), target).detach()
+            torch.testing.assert_close(pipe.step((ids,), target), expected)
+
+
+def test_a_loss_that_divides_by_the_root_of_a_length(tmp_path: Path) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean() / output.shape[1] ** 0.5
+
+    torch.manual_seed(0)
+    model = PerToken()
+    batch = torch.randn(SAMPLES, 4, 5), torch.randn(SAMPLES, 4, 5)
+    package = package_of(model, batch, loss, tmp_path / "made", stages=2)
+    with package.Pipeline() as pipe:
+        for tokens in (2, 7):
+            x, target = torch.randn(SAMPLES, tokens, 5), torch.randn(SAMPLES, tokens, 5)
+            torch.testing.assert_close(pipe.step((x,), target), loss(model(x), target).detach())
+
+
 def test_a_dimension_that_there_is_not_is_refused() -> None:
     x, target = torch.randn(SAMPLES, 6, 4), torch.randn(SAMPLES, 2)
     with pytest.raises(GPipeCompilerError, match=r"--free x\.7"):
