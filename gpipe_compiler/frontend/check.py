@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,13 @@ from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.result_differences import (
+    GRADIENT,
+    Results,
+    different,
+    is_noise,
+    is_rounding,
+)
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import copied, isolated
 from gpipe_compiler.frontend.subject import Subject
@@ -39,11 +46,9 @@ from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.sizes import other_sizes
 from gpipe_compiler.runtime.core.nest import tensors_of
 from gpipe_compiler.runtime.core.precision import lower_dtype
-from gpipe_compiler.runtime.train.comparison import ROUNDINGS, dense
 from gpipe_compiler.runtime.wording import text_of
 
 _SEED = 20260
-_GRADIENT = "gradient of "
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
 
@@ -56,18 +61,6 @@ _MANY_S = 0.3
 _SLOW_S = 5.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
 mode at the first, eval mode at the second."""
-
-_EPSILONS = 128
-"""Roundings of the largest element that a result may be off: graph and model run the same kernels
-in the same order, and only the order in which gradients are summed may differ. A dropped term is
-off by a share of the element, which is 10,000 times more."""
-
-_NOISE = 16
-"""Roundings of the largest gradient of all that a gradient may consist of and still be zero: a sum
-that comes to nothing, as for a bias before a BatchNorm or a softmax, is left with the rounding of
-its summands, which are as large as those of other gradients. Such ones are compared again in double
-precision, where a small gradient that is no rounding is still there."""
-
 
 _ASSIGNED = (
     " (the model assigns another tensor to it, which no tracer sees: write into it instead, "
@@ -84,7 +77,7 @@ class _Run:
         remembers: whether other attributes of modules are not what they were.
     """
 
-    results: Mapping[str, torch.Tensor | None]
+    results: Results
     assigned: frozenset[str] = frozenset()
     remembers: bool = False
 
@@ -124,7 +117,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
         small = max(sizes[-1])
         many = min(_MANY, int(small * _MANY_S / longest))
         if len(sizes) > 1 and many > 2 * small:
-            larger = (many, *sizes[-1])
+            larger = (many, *sizes[0])  # what takes no more is compared again as before
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             if found:
                 return found
@@ -167,9 +160,9 @@ def _compare(
         except Exception as error:  # a graph may call anything
             yield f"{mode}: the graph raises {summary(error)}"
             return
-        found = dict(_different(expected.results, actual.results))
+        found = dict(different(expected.results, actual.results))
         given = found, expected.results, actual.results
-        if found and (_is_noise(*given) or _is_rounding(*given, lower_dtype(graph.traced_in))):
+        if found and (is_noise(*given) or is_rounding(*given, lower_dtype(graph.traced_in))):
             found = _in_double(graph, subject, entry, batch)
     for name, text in found.items():
         if outputs or not name.startswith("output"):
@@ -331,90 +324,12 @@ def _results(
     if loss is not None:
         found["loss"] = loss
     for name, tensor in parameters.items():
-        found[f"{_GRADIENT}{name}"] = tensor.grad
+        found[f"{GRADIENT}{name}"] = tensor.grad
     for name, tensor in buffers.items():
         found[f"buffer {name}"] = tensor
     for name, tensor in leaves.items():
-        found[f"{_GRADIENT}the input {name}"] = tensor.grad
+        found[f"{GRADIENT}the input {name}"] = tensor.grad
     return _Run({name: None if t is None else t.detach() for name, t in found.items()})
-
-
-def _different(
-    expected: Mapping[str, torch.Tensor | None], actual: Mapping[str, torch.Tensor | None]
-) -> Iterator[tuple[str, str]]:
-    """Names of what differs, and how, in words."""
-    for name in dict.fromkeys((*expected, *actual)):
-        if name not in expected or name not in actual:
-            yield name, f"{name} is given by the {'graph' if name in actual else 'model'} only"
-            continue
-        one, other = expected[name], actual[name]
-        if one is None or other is None:
-            if one is not other:
-                yield name, f"{name} is None in the {'model' if one is None else 'graph'} only"
-        elif one.layout != other.layout:
-            yield name, f"{name} is {other.layout} instead of {one.layout}"
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            yield (
-                name,
-                f"{name} is {tuple(other.shape)} {other.dtype} "
-                f"instead of {tuple(one.shape)} {one.dtype}",
-            )
-        elif not one.is_meta and not _equal(dense(one), dense(other)):
-            yield name, f"{name} is off by {_distance(dense(one), dense(other)):.3g}"
-
-
-def _is_noise(
-    names: Iterable[str],
-    expected: Mapping[str, torch.Tensor | None],
-    actual: Mapping[str, torch.Tensor | None],
-) -> bool:
-    """Whether all of these are gradients, in both no larger than the rounding of others."""
-    gradients = [tensor for name, tensor in expected.items() if name.startswith(_GRADIENT)]
-    largest = max(map(_largest, gradients), default=0.0)
-    return all(
-        tensor is not None
-        and name.startswith(_GRADIENT)
-        and tensor.is_floating_point()
-        and _largest(tensor) <= _NOISE * torch.finfo(tensor.dtype).eps * largest
-        for name in names
-        for tensor in (expected.get(name), actual.get(name))
-    )
-
-
-def _is_rounding(
-    names: Iterable[str],
-    expected: Mapping[str, torch.Tensor | None],
-    actual: Mapping[str, torch.Tensor | None],
-    lower: torch.dtype | None,
-) -> bool:
-    """Whether all of these are gradients that differ by no more than sums in 16 bits round.
-
-    Outputs and loss being equal, what was computed in the forward is, too. In the backward the
-    gradient of what several ops take is summed in its own type, in one order or the other: one
-    rounding for each summand, as `comparison.ROUNDINGS` allows for.
-
-    Args:
-        lower: the type of 16 bits that is computed in, None for none.
-    """
-
-    def rounds(one: torch.Tensor | None, other: torch.Tensor | None, dtype: torch.dtype) -> bool:
-        if one is None or other is None or one.is_meta:
-            return False
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        rounding = ROUNDINGS * torch.finfo(dtype).eps * _largest(one)
-        return _distance(dense(one), dense(other)) <= rounding
-
-    return lower is not None and all(
-        name.startswith(_GRADIENT) and rounds(expected.get(name), actual.get(name), lower)
-        for name in names
-    )
-
-
-def _largest(tensor: torch.Tensor | None) -> float:
-    if tensor is None or tensor.is_meta or not tensor.numel():
-        return 0.0
-    return float(dense(tensor).abs().nan_to_num(torch.inf).max())
 
 
 def _in_double(graph: Graph, subject: Subject, entry: Entry, batch: int) -> dict[str, str]:
@@ -424,20 +339,5 @@ def _in_double(graph: Graph, subject: Subject, entry: Entry, batch: int) -> dict
         actual = _run_graph(graph, entry, batch, double=True).results
     except Exception:  # what is written for fp32 may do anything in another type
         return {}
-    found = dict(_different(expected, actual))
-    return {} if _is_noise(found, expected, actual) else found
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bitwise equality, or up to rounding of the largest element."""
-    if torch.equal(one, other):
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    largest = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
-    tolerance = _EPSILONS * torch.finfo(one.dtype).eps * largest
-    return torch.allclose(other, one, rtol=0, atol=tolerance, equal_nan=True)
-
-
-def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
+    found = dict(different(expected, actual))
+    return {} if is_noise(found, expected, actual) else found
