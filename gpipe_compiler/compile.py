@@ -42,6 +42,7 @@ from gpipe_compiler.options import (
     Policy,
 )
 from gpipe_compiler.passes.footprint import own_optimizer
+from gpipe_compiler.passes.free_sizes import FixedSizeError
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
@@ -215,7 +216,14 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         refuse_taken(directory, force=options.force)
     target = open_target(model, options, progress, launch)
     progress("planning")
-    made, frontier = target.plan(progress)
+    try:
+        made, frontier = target.plan(progress)
+    except FixedSizeError:  # `--free all` is for what can be free; what is named has to be
+        if not isinstance(model, Subject) or not model.free.everything:
+            raise
+        model = model.with_free(dataclasses.replace(model.free, everything=False))
+        target = open_target(model, options, progress, launch)
+        made, frontier = target.plan(progress)
     if directory is None:
         return Compiled(target.frontend, made, None, None, frontier=frontier, batch=target.batch)
     if target.options.remedies:

@@ -19,7 +19,6 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions, Frontend
 from gpipe_compiler.passes.footprint import own_optimizer
-from gpipe_compiler.passes.free_sizes import FixedSizeError
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -71,13 +70,7 @@ class TorchStages:
             over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
             graph = graph.replace(loss=over)
         options, words = _with_optimizer(options, graph, found.subject)
-        try:
-            planner = planner_of(graph, options)
-        except FixedSizeError:
-            if not subject.free.everything:
-                raise
-            named = dataclasses.replace(subject.free, everything=False)
-            return cls.open(subject.with_free(named), options, progress, launch)
+        planner = planner_of(graph, options)
         return cls(options, found, planner, frontend, words, launch)
 
     @property

@@ -518,3 +518,24 @@ def test_the_command_compares_at_other_sizes_and_the_plan_lists_them(
     assert "Size 4" in capsys.readouterr().out  # the second batch
     plan = Plan.from_json((tmp_path / "made" / "plan.json").read_text())
     assert plan.sizes == (("Size", 5),)
+
+
+def test_all_means_none_where_the_graph_runs_at_one_size_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What comes to light while it is planned: torch slices by a remainder at a number only."""
+    text = MODEL.replace("import torch\n", "import torch\nfrom torch.nn import functional as F\n")
+    padded = """
+        more = -x.shape[1] % 4
+        y = F.pad(self.first(x), (0, 0, 0, more)).view(x.shape[0], -1, 4, 8)
+        return self.second(y.softmax(2).flatten(1, 2)[:, :-more])
+"""
+    body = text.split("def forward(self, x):")
+    after = body[1].split("\n\n\ndef build_model")[1]
+    (tmp_path / "model.py").write_text(
+        f"{body[0]}def forward(self, x):{padded}\n\ndef build_model{after}"
+    )
+    words = [str(tmp_path / "model.py"), "--stages", "2", "--dry-run"]
+    assert compile_command([*words, "--free", "all"]) == 0
+    assert "free sizes" not in capsys.readouterr().out
+    assert compile_command([*words, "--free", "x.1", "--free", "target.1"]) == 1
