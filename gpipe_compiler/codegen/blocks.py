@@ -10,6 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
+from gpipe_compiler.codegen.argument_names import number_name, parameter_names
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.calls import Calls
 from gpipe_compiler.codegen.construction import (
@@ -42,7 +43,6 @@ from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
-from gpipe_compiler.codegen.sources import number_name, parameter_names
 from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter

@@ -1,4 +1,4 @@
-"""The user's statements: which names they assign to, and how much they compute."""
+"""The user's statements: which names they assign to and read, and how much they compute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
-from gpipe_compiler.ir.arguments import leaves
-from gpipe_compiler.ir.blocks import BlockCall
-from gpipe_compiler.ir.ops import called
 
 _SHAPE_ATTRIBUTES = frozenset({"shape", "T", "mT", "H", "real", "imag", "ndim", "dtype", "device"})
 
@@ -51,7 +47,7 @@ def statement_at(location: SourceLocation | None) -> UserStatement | None:
 
 def calls_at(location: SourceLocation, own: str) -> int:
     """How many calls of a function or method of a name the statement at a line has."""
-    place = _place(location)
+    place = place_at(location)
     nodes = () if place is None else ast.walk(place.statement)
     called = (node.func for node in nodes if isinstance(node, ast.Call))
     names = (getattr(node, "id", "") or getattr(node, "attr", "") for node in called)
@@ -166,7 +162,7 @@ def _is_size(expression: ast.expr | None) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
+class Place:
     """A statement of a method or function of the user's."""
 
     method: ast.FunctionDef
@@ -179,7 +175,7 @@ class _Place:
 
     def holds(self, own: str, node: ast.stmt | ast.expr) -> bool:
         """Whether a name is a parameter's, of which nothing else has been made before a node."""
-        if own == "self" or own not in _parameters(self.method):
+        if own == "self" or own not in parameters_of(self.method):
             return False
         loops = (part for part in ast.walk(self.method) if isinstance(part, ast.For | ast.While))
         around = [part for part in loops if any(inner is node for inner in ast.walk(part))]
@@ -204,162 +200,14 @@ class _Place:
             return set()
         match max(before or assigned, key=lambda node: node.lineno).value:
             case ast.Name(id=other) | ast.IfExp(body=ast.Name(id=other), orelse=ast.Constant()):
-                return {other}.intersection(_parameters(self.method))
+                return {other}.intersection(parameters_of(self.method))
             case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)):
-                return {one, other}.intersection(_parameters(self.method))
+                return {one, other}.intersection(parameters_of(self.method))
             case _:
                 return set()
 
 
-def aligned(op: Op) -> list[tuple[object, ast.expr]]:
-    """The leaves of a call's arguments that are arguments themselves, and how the user has them."""
-    place, made = _place(op.source), op.call
-    if place is None or isinstance(made, RegionCall):
-        return []
-    own = made.module.rpartition(".")[2] if isinstance(made, ModuleCall) else called(made)
-    operator = _OPERATORS.get(own)
-    found: list[tuple[ast.expr, ...]] = []
-    for node in ast.walk(place.statement):
-        match node:
-            case ast.BinOp(left=left, right=right) if operator and isinstance(node.op, operator):
-                found.append((left, right))
-            case ast.Call(func=ast.Attribute(value=value, attr=attr), args=args) if attr == own:
-                receiver = (value,) if isinstance(made, MethodCall) else ()
-                found.append((*receiver, *args))
-    if len(found) != 1 or any(isinstance(item, ast.Starred) for item in found[0]):
-        return []
-    return [*zip(made.args, found[0], strict=False)]
-
-
-_OPERATORS = {
-    "add": ast.Add, "sub": ast.Sub, "mul": ast.Mult, "truediv": ast.Div, "matmul": ast.MatMult,
-    "div": ast.Div,
-}  # fmt: skip
-
-
-def number_name(op: Op, number: int) -> str:
-    """The user's name for a constant of an op; "" where it has none.
-
-    Args:
-        number: its place among the leaves of the arguments.
-    """
-    place = 0
-    for argument, written in aligned(op):
-        if place == number and not isinstance(argument, list | tuple | dict | slice):
-            return getattr(written, "id", "") or getattr(written, "attr", "")
-        place += len([*leaves(argument)])
-    return ""
-
-
-def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
-    """The user's names for values that a call of a block is given, where they can be told.
-
-    They come in the order of the user's parameters.
-    """
-    return _named(graph, call)[0]
-
-
-def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
-    """The names, and the user's method or function."""
-    given = {value for value in call.inputs if _is_tensor(graph, value)}
-    found: dict[str, str] = {}
-    places: dict[int, tuple[_Place, set[str]]] = {}
-    meant: list[tuple[str, set[str]]] = []
-    for part in call.parts:
-        place = _place(part.source) if isinstance(part, Op) else None
-        if place is None or isinstance(part, BlockCall):
-            continue
-        written = {
-            argument.name: node.id
-            for argument, node in aligned(part)
-            if isinstance(argument, Ref) and isinstance(node, ast.Name) and argument.name in given
-        }
-        read = places.setdefault(id(place.statement), (place, set()))[1]
-        read.update(given.intersection(part.inputs).difference(written))
-        meant.extend((value, place.meant(own)) for value, own in written.items())
-    for value, names in sorted(meant, key=lambda item: len(item[1])):
-        _match(names - {*found.values()}, {value}, found)
-    for place, values in places.values():
-        _match(place.read, values, found)
-    method = _method_of(graph, call)
-    if method is None:
-        return found, None
-    for part in call.parts:
-        if isinstance(part, BlockCall):
-            _match_passed(graph, method, call, part, found)
-    order = _parameters(method)
-    ranks = {own: rank for rank, own in enumerate(order)}
-    return dict(sorted(found.items(), key=lambda item: ranks.get(item[1], len(order)))), method
-
-
-def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:
-    """The user's `forward` of a module, or function, that makes a call's ops."""
-    own = [part.source for part in call.parts if isinstance(part, Op) and part.source is not None]
-    outer = min(filter(_place, own), key=lambda source: len(source.callers), default=None)
-    if outer is not None:
-        return _places(outer.file)[outer.line].method
-    files = {op.source.file: None for op in call.ops if op.source is not None}
-    classes = (node for file in files for node in parsed(file).body)
-    for node in classes:
-        if isinstance(node, ast.ClassDef) and node.name == graph.module_classes.get(call.path):
-            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
-            return next((item for item in methods if item.name == "forward"), None)
-    return None
-
-
-def _match_passed(
-    graph: Graph, method: ast.FunctionDef, call: BlockCall, part: BlockCall, found: dict[str, str]
-) -> None:
-    """Adds the names of the parameters that a method passes to a module of its own, called once."""
-    spelled = _spellings(part.path.removeprefix(call.path).removeprefix("."))
-    nodes = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
-    calls = [node for node in nodes if ast.unparse(node.func) in spelled]
-    if len(calls) != 1:
-        return
-    (made,) = calls
-    place = _Place(method, ast.Expr(made, lineno=made.lineno))
-    names, callee = _named(graph, part)
-    order = [own for own in _parameters(callee) if own != "self"] if callee is not None else []
-    passed: dict[str, ast.expr] = dict(zip(order, made.args, strict=False))
-    passed.update({item.arg: item.value for item in made.keywords if item.arg is not None})
-    for value, own in names.items():
-        written = passed.get(own)
-        if isinstance(written, ast.Name) and _is_given(graph, call, value):
-            _match(place.meant(written.id), {value}, found)
-    own_names = (item.id for item in passed.values() if isinstance(item, ast.Name))
-    unmatched = {own for own in own_names if place.holds(own, made)}
-    unmatched -= {*found.values()}
-    values = {v for v in part.inputs if _is_given(graph, call, v)}
-    _match(unmatched, values, found)
-
-
-def _is_given(graph: Graph, call: BlockCall, value: str) -> bool:
-    return value in call.inputs and _is_tensor(graph, value)
-
-
-def _spellings(path: str) -> set[str]:
-    """How a method may call what stands at a path below its module: `self.layer[0]`, `rotate`."""
-    words = path.split(".")
-    if "()" in path:
-        function = words[-1].partition("()")[0]
-        return {function, f"self.{function}"}
-    items = "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in words)
-    return {f"self{items}", f"self.{path}"}
-
-
-def _match(names: set[str], values: set[str], found: dict[str, str]) -> None:
-    """Adds the name of a value, where one of each is left but for those that belong together."""
-    names, values = names - {found.get(value) for value in values}, values - found.keys()
-    if len(names) == len(values) == 1 and names.isdisjoint(found.values()):
-        found[values.pop()] = names.pop()
-
-
-def _is_tensor(graph: Graph, value: str) -> bool:
-    known = graph.values.get(value)
-    return known is not None and known.kind is ValueKind.TENSOR
-
-
-def _parameters(method: ast.FunctionDef) -> list[str]:
+def parameters_of(method: ast.FunctionDef) -> list[str]:
     """The names of the parameters."""
     arguments = method.args
     every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
@@ -371,7 +219,7 @@ def alias_of(location: SourceLocation | None, own: str) -> str:
     frames = () if location is None else (location, *reversed(location.callers))
     found = [
         (node.lineno, _targets(node)[0])
-        for place in filter(None, map(_place, frames))
+        for place in filter(None, map(place_at, frames))
         for node in ast.walk(place.method)
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Name)
@@ -388,19 +236,20 @@ def _names(node: ast.AST, context: type[ast.expr_context]) -> Iterator[str]:
             yield part.id
 
 
-def _place(source: SourceLocation | None) -> _Place | None:
+def place_at(source: SourceLocation | None) -> Place | None:
+    """The statement of a line in its method; None where it is in none or cannot be read."""
     return None if source is None else _places(source.file).get(source.line)
 
 
 @cache
-def _places(file: str) -> Mapping[int, _Place]:
+def _places(file: str) -> Mapping[int, Place]:
     """The statements of the methods and functions of a file by each line they cover."""
-    table: dict[int, _Place] = {}
+    table: dict[int, Place] = {}
     for method in ast.walk(parsed(file)):
         if not isinstance(method, ast.FunctionDef) or not method.args.args:
             continue
         for node in ast.walk(method):
             if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                table.update(dict.fromkeys(lines, _Place(method, node)))
+                table.update(dict.fromkeys(lines, Place(method, node)))
     return table
