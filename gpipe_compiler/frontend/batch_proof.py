@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.comparable_runs import EvenDraws, generator_states, with_other_weights
+from gpipe_compiler.frontend.comparable_runs import (
+    MANY,
+    MANY_S,
+    EvenDraws,
+    generator_states,
+    with_other_weights,
+)
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import buffers_restored, isolated
 from gpipe_compiler.frontend.structure import describe, pick
@@ -30,12 +36,6 @@ Dims: TypeAlias = tuple[int | None, ...]
 
 _SIZES = ((2, 3), (2, 4), (2, 2))
 """Samples in the two parts of a batch; later pairs where the model does not take the first."""
-
-_MANY = 129
-"""Samples in a trial of what bends beyond a number of samples, as where the first 64 are masked."""
-
-_MANY_S = 0.3
-"""Seconds that it may take, by those of the first trial; else it has fewer samples."""
 
 _SLOW_S = 10.0
 """Seconds of a trial from which on there is no second one with other values."""
@@ -194,7 +194,7 @@ class Proof:
             seconds: that a trial of few samples takes.
         """
         few = sum(_SIZES[0])
-        samples = min(_MANY, int(few * _MANY_S / max(seconds, 1e-6)))
+        samples = min(MANY, int(few * MANY_S / max(seconds, 1e-6)))
         if samples <= 2 * few:
             return False
         answer = self._answer_for(self.signature.examples, dims, (2, samples - 2))

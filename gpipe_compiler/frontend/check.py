@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
+from gpipe_compiler.frontend.comparable_runs import MANY, MANY_S
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import line_of
@@ -51,12 +52,6 @@ from gpipe_compiler.runtime.wording import text_of
 _SEED = 20260
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
-
-_MANY = 129
-"""Samples of a larger batch, in which a model may take another branch than in small ones."""
-
-_MANY_S = 0.3
-"""Processor seconds that it may take, by those of a small one; else it has fewer samples."""
 
 _SLOW_S = 5.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
@@ -115,7 +110,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             if found:
                 return found
         small = max(sizes[-1])
-        many = min(_MANY, int(small * _MANY_S / longest))
+        many = min(MANY, int(small * MANY_S / longest))
         if len(sizes) > 1 and many > 2 * small:
             larger = (many, *sizes[0])  # what takes no more is compared again as before
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))

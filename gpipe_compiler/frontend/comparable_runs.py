@@ -68,6 +68,12 @@ def generator_states() -> list[torch.Tensor]:
     return states
 
 
+MANY = 129
+"""Samples of a trial of what shows beyond a number of samples, as where the first 64 are masked."""
+
+MANY_S = 0.3
+"""Seconds that such a trial may take, by those of one of few samples; else it has fewer samples."""
+
 LARGEST_COPIED = 1 << 30
 """Bytes of parameters up to which a model is copied to be given other weights."""
 

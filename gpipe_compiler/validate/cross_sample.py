@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
-from gpipe_compiler.frontend.comparable_runs import EvenDraws, with_other_weights
+from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, with_other_weights
 from gpipe_compiler.ir import Graph, Input, Mode, Op
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.interpret import Interpreter
@@ -26,9 +26,6 @@ from gpipe_compiler.validate.float_types import double
 
 _SAMPLES, _PARTS = 6, ((4, 0), (1, 2, 3, 5))
 """Samples with which the op at fault is looked for, and those that run apart from the others."""
-
-_MANY = 129
-"""Samples with which an op is looked for that tells apart what lies beyond a number of them."""
 
 
 def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
@@ -119,7 +116,7 @@ def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:
         return None
     moved = with_other_weights(model)
     others = {} if moved is None else dict(moved.named_parameters())
-    for count, other in ((_SAMPLES, {}), (_SAMPLES, others), (_MANY, {})):
+    for count, other in ((_SAMPLES, {}), (_SAMPLES, others), (MANY, {})):
         parts = _PARTS if count == _SAMPLES else (_PARTS[1], range(1, count))
         try:
             with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
