@@ -171,7 +171,7 @@ def test_model_that_mixes_samples_is_explained(tmp_path: Path) -> None:
 
     assert made.validation is not None
     assert made.validation.passed
-    assert "against the plain loop of micro-batches" in " ".join(made.validation.notes)
+    assert "compared with the plain loop of micro-batches" in " ".join(made.validation.notes)
 
 
 def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

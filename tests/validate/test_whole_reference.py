@@ -192,7 +192,7 @@ def test_what_is_accepted_is_held_against_micro_batches(name: str, tmp_path: Pat
 
     assert made.validation is not None
     assert made.validation.passed
-    assert "against the plain loop of micro-batches" in " ".join(made.validation.notes)
+    assert "compared with the plain loop of micro-batches" in " ".join(made.validation.notes)
 
 
 def test_writes_that_add_up_are_exact(tmp_path: Path) -> None:
