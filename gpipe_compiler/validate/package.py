@@ -32,8 +32,15 @@ from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
 from gpipe_compiler.runtime.core.weights import save_file as save_weights
-from gpipe_compiler.runtime.train.check import INPUT, ROUNDING
-from gpipe_compiler.runtime.train.comparison import ComparedKind, Row, Tensors, dense, pack
+from gpipe_compiler.runtime.train.check import INPUT
+from gpipe_compiler.runtime.train.comparison import (
+    ROUNDING,
+    ComparedKind,
+    Row,
+    Tensors,
+    dense,
+    pack,
+)
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts

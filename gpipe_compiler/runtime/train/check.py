@@ -33,6 +33,7 @@ from .comparison import (
     compare,
     flat_tensors,
     path_name,
+    rounding_in,
     tolerance,
     unpack,
     worst_of,
@@ -42,9 +43,6 @@ from .plain_stages import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 
 INPUT = "input/"
 """What stands before the name of an input in a reference file."""
-
-ROUNDING = "rounding/"
-"""What stands before the name of a tensor, for how far rounding alone moves its entries."""
 
 Shares: TypeAlias = Mapping[ComparedKind, Mapping[str, float]]
 """How far off tensors may be: most often as a share of what they are measured by."""
@@ -205,13 +203,7 @@ def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Ex
     try:
         packed = safetensors.torch.load_file(reference)
         given = {name: packed.pop(name) for name in sorted(packed) if name.startswith(INPUT)}
-        names = [name for name in packed if name.startswith(ROUNDING)]
-        moved = {name.removeprefix(ROUNDING): packed.pop(name) for name in names}
-        rounding = {
-            kind: {name: float(tensor) for name, tensor in group.items()}
-            for kind, group in unpack(moved).items()
-        }
-        results = unpack(packed)
+        results, rounding = unpack(packed), rounding_in(packed)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read the reference {reference}: {error}") from error
     if given:

@@ -43,6 +43,9 @@ FLOOR = 1e-6
 ROUNDINGS = 8
 REROUNDED = 4
 
+ROUNDING = "rounding/"
+"""What stands in a reference file before a tensor's name, for how far rounding alone moves it."""
+
 
 class ComparedKind(Enum):
     """What is compared; the value is the prefix of its tensors in a reference file."""
@@ -195,12 +198,22 @@ def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
-    """The inverse of `pack`."""
+    """The inverse of `pack`, of the tensors in a reference file."""
     tensors: dict[ComparedKind, dict[str, torch.Tensor]] = {}
     for key, tensor in packed.items():
-        kind, name = key.split("/", 1)
-        tensors.setdefault(ComparedKind(kind), {})[name] = tensor
+        if not key.startswith(ROUNDING):
+            kind, name = key.split("/", 1)
+            tensors.setdefault(ComparedKind(kind), {})[name] = tensor
     return tensors
+
+
+def rounding_in(packed: Mapping[str, torch.Tensor]) -> Mapping[ComparedKind, Mapping[str, float]]:
+    """How far rounding alone moves entries of the tensors in a reference file, where measured."""
+    moved = {k.removeprefix(ROUNDING): t for k, t in packed.items() if k.startswith(ROUNDING)}
+    return {
+        kind: {name: float(tensor) for name, tensor in group.items()}
+        for kind, group in unpack(moved).items()
+    }
 
 
 def _scales(
