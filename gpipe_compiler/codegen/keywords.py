@@ -17,6 +17,9 @@ from gpipe_compiler.ir.arguments import leaves
 _DIMENSIONS = frozenset({"dim", "dims"})
 _OF_ONE_DIMENSION = frozenset({"softmax", "log_softmax"})
 _UNKNOWN = inspect.Parameter.empty
+_MISREAD = frozenset({"reduction"})
+"""Parameters of operators for which torch's Python puts in another default than the schema has:
+`torch.ctc_loss` without a reduction does not reduce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def by_keyword(
         if others or not _is_wanted(own, given, first, options, many=many):
             break
         item = given.pop()
-        if not all(_same(option.default, item) for option in options):
+        if key in _MISREAD or not all(_same(option.default, item) for option in options):
             found[key] = item
     named = {**dict(reversed(found.items())), **named}
     widths: dict[str, int] = {}

@@ -79,8 +79,10 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
     """A value of JSON as the type that it stands for."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
+        if value is None and types.NoneType in args:
+            return None
         (kind,) = (option for option in args if option not in (types.NoneType, Expression))
-        return None if value is None else _typed(kind, value, where)
+        return _typed(kind, value, where)
     if isinstance(value, list):
         kinds = _of_items(kind, origin, args, len(value))
         if kinds is not None:

@@ -18,7 +18,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
-from gpipe_compiler.plan.fields import own_fields, typed
+from gpipe_compiler.plan.fields import to_fields, typed
 from gpipe_compiler.plan.op_table import OpNote, list_ops
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.stages import Prediction, Stage
@@ -144,9 +144,12 @@ class Plan:
     @uncollected()
     def to_json(self) -> str:
         """The plan as JSON text, without its graph."""
-        fields = own_fields(dataclasses.replace(self, graph=None, orders=(), noted=self.ops))
-        del fields["graph"]
-        fields["orders"] = [format_order(order) for order in self.orders]
+        written = {"orders": [format_order(order) for order in self.orders], "noted": self.ops}
+        fields = {
+            field.name: to_fields(written.get(field.name, getattr(self, field.name)))
+            for field in dataclasses.fields(self)
+            if field.name != "graph"
+        }
         fields["prediction"] |= {"gap": self.prediction.gap, "here_s": self.here_s}
         return json.dumps({"format": FORMAT, **fields}, indent=2) + "\n"
 

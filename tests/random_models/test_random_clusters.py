@@ -203,7 +203,7 @@ def check_plan(plan: Plan, asked: Asked) -> None:
         assert len(lying) <= 1
     for name in plan.constraints.split_at:
         op = graph.op_of[name]
-        makers = [graph.producer[v].name for v in op.inputs if v in graph.producer]
+        makers = {graph.producer[v].name for v in op.inputs if v in graph.producer} - copies
         own = stage_of.get(name)
         assert own is None or all(stage_of.get(maker, -1) < own for maker in makers)
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     # meta_decoder.py:33-34
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin  # (B, 2, 8, 16)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin  # (B, 2, 8, 16)
 
 
 class Attention(nn.Module):
