@@ -82,7 +82,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     python("-c", build.format("sdist"), str(folder), cwd=copy)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "sdist", filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.0 to 3.11.3 knows no filters
+            archive.extractall(folder / "sdist", filter="data")
+        else:
+            archive.extractall(folder / "sdist")
     (unpacked,) = (folder / "sdist").iterdir()
     python("-c", build.format("wheel"), str(folder), cwd=unpacked)
     (wheel,) = folder.glob("*.whl")

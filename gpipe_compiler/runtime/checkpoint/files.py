@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -196,6 +197,13 @@ _CLASSES = {
 """What the metadata of torch.distributed.checkpoint is made of."""
 
 
+def _member(kind: object, name: str) -> Enum:
+    """A member of an enum; of anything else no attribute is read."""
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind[name]
+    raise pickle.UnpicklingError(f"{kind!r}.{name} is no part of a checkpoint")
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads metadata, and nothing that runs code."""
 
@@ -207,6 +215,8 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if module in {"pathlib", "pathlib._local"}:  # the name differs between Pythons
             return PurePosixPath
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 stores enums
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
 
 

@@ -6,6 +6,7 @@ the same, bit for bit; and a checkpoint that is read at all gives what was saved
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_runs import Run, equal, schedule_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from gpipe_compiler.runtime.checkpoint import (
     Progress,
@@ -28,6 +30,7 @@ from gpipe_compiler.runtime.checkpoint import (
     read_checkpoint,
     save_checkpoint,
 )
+from gpipe_compiler.runtime.checkpoint.files import _Unpickler
 from gpipe_compiler.runtime.checkpoint.folder import Index, _crc
 from gpipe_compiler.runtime.errors import CheckpointError
 
@@ -171,6 +174,25 @@ def test_code_in_a_checkpoint_is_not_run(case, where, tmp_path):
         rewrite(path)
         assert where in case.refused(path)
     assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Pickled as an attribute of something, as some versions of Python store members of enums."""
+
+    def __init__(self, of, name):
+        self.of, self.name = of, name
+
+    def __reduce__(self):
+        return getattr, (self.of, self.name)
+
+
+def test_of_attributes_members_of_enums_alone_are_read():
+    stored = MetadataIndex("w"), Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST")
+    *_, member = _Unpickler(io.BytesIO(pickle.dumps(stored))).load()
+    assert member is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+    with pytest.raises(pickle.UnpicklingError, match="no part of a checkpoint"):
+        _Unpickler(io.BytesIO(pickle.dumps(Attribute(MetadataIndex, "__init__")))).load()
 
 
 def rewrite(path):
