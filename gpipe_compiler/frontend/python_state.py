@@ -7,8 +7,6 @@ that forward calls, and in what all these hold: entries of dicts, attributes of 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.own_code import is_installed
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
@@ -135,16 +134,9 @@ def _names(function: types.FunctionType) -> Iterator[tuple[str, _Place]]:
             yield f"{name} of {function.__qualname__}", _Place(cell.cell_contents, function, put)
 
 
-_LIBRARY = os.path.dirname(os.__file__)  # noqa: PTH120  # compared with the text of file names
-
-
 def _is_users(item: Any) -> bool:
     """Whether a class or function stands in the user's own files, and in no installed package."""
-    module = sys.modules.get(item.__module__ or "")
-    file = getattr(module, "__file__", None) or ""
-    if item.__module__ == "builtins" or "site-packages" in file:
-        return False
-    return not file.startswith(_LIBRARY)
+    return not is_installed(item.__module__ or "")
 
 
 def changed(before: PythonState, after: PythonState) -> list[str]:
