@@ -8,21 +8,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.layers import Two
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.middle(self.first(x).tanh()).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(x))
 
 
 class Symmetric(nn.Module):

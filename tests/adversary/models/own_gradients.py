@@ -5,20 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.layers import Two
 from torch import Tensor, nn
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def body(self, x: Tensor) -> Tensor:
-        return self.middle(self.first(x).tanh()).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.body(x))
-
 
 LEVELS = 4.0
 
