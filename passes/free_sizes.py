@@ -15,7 +15,6 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -29,6 +28,7 @@ from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
     expression_of,
+    general,
     plain_of,
     requirements,
     shape_of,
@@ -181,7 +181,7 @@ class _Run:
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
         run = DryRun.of(_with_symbolic_casts(graph), training=self._training, mode=mode)
         examples = [max(SMALLEST, graph.batch_size), *(size.example for size in graph.sizes)]
-        with _config.patch(backed_size_oblivious=True), quiet():  # type: ignore[attr-defined]  # torch adds it
+        with general(), quiet():
             rows = mode.from_tensor(
                 torch.empty(examples, device="meta"),
                 source=ConstantSource("sizes"),

@@ -33,7 +33,6 @@ from gpipe_compiler.frontend.free_sizes import (
     FreePlaces,
     NotedSizes,
     asking_first,
-    general,
     noting_sizes,
     read_sizes,
     refuse_fixed,
@@ -52,6 +51,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
+from gpipe_compiler.ir.symbolic import general
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision

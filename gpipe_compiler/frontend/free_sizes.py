@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 from torch import fx
-from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
@@ -132,12 +131,6 @@ def noting_sizes() -> Iterator[NotedSizes]:
         mock.patch.object(ShapeEnv, "_log_guard", log),
     ):
         yield noted
-
-
-def general() -> contextlib.AbstractContextManager[Any]:
-    """While it is open, torch takes sizes for neither 0 nor 1 without a guard that says so."""
-    patched: Any = _config
-    return patched.patch(backed_size_oblivious=True)  # type: ignore[no-any-return]  # torch's own
 
 
 def ties(signature: Signature, free: FreePlaces) -> list[list[tuple[int, int]]]:

@@ -6,6 +6,7 @@ expressions of `runtime.sizes`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
+from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -34,6 +36,12 @@ class InexpressibleError(Exception):
     def __init__(self, expression: Any) -> None:
         super().__init__(str(expression))
         self.symbols = frozenset(expression.free_symbols)
+
+
+def general() -> contextlib.AbstractContextManager[Any]:
+    """While it is open, torch takes sizes for neither 0 nor 1 without a guard that says so."""
+    patched: Any = _config
+    return patched.patch(backed_size_oblivious=True)  # type: ignore[no-any-return]  # torch's own
 
 
 def dim_of(size: Any, symbols: Symbols) -> Dim:
