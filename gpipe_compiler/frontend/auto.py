@@ -116,6 +116,13 @@ def unchecked(subject: Subject, frontend: Frontend, precision: Precision) -> Gra
     Raises:
         TraceError: when the frontend cannot trace the model.
     """
+    if frontend is not Frontend.EXPORT:
+        if subject.free.must:
+            raise TraceError(
+                "it leaves no size free beside the batch",
+                hint=f"leave out --free {min(subject.free.must)}",
+            )
+        subject = subject.with_free(Wish())
     module, name = _TRACERS[frontend]
     tracer: _Tracer = getattr(importlib.import_module(module), name)
     graph = _in_both_modes(tracer, subject, Precision.FP32)
@@ -141,13 +148,6 @@ def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> G
 
     What a trace has fixed is traced again as the number that it is.
     """
-    if tracer.__name__ != "trace_export":
-        if subject.free.must:
-            raise TraceError(
-                "it leaves no size free beside the batch",
-                hint=f"leave out --free {min(subject.free.must)}",
-            )
-        subject = subject.with_free(Wish())
     modes = (False, True) if subject.training else (False,)
     while True:
         asked = wanted(subject.free, read_signature(subject, on_meta=True))
