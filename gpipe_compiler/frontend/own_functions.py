@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -31,10 +31,7 @@ def own_functions_carried() -> Iterator[None]:
     Functions that cannot be written into a package are traced through: as long as their backward is
     that of the ops of their forward, nothing is lost.
     """
-    with (
-        mock.patch.object(_HOLDER, "apply", classmethod(_apply), create=True),
-        mock.patch.object(torch, "ctc_loss", _ctc_loss),
-    ):
+    with _applied_by(_apply), mock.patch.object(torch, "ctc_loss", _ctc_loss):
         yield
 
 
@@ -48,13 +45,13 @@ def own_functions_met() -> Iterator[list[type]]:
     met: list[type] = []
 
     def apply(cls: Any, *args: Any) -> Any:
-        made = super(_SingleLevelFunction, cls).apply(*args)
+        made = _plain(cls)(*args)
         leaves = (leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
         if not cls.__module__.startswith("torch.") and any(leaf.requires_grad for leaf in leaves):
             met.append(cls)
         return made
 
-    with mock.patch.object(_SingleLevelFunction, "apply", classmethod(apply), create=True):
+    with _applied_by(apply):
         yield met
 
 
@@ -65,8 +62,19 @@ _BELOW = isinstance(_APPLY, classmethod)
 _HOLDER = _SingleLevelFunction if _BELOW else torch.autograd.Function
 
 
+def _applied_by(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[object]:
+    """While it is open, calls of every function go to `apply`, with its class."""
+    return mock.patch.object(_HOLDER, "apply", classmethod(apply), create=True)
+
+
+def _plain(cls: Any) -> Callable[..., Any]:
+    """What `cls.apply` is by itself."""
+    applied: Callable[..., Any] = super(_HOLDER, cls).apply if _BELOW else _APPLY.__get__(None, cls)
+    return applied
+
+
 def _apply(cls: Any, *args: Any) -> Any:
-    plain = super(_HOLDER, cls).apply if _BELOW else _APPLY.__get__(None, cls)
+    plain = _plain(cls)
     mode = get_proxy_mode()
     if mode is None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
         return plain(*args)

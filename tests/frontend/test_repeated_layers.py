@@ -20,6 +20,7 @@ from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.auto import choose, trace_with, unchecked
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
+from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -414,6 +415,18 @@ class Adversarial(Stack):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(Reversal.apply(self.first(x)))
+
+
+def test_functions_with_a_backward_of_their_own_are_met_where_they_are_called() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with own_functions_met() as met:
+        made = Reversal.apply(x)
+        Reversal.apply(x.detach())
+
+    assert met == [Reversal]
+    made.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, -torch.ones(2))
 
 
 def test_a_backward_of_its_own_is_kept() -> None:
