@@ -109,6 +109,10 @@ class OpRun:
 
 def runs_of(graph: Graph) -> Mapping[str, OpRun]:
     """Every op that runs in the graph's own mode, by name: training where there is a loss."""
+    return graph.once("op runs", lambda: _find_runs(graph))
+
+
+def _find_runs(graph: Graph) -> Mapping[str, OpRun]:
     run = observed(graph)
 
     def size(value: SeenValue) -> int:

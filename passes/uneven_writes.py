@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall, Op
-from gpipe_compiler.passes.saved_tensors import OpRun, runs_of
+from gpipe_compiler.ir import Graph, ModuleCall, Op, called
+from gpipe_compiler.passes.saved_tensors import runs_of
 
 _NUMBERED = re.compile(r"(?:.*?\.)??\d+(?=\.|$)")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -28,7 +28,7 @@ def idle_writes(plain: Graph, changed: Graph, chosen: Collection[str]) -> frozen
     groups: dict[Hashable, list[str]] = {}
     counts: Counter[Hashable] = Counter()
     for op in plain.ops:
-        path, kind = _path(op), _kind(op)
+        path, kind = _path(op), called(op.call)
         if _NUMBERED.match(path):
             like = (_NUMBER.sub("#", path), kind, counts[path, kind])
             groups.setdefault(like, []).append(op.name)
@@ -45,16 +45,24 @@ def idle_writes(plain: Graph, changed: Graph, chosen: Collection[str]) -> frozen
 
 def _is_idle(plain: Graph, changed: Graph, name: str) -> bool:
     """Whether a layer's peak is no higher where one of its ops makes a tensor of its own."""
-    op, run = plain.op_of[name], _runs(plain).get(name)
+    op, run = plain.op_of[name], runs_of(plain).get(name)
     if run is None or not run.saved.isdisjoint(op.inputs):
         return False  # what it reads and what it makes would both be kept
-    levels, layer = _levels(changed), _layer(op)
-    others = (other.name for other in plain.ops if other.name != name and _layer(other) == layer)
-    return levels[name] + sum(run.sizes) <= max((levels[other] for other in others), default=0)
+    levels = _levels(changed)
+    others = (levels[other] for other in _layers(plain)[_layer(op)] if other != name)
+    return levels[name] + sum(run.sizes) <= max(others, default=0)
 
 
-def _runs(graph: Graph) -> Mapping[str, OpRun]:
-    return graph.once("runs", lambda: runs_of(graph))
+def _layers(graph: Graph) -> Mapping[str, Sequence[str]]:
+    """The ops of each layer."""
+    return graph.once("layers", lambda: _find_layers(graph))
+
+
+def _find_layers(graph: Graph) -> Mapping[str, Sequence[str]]:
+    found: dict[str, list[str]] = {}
+    for op in graph.ops:
+        found.setdefault(_layer(op), []).append(op.name)
+    return found
 
 
 def _levels(graph: Graph) -> Mapping[str, int]:
@@ -93,13 +101,3 @@ def _layer(op: Op) -> str:
     """The path of the outermost numbered module that an op is in."""
     found = _NUMBERED.match(_path(op))
     return found[0] if found else ""
-
-
-def _kind(op: Op) -> Hashable:
-    match op.call:
-        case FunctionCall(function=function):
-            return function
-        case MethodCall(method=method):
-            return method
-        case _:
-            return None
