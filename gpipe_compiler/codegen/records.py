@@ -11,7 +11,7 @@ from typing import Any
 from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression, call, dict_of, name, tuple_of
+from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.runtime import spec
 from gpipe_compiler.runtime.sizes import Operation, Size
 
@@ -59,6 +59,15 @@ def _write(value: object, imports: Imports) -> Expression:
                 return write_constant(item, imports)
 
     return write_nest(value, leaf)
+
+
+def write_size(size: Size, imports: Imports) -> list[str]:
+    """The lines that name a size: `ids_1 = Size(name="ids.1", of=("ids", 1), example=64)`."""
+    items = [
+        _write(getattr(size, field.name), imports).prefixed(f"{field.name}=")
+        for field in dataclasses.fields(size)
+    ]
+    return lay_out(call(Size.__name__, items), prefix=f"{variable_of(size.name)} = ")
 
 
 def variable_of(size: str) -> str:

@@ -17,7 +17,7 @@ from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports, from_lines
 from gpipe_compiler.codegen.layout import WIDTH, Expression, lay_out
 from gpipe_compiler.codegen.loss_weight import WeightSource
-from gpipe_compiler.codegen.records import variable_of, write_record
+from gpipe_compiler.codegen.records import write_record, write_size
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
@@ -75,7 +75,7 @@ def write_schedule(
         kind=plan.schedule.value,
         imports=imports.lines(),
         modules=from_lines(".", modules),
-        sizes=[f"{variable_of(size.name)} = {size!r}".replace("'", '"') for size in graph.sizes],
+        sizes=[line for size in graph.sizes for line in write_size(size, imports)],
     )
 
 
