@@ -17,10 +17,9 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import (
-    MANY,
-    MANY_S,
     EvenDraws,
     generator_states,
+    larger_batch,
     with_other_weights,
 )
 from gpipe_compiler.frontend.signature import Signature
@@ -194,8 +193,8 @@ class Proof:
             seconds: that a trial of few samples takes.
         """
         few = sum(_SIZES[0])
-        samples = min(MANY, int(few * MANY_S / max(seconds, 1e-6)))
-        if samples <= 2 * few:
+        samples = larger_batch(few, seconds)
+        if not samples:
             return False
         answer = self._answer_for(self.signature.examples, dims, (2, samples - 2))
         if answer is None or not all(map(_finite, answer.tensors[0])):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
-from gpipe_compiler.frontend.comparable_runs import MANY, MANY_S
+from gpipe_compiler.frontend.comparable_runs import larger_batch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import line_of
@@ -96,7 +96,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
         training = entry.training
         # Auxiliary outputs of train mode are no outputs of the graph: only the loss uses them.
         outputs = entry.structure == entries[-1].structure
-        longest = 1e-6
+        longest = 0.0
         for place, batches in enumerate(sizes):
             if slow and place == int(training):
                 continue
@@ -109,9 +109,8 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             slow = slow or longest > _SLOW_S
             if found:
                 return found
-        small = max(sizes[-1])
-        many = min(MANY, int(small * MANY_S / longest))
-        if len(sizes) > 1 and many > 2 * small:
+        many = larger_batch(max(sizes[-1]), longest) if len(sizes) > 1 else 0
+        if many:
             larger = (many, *sizes[0])  # what takes no more is compared again as before
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             if found:

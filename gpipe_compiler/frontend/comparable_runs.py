@@ -23,6 +23,12 @@ from gpipe_compiler.frontend.state import isolated
 _CHANCES = ("p", "dropout_p")
 
 
+def larger_batch(few: int, seconds: float) -> int:
+    """The samples of a trial of many, as one of few took so many seconds; 0 where these are few."""
+    samples = min(MANY, int(few * _MANY_S / max(seconds, 1e-6)))
+    return samples if samples > 2 * few else 0
+
+
 class EvenDraws(PlainDispatchMode):
     """Lets ops draw one and the same number everywhere, and drop nothing.
 
@@ -71,7 +77,7 @@ def generator_states() -> list[torch.Tensor]:
 MANY = 129
 """Samples of a trial of what shows beyond a number of samples, as where the first 64 are masked."""
 
-MANY_S = 0.3
+_MANY_S = 0.3
 """Seconds that such a trial may take, by those of one of few samples; else it has fewer samples."""
 
 LARGEST_COPIED = 1 << 30

@@ -28,7 +28,7 @@ def rounding_of(
 ) -> dict[ComparedKind, dict[str, float]]:
     """For every tensor, by how much its entries change with the last bits of the weights.
 
-    Nothing is told of a model that is too large to be copied, or whose weights are of 16 bits.
+    Nothing is found of a model that is too large to be copied, or whose weights are of 16 bits.
 
     Args:
         expected: the results of the model as it is.
