@@ -295,10 +295,11 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             selection = selection_behind(graph, name)
             if selection is not None:
                 raise PlanError(
-                    f"how many elements the output {name} has depends on values, by "
-                    f"{selection.name}: which samples they belong to is not known",
+                    f"how many elements the output {name} has depends on the values that "
+                    f"{selection.name} is given: which samples they belong to is not known",
                     location=selection.source,
-                    hint="return all rows and a mask, or compile with --microbatches 1",
+                    hint="return all rows, as by torch.where(mask, x, 0), or with a mask beside "
+                    "them; or compile with --microbatches 1",
                 )
             maker = graph.producer.get(name)
             raise PlanError(

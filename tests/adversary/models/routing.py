@@ -145,6 +145,6 @@ CASES = (
         of_chosen,
         classes,
         manners=FP32_ONLY,
-        expect=Refused(1, ("depends on values", "nonzero"), ("--microbatches 1", "mask")),
+        expect=Refused(1, ("depends on the values", "nonzero"), ("--microbatches 1", "mask")),
     ),
 )
