@@ -169,7 +169,7 @@ def judge(name: str, package: Path) -> dict[str, Any]:
 
     case = Planned(
         name,
-        lambda: _without_caches(subject.build()),
+        subject.build,
         subject.inputs,
         subject.loss,
         subject.target,
@@ -183,16 +183,6 @@ def judge(name: str, package: Path) -> dict[str, Any]:
     verdict = plain.judge(case, plain.load_package(package), case.reference)
     note = "eval mode, and training in two ways" if draws else ""
     return {**dataclasses.asdict(verdict), "note": note}
-
-
-def _without_caches(model: Any) -> Any:
-    """The model, returning no caches: a package returns tensors alone."""
-    for config in {
-        id(m.config): m.config for m in model.modules() if hasattr(m, "config")
-    }.values():
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
-    return model
 
 
 def _draws(model: Any, call: Callable[[], object]) -> bool:

@@ -29,7 +29,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -142,10 +142,14 @@ def _leaves(item: object, path: str) -> Iterator[tuple[str, tuple[str, object]]]
         yield path, (kind, len(item))
         for key, value in zip(fields, item, strict=True):
             yield from _leaves(value, f"{path}.{key}")
-    elif dataclasses.is_dataclass(item) or (hasattr(item, "__dict__") and not callable(item)):
+    elif kind == "Unreturned":  # the package's stand-in for an object of this class
+        yield path, (item.cls, None)  # type: ignore[attr-defined]  # known by its name alone
+    elif dataclasses.is_dataclass(item) or isinstance(item, SimpleNamespace):
         yield path, (kind, len(vars(item)))
         for key, value in vars(item).items():
             yield from _leaves(value, f"{path}.{key}")
+    elif hasattr(item, "__dict__") and not callable(item):  # such as a cache: by its class
+        yield path, (kind, None)
     else:
         yield path, (kind, item)
 
