@@ -125,7 +125,7 @@ class Execution:
         )
         if call.varied:
             self._check_varied(prepared)
-        shares = prepared.loss_weights(self._weigher.shares(call.loss_weights, call.total))
+        shares = prepared.loss_weights(self._shares(call))
         request = StepRequest(
             work=args.work,
             samples=call.samples,
@@ -222,7 +222,8 @@ class Execution:
                 may_be_empty=replicas > 1,
             )
             refuse_parts(self._spec, len(bound.samples))
-            weights = self._weigher.weigh(bound) if work.makes_loss else ()
+            weighed = work.makes_loss and not self._is_whole(bound.samples)
+            weights = self._weigher.weigh(bound) if weighed else ()
             trains = work is RunRequest.TRAIN
             wanted = wanted_of(self._spec, bound) if trains else frozenset[str]()
         except UsageError as error:
@@ -231,6 +232,16 @@ class Execution:
             return Call(work, training, refusal=(error.problem, error.hint)), BoundCall()
         passed = bound.samples, bound.sizes, bound.listed
         return Call(work, training, *passed, weights, wanted=wanted), bound
+
+    def _is_whole(self, samples: Sequence[int]) -> bool:
+        """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
+        return len(samples) == self._topology.replicas == 1
+
+    def _shares(self, call: Call) -> tuple[tuple[float, ...], ...]:
+        """The weights of each micro-batch's terms in those of the mini-batch's loss."""
+        if call.work.makes_loss and self._is_whole(call.samples):
+            return (tuple(1.0 for _ in self._weigher.terms),)
+        return self._weigher.shares(call.loss_weights, call.total)
 
     def _run_engines(
         self, prepared: PreparedSchedule, request: StepRequest
@@ -377,9 +388,13 @@ def _total(
     totals = []
     for number, like in enumerate(losses[0]):
         scalars = [
-            losses[m][number].reshape(()) * weights[number]
+            _weighted(losses[m][number].reshape(()), weights[number])
             for m, weights in enumerate(request.loss_weights)
             if weights[number]
         ] or [like.new_full((), torch.nan)]
         totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
     return torch.stack(totals)
+
+
+def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    return loss if weight == 1 else loss * weight

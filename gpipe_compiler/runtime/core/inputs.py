@@ -50,19 +50,18 @@ class BoundCall:
 
 def is_listed(spec: PipelineSpec, inputs: Inputs) -> bool:
     """Whether inputs are a list of micro-batches."""
+    if not isinstance(inputs, list):
+        return False
     inside = [source.path[2:] for source in spec.inputs if source.path[:2] == ("args", 0)]
-    takes_list = any(isinstance(key, int) for key, *_ in filter(None, inside))
-    return isinstance(inputs, list) and not takes_list
+    return not any(isinstance(key, int) for key, *_ in filter(None, inside))
 
 
-def passed_calls(spec: PipelineSpec, inputs: Inputs, target: object) -> Sequence[Passed]:
-    """The mini-batch, or each of its micro-batches where they are passed as a list.
+def passed_calls(inputs: Inputs, target: object) -> Sequence[Passed]:
+    """Each of the micro-batches that are passed as a list.
 
     Raises:
-        UsageError: when inputs are such a list, and the target is none or of another length.
+        UsageError: when the target is none or of another length.
     """
-    if not is_listed(spec, inputs):
-        return [(inputs, target)]
     assert isinstance(inputs, list)
     targets = [None] * len(inputs) if target is None else target
     if not isinstance(targets, list) or len(targets) != len(inputs):
@@ -94,13 +93,13 @@ def bind_call(
         UsageError: when a tensor is missing, does not fit, or is one that the pipeline knows
             nothing of; when sizes are not what the model demands; when there are no samples.
     """
-    calls = passed_calls(spec, inputs, target)
     if not is_listed(spec, inputs):
         whole, sizes = bind(inputs, target, spec, needed)
         if may_be_empty and _batch_of(whole, spec) == 0:
             return BoundCall()
         parts, samples = split(whole, spec, microbatches)
-        return BoundCall(calls, [whole], parts, samples, (sizes,) * len(parts))
+        return BoundCall([(inputs, target)], [whole], parts, samples, (sizes,) * len(parts))
+    calls = passed_calls(inputs, target)
     if not calls and may_be_empty:
         return BoundCall()
     if not calls:
@@ -273,16 +272,16 @@ def look_up(call: Mapping[str, object], path: Sequence[str | int]) -> object:
 
 
 def _check(source: Input, tensor: torch.Tensor) -> None:
-    where = describe_path(source.path)
     dim = source.batch_dim
     if dim is not None and tensor.dim() <= dim:
         raise UsageError(
-            f"{where} has shape {_as_text(tensor.shape)}: no dimension {dim} to split into "
-            "micro-batches"
+            f"{describe_path(source.path)} has shape {_as_text(tensor.shape)}: no dimension {dim} "
+            "to split into micro-batches"
         )
     if source.dtype is not None and tensor.dtype != source.dtype:
         raise UsageError(
-            f"{where} is of {tensor.dtype}, the model was compiled for {source.dtype}",
+            f"{describe_path(source.path)} is of {tensor.dtype}, the model was compiled for "
+            f"{source.dtype}",
             hint=f"convert it: .to({source.dtype})",
         )
 

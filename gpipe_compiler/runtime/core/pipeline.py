@@ -98,6 +98,7 @@ class Pipeline:
         )
         self._owners = trainable_shared(spec)
         self._mode = spec.loss is not None
+        self._draws_in_eval = any(stage.random_in_eval for stage in spec.stages)
         programs = ProgramCache(
             spec, self._topology, self.schedule, self.options.batchnorm, self._owners
         )
@@ -215,7 +216,7 @@ class Pipeline:
         self.step_number += 1
         self._calls = 0
         assert terms is not None  # training makes a loss, or raises
-        return terms.sum(), found
+        return _sum_of(terms), found
 
     def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
         """The loss of a mini-batch, without gradients; every rank gets it.
@@ -229,7 +230,7 @@ class Pipeline:
     ) -> tuple[torch.Tensor, object]:
         """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
         terms, found = self.evaluate_terms(inputs, target, outputs=outputs)
-        return terms.sum(), found
+        return _sum_of(terms), found
 
     def evaluate_terms(
         self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
@@ -259,7 +260,8 @@ class Pipeline:
             shared.spread()
         seed = self.seed
         if not (self._mode or work is RunRequest.TRAIN):
-            seed = seed_in_eval(seed, self._calls)
+            if self._draws_in_eval:
+                seed = seed_in_eval(seed, self._calls)
             self._calls += 1
         key = RandomKey(seed, self.step_number)
         read, self._read = self._read, 0
@@ -404,3 +406,7 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({self.describe()})"
+
+
+def _sum_of(terms: torch.Tensor) -> torch.Tensor:
+    return terms[0] if len(terms) == 1 else terms.sum()

@@ -210,12 +210,26 @@ class OverDraws(TorchFunctionMode):
 
     def _draw_once(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that draws from a process-wide generator, once at most."""
+        known = func is functional.dropout
+        if known and not _drops(*args, **kwargs):
+            return func(*args, **kwargs)
         with _seeded(_device(args, kwargs), self.random.seed_of(self.random.number)) as generator:
-            before = generator.get_state()
+            before = None if known else generator.get_state()
             self.random.position += 1  # what autograd saves meanwhile is drawn
             result = func(*args, **kwargs)
-            self.random.position -= torch.equal(before, generator.get_state())
+            if before is not None:
+                self.random.position -= torch.equal(before, generator.get_state())
         return result
+
+
+def _drops(
+    input: torch.Tensor,  # noqa: A002  # as torch has it
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> bool:
+    """Whether `torch.nn.functional.dropout` draws when it is called so."""
+    return training and 0 < p < 1 and input.numel() > 0
 
 
 def seed_in_eval(seed: int, call: int) -> int:
