@@ -74,6 +74,14 @@ class _Argument:
         return kwargs.get(self.name, self.default)
 
 
+_OF_DROPOUT = (
+    _Argument(0, "input", None),
+    _Argument(1, "p", 0.5),
+    _Argument(2, "training", True),
+)
+"""Those of `torch.nn.functional.dropout` that say whether it draws."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Sampler:
     """An op that draws, unless its arguments say otherwise.
@@ -211,7 +219,7 @@ class OverDraws(TorchFunctionMode):
     def _draw_once(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of a function that draws from a process-wide generator, once at most."""
         known = func is functional.dropout
-        if known and not _drops(*args, **kwargs):
+        if known and not _drops(args, kwargs):
             return func(*args, **kwargs)
         with _seeded(_device(args, kwargs), self.random.seed_of(self.random.number)) as generator:
             before = None if known else generator.get_state()
@@ -222,14 +230,10 @@ class OverDraws(TorchFunctionMode):
         return result
 
 
-def _drops(
-    input: torch.Tensor,  # noqa: A002  # as torch has it
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-) -> bool:
+def _drops(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether `torch.nn.functional.dropout` draws when it is called so."""
-    return training and 0 < p < 1 and input.numel() > 0
+    tensor, p, training = (item.of(args, kwargs) for item in _OF_DROPOUT)
+    return bool(training and 0 < p < 1 and tensor.numel())
 
 
 def seed_in_eval(seed: int, call: int) -> int:
