@@ -141,8 +141,24 @@ def _match(graph: Graph, piece: _Piece) -> bool:
 
     Kernels show what these are given, but not in which region or mode they run.
     """
-    first, second = (list(map(_kind, graph.ops[part])) for part in (piece.middle, piece.second))
+    first, second = (
+        [
+            (_kind(op), place)
+            for op, place in zip(graph.ops[part], _checkpoints(graph, part), strict=True)
+        ]
+        for part in (piece.middle, piece.second)
+    )
     return first == second
+
+
+def _checkpoints(graph: Graph, part: slice) -> list[int | str]:
+    """For every op of a repetition, which of the repetition's own checkpoints it runs in, by
+    number; the name of one that runs other ops as well."""
+    ops = graph.ops[part]
+    outside = (*graph.ops[: part.start], *graph.ops[part.stop :])
+    around = {"", *(op.checkpoint for op in outside)}
+    own = list(dict.fromkeys(op.checkpoint for op in ops if op.checkpoint not in around))
+    return [own.index(op.checkpoint) if op.checkpoint in own else op.checkpoint for op in ops]
 
 
 def _kind(op: Op) -> Hashable:
@@ -187,6 +203,7 @@ class _Writer:
         afterwards.
         """
         first, second = self.graph.ops[piece.middle], self.graph.ops[piece.second]
+        checkpoints = _checkpoints(self.graph, piece.second)
         made = [[name for op in part for name in op.outputs] for part in (first, second)]
         twins = dict(zip(*made, strict=True))
         last: dict[str, str] = {}  # what the repetition before made, by the names of the second
@@ -203,9 +220,10 @@ class _Writer:
             def value(old: str, known: Mapping[str, str] = known) -> str:
                 return known.get(old, old)
 
-            for op in second:
+            for op, place in zip(second, checkpoints, strict=True):
                 copy = self._op(op, path, value)
-                yield dataclasses.replace(copy, name=f"{op.name}%{number}")
+                checkpoint = place if isinstance(place, str) else f"{op.checkpoint}%{number}"
+                yield dataclasses.replace(copy, name=f"{op.name}%{number}", checkpoint=checkpoint)
             last = own
         renamed.update({a: last[b] for a, b in twins.items()})
 

@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.casts import hooked
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import line_of_trace
 from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.recompute import CHECKPOINT
 from gpipe_compiler.frontend.simplify_graph import simplify_graph
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.untraced import transformed
@@ -154,7 +155,10 @@ class _Lowering:
         name = f"%{self.prefix}{node.name}"
         call = self._call(node)
         self.arguments[node] = Ref(name)
-        return Op(name, call, name, source_of(node), module_of(node), origin=node)
+        region = call.body.ops[0].checkpoint if isinstance(call, RegionCall) else ""
+        checkpoint = str(node.meta.get(CHECKPOINT, region))
+        source, module = source_of(node), module_of(node)
+        return Op(name, call, name, source, module, checkpoint=checkpoint, origin=node)
 
     def _call(self, node: fx.Node) -> Call:
         own = isinstance(node.target, OwnFunction)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, TorchCall
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
-from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.recompute import CHECKPOINT, activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
 from gpipe_compiler.quiet import quiet
@@ -284,4 +284,5 @@ def _replaced(graph: fx.Graph, nodes: Sequence[fx.Node], source: fx.Node, item: 
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("source", "nn_module_stack") if key in node.meta}
+    kept = ("source", "nn_module_stack", CHECKPOINT)
+    return {key: node.meta[key] for key in kept if key in node.meta}

@@ -1,18 +1,30 @@
-"""Runs a model with torch.utils.checkpoint in it as if it kept its activations."""
+"""Runs a model with torch.utils.checkpoint in it as if it kept its activations.
+
+In a trace the nodes of each call are marked, so that a package recomputes them (`Op.checkpoint`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from functools import cache
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.frontend.locate import calling_line
+
+CHECKPOINT = "gpipe_compiler_checkpoint"
+"""Key of node.meta: number of the outermost checkpoint that the node was made in."""
+
+_Function: TypeAlias = Callable[..., object]
 
 _ENTER, _EXIT = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
@@ -33,30 +45,54 @@ def activations_kept(*, trains: bool = False) -> Iterator[None]:
         GPipeCompilerError: where this version of torch runs them twice all the same.
     """
     _check()
-    with _kept(_Refusing if trains else _Directly):
+    with _kept(_refusing if trains else _directly):
         yield
 
 
 @contextlib.contextmanager
-def _kept(function: type[_Directly]) -> Iterator[None]:
+def _kept(reentrant: _Function) -> Iterator[None]:
+    numbers = itertools.count()
+    open_: list[contextlib.ExitStack] = []
+
+    def enter(hooks: saved_tensors_hooks) -> None:
+        if not _drops(hooks):
+            _ENTER(hooks)
+            return
+        open_.append(contextlib.ExitStack())
+        open_[-1].enter_context(_marking(next(numbers)))
+
+    def leave(hooks: saved_tensors_hooks, *raised: object) -> None:
+        if _drops(hooks):
+            open_.pop().close()
+        else:
+            _EXIT(hooks, *raised)
+
+    def apply(*args: object) -> object:
+        with _marking(next(numbers)):
+            return reentrant(*args)
+
     # Users hold `checkpoint` itself under names of their own, so what it uses is replaced: the
     # hooks by which it drops what autograd saves, and the autograd function of reentrant ones.
     with (
-        mock.patch.object(saved_tensors_hooks, "__enter__", _enter),
-        mock.patch.object(saved_tensors_hooks, "__exit__", _exit),
-        mock.patch.object(checkpoint, "CheckpointFunction", function),
+        mock.patch.object(saved_tensors_hooks, "__enter__", enter),
+        mock.patch.object(saved_tensors_hooks, "__exit__", leave),
+        mock.patch.object(checkpoint, "CheckpointFunction", SimpleNamespace(apply=apply)),
     ):
         yield
 
 
-def _enter(hooks: saved_tensors_hooks) -> None:
-    if not _drops(hooks):
-        _ENTER(hooks)
-
-
-def _exit(hooks: saved_tensors_hooks, *raised: object) -> None:
-    if not _drops(hooks):
-        _EXIT(hooks, *raised)
+@contextlib.contextmanager
+def _marking(number: int) -> Iterator[None]:
+    """Marks the nodes that a trace makes inside, if there is one."""
+    mode = get_proxy_mode()
+    if mode is None:
+        yield
+        return
+    graph: Any = mode.tracer.graph
+    before = next(reversed(graph.nodes), None)
+    yield
+    for node in itertools.takewhile(lambda node: node is not before, reversed(graph.nodes)):
+        node.meta[CHECKPOINT] = number
 
 
 def _drops(hooks: saved_tensors_hooks) -> bool:
@@ -64,30 +100,22 @@ def _drops(hooks: saved_tensors_hooks) -> bool:
     return type(hooks).__module__ == checkpoint.__name__
 
 
-class _Directly:
-    """Stands for the autograd function of reentrant checkpoints."""
-
-    @staticmethod
-    def apply(function: Callable[..., object], _preserve: bool, *args: object) -> object:
-        """The function's result, recorded by autograd as usual."""
-        return function(*args)
+def _directly(function: _Function, _preserve: bool, *args: object) -> object:
+    """What a reentrant checkpoint of a function returns, recorded by autograd as usual."""
+    return function(*args)
 
 
-class _Refusing(_Directly):
-    """The same, where that is what plain PyTorch does."""
-
-    @staticmethod
-    def apply(function: Callable[..., object], _preserve: bool, *args: object) -> object:
-        """The function's result."""
-        asks = [arg.requires_grad for arg in args if isinstance(arg, torch.Tensor)]
-        if torch.is_grad_enabled() and not any(asks):
-            raise ModelError(
-                "a reentrant checkpoint is given nothing that requires gradients: plain PyTorch "
-                "makes none for the parameters of what it runs",
-                location=calling_line(),
-                hint="use checkpoint(..., use_reentrant=False)",
-            )
-        return function(*args)
+def _refusing(function: _Function, _preserve: bool, *args: object) -> object:
+    """The same; refused where plain PyTorch makes no gradients."""
+    asks = [arg.requires_grad for arg in args if isinstance(arg, torch.Tensor)]
+    if torch.is_grad_enabled() and not any(asks):
+        raise ModelError(
+            "a reentrant checkpoint is given nothing that requires gradients: plain PyTorch "
+            "makes none for the parameters of what it runs",
+            location=calling_line(),
+            hint="use checkpoint(..., use_reentrant=False)",
+        )
+    return function(*args)
 
 
 @cache
@@ -99,7 +127,7 @@ def _check() -> None:
         calls.append(reentrant)
         return x.sin()
 
-    with torch.enable_grad(), _kept(_Directly):
+    with torch.enable_grad(), _kept(_directly):
         for reentrant in (False, True):
             x = torch.ones(1, requires_grad=True)
             y = checkpoint.checkpoint(counted, x, reentrant, use_reentrant=reentrant)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.frontend.casts import READS
 from gpipe_compiler.frontend.modules import is_plain
+from gpipe_compiler.frontend.recompute import CHECKPOINT
 from gpipe_compiler.frontend.state import named_state
 
 _CALLS = "gpipe_compiler_calls"
@@ -333,4 +334,5 @@ def _meta_of_call(last: fx.Node, path: str) -> dict[str, Any]:
         if entry[0] == path:
             break
         stack[key] = entry
-    return {"source": last.meta.get("source"), "nn_module_stack": stack}
+    kept = {key: last.meta[key] for key in ("source", CHECKPOINT) if key in last.meta}
+    return {**kept, "nn_module_stack": stack}

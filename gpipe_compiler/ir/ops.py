@@ -161,6 +161,8 @@ class Op:
         result: the names its return value is bound to.
         source: the user's line, None where the frontend does not know it.
         module: path of the module whose forward makes the call ("" is the model itself).
+        checkpoint: the call of torch.utils.checkpoint that it runs in, which the model makes; ""
+            outside.
         origin: the frontend's own node (a torch.fx.Node), for messages only.
     """
 
@@ -170,6 +172,7 @@ class Op:
     source: SourceLocation | None = None
     module: str = ""
     mode: Mode = Mode.ALWAYS
+    checkpoint: str = ""
     origin: object = field(default=None, repr=False)
 
     def __getstate__(self) -> list[object]:

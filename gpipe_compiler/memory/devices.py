@@ -37,7 +37,6 @@ from gpipe_compiler.runtime.spec import (
     Crossing,
     Leaf,
     PipelineSpec,
-    Remat,
     ScheduleKind,
     StageSpec,
 )
@@ -259,7 +258,7 @@ def _stage_memory(
         stage.inputs,
         stage.outputs,
         returned=[value for value, _ in wiring.returned],
-        segments=stage.segments if stage.remat is Remat.SEGMENTS else (),
+        segments=stage.segments,
         split=stage.index in layout.split,
     )
     return StageMemory(wiring, ActionDeltas(traces), stage.remat, trains)

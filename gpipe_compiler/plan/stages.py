@@ -42,7 +42,9 @@ class Stage:
         input_bytes: of all it takes for one micro-batch, which is all that is kept of a
             micro-batch in flight under `Remat.FULL`.
         remat: what is kept between forward and backward.
-        segments: under `Remat.SEGMENTS`, the ops of each segment, in order.
+        written: whether it recomputes nothing but what the model itself checkpoints.
+        segments: under `Remat.SEGMENTS`, the ops of each segment, in order; under `Remat.FULL`
+            those that the model itself checkpoints, which run again in the second forward too.
         segments_s: predicted seconds of running them again, within the backward of a micro-batch.
         segments_kept_bytes: what is kept of a micro-batch in flight then.
         segments_again_bytes: what it has besides, at most, while its backward is under way.
@@ -70,6 +72,7 @@ class Stage:
     state_bytes: int = 0
     weight_s: float = 0.0
     update_s: float = 0.0
+    written: bool = True
     segments: tuple[tuple[str, ...], ...] = ()
     segments_s: float = 0.0
     segments_kept_bytes: int = 0
@@ -79,20 +82,16 @@ class Stage:
     @property
     def recompute_s(self) -> float:
         """Predicted seconds of running ops again for a backward that needs it."""
-        match self.remat:
-            case Remat.NONE:
-                return 0.0
-            case Remat.FULL:
-                return self.forward_s
-            case Remat.SEGMENTS:
-                return self.segments_s
+        return self.segments_s + (self.forward_s if self.remat is Remat.FULL else 0.0)
 
     @property
     def microbatch_bytes(self) -> tuple[int, int]:
         """What it keeps of a micro-batch that it will recompute, and has besides when it has."""
-        if self.remat is Remat.SEGMENTS:
-            return self.segments_kept_bytes, self.segments_again_bytes
-        return self.input_bytes, self.saved_bytes
+        if not self.segments:
+            return self.input_bytes, self.saved_bytes
+        if self.remat is Remat.FULL:
+            return self.input_bytes, self.segments_kept_bytes + self.segments_again_bytes
+        return self.segments_kept_bytes, self.segments_again_bytes
 
 
 @dataclass(frozen=True, slots=True)

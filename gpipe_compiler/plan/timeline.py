@@ -43,9 +43,11 @@ def stage_times(plan: Plan) -> tuple[StageTimes, ...]:
 
 def recomputing(stage: Stage, times: StageTimes) -> StageTimes:
     """The times of a stage with what it runs again: segments when their backward has come."""
-    if stage.remat is Remat.SEGMENTS:
-        return dataclasses.replace(times, backward_s=times.backward_s + stage.recompute_s)
-    return dataclasses.replace(times, recompute_s=stage.recompute_s)
+    return dataclasses.replace(
+        times,
+        backward_s=times.backward_s + stage.segments_s,
+        recompute_s=stage.forward_s if stage.remat is Remat.FULL else 0.0,
+    )
 
 
 def crossing_bytes(crossing: Crossing) -> int:

@@ -27,7 +27,13 @@ from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of, run_again
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.predict import Candidate, predict, shared
-from gpipe_compiler.planner.remat import RematOption, RematOptions, runs
+from gpipe_compiler.planner.remat import (
+    RematOption,
+    RematOptions,
+    as_written,
+    run_again_anyhow,
+    runs,
+)
 from gpipe_compiler.planner.stage_table import StageTable, stage_of_cut, tabulate, with_asked
 from gpipe_compiler.runtime.core.full_batch import joint_of
 from gpipe_compiler.runtime.spec import BatchNorm, Remat
@@ -47,9 +53,6 @@ _AS_GOOD = 1e-3
 _ROUNDS = 4
 """How often stages are balanced anew with what they recompute, at most."""
 
-_WHOLE = (Remat.NONE, Remat.FULL)
-"""All that a stage can do but recompute in segments."""
-
 
 @dataclass(frozen=True)
 class CandidateBuilder:
@@ -64,6 +67,7 @@ class CandidateBuilder:
         random: whether the model draws random numbers.
         inside: the share of the best time that may be given for cuts which open fewer modules.
         remats: what stages can do to recompute.
+        again: the ops that run again wherever the cuts are, because the model checkpoints them.
         cuts: those made so far, by groups, the stages that recompute, what the seats hold, and
             that share.
         known: what they have found out about the graph.
@@ -82,6 +86,7 @@ class CandidateBuilder:
     random: bool
     inside: float
     remats: RematOptions
+    again: frozenset[str] = frozenset()
     cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
     known: Known = field(default_factory=Known, compare=False)
 
@@ -124,6 +129,7 @@ class CandidateBuilder:
             random=bool(whole and random_ops(graph)),
             inside=policy.cut_inside,
             remats=RematOptions(facts, seconds, setting.splits_backward, most),
+            again=run_again_anyhow(facts, seconds[0]) if graph.loss is not None else frozenset(),
         )
 
     @property
@@ -287,8 +293,8 @@ class CandidateBuilder:
             memory = self.setting.seats[seat].memory
             order, kind = candidate.orders[device], self.kind(candidate, device)
             for known in self.remats.levels(candidate.stages, order, candidate.joint, kind):
-                fits, found = known.fastest(memory, tuple(Remat))
-                whole.update(known.fastest(memory, _WHOLE)[1])
+                fits, found = known.fastest(memory, segments=True)
+                whole.update(known.fastest(memory, segments=False)[1])
                 if fits:
                     break
             segmented.update(found)
@@ -352,17 +358,23 @@ class CandidateBuilder:
         key: Hashable = (problem.groups, recompute, memory)
         if problem.values is not self.problem.values:
             key = (key, problem.values)
+        asked = problem
+        if self.again:
+            asked = run_again(problem, dict.fromkeys(self.again, 1.0))
         if key not in self.cuts:
             prove = self.policy.prove and self.work >= WORK
-            self.cuts[key] = cut(problem, setting, work=self.work, prove=prove, known=self.known)
+            self.cuts[key] = cut(asked, setting, work=self.work, prove=prove, known=self.known)
         found = self.cuts[key]
         if self.inside:
             key = (key, self.inside)
             if key not in self.cuts:
-                self.cuts[key] = self._opening_less(problem, setting, found)
+                self.cuts[key] = self._opening_less(asked, setting, found)
             found = self.cuts[key]
         if problem.values is not self.problem.values:
             found = cut(self.problem, setting, hint=found.stage_of, search=False)
+        elif self.again:
+            plain = cut(self.problem, setting, hint=found.stage_of, search=False)
+            found = dataclasses.replace(plain, lower_bound_s=found.lower_bound_s, proved=False)
         return self._cut_so(found, recompute)
 
     def _opening_less(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
@@ -379,11 +391,20 @@ class CandidateBuilder:
             best = found.proved and exact.fits and exact.objective_s <= found.objective_s
             found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
         optimizer = self.policy.counted_optimizer
-        stages = tuple(
+        stages = [
             stage_of_cut(self.facts, table, index, found.times[index], again, optimizer)
             for index, again in enumerate(recompute)
-        )
-        return self._draft(found, table, stages)
+        ]
+        if self.again:
+            stages = [self._as_written(found, stage) for stage in stages]
+        return self._draft(found, table, tuple(stages))
+
+    def _as_written(self, found: Cut, stage: Stage) -> Stage:
+        """A stage that runs what the model itself checkpoints again."""
+        kind = self.setting.seats[found.seats[self.setting.placement[stage.index]]].kind
+        again = stage.remat is Remat.FULL
+        option = as_written(self.facts, stage, self.remats.seconds[kind], again=again)
+        return option.of(stage, split=self.setting.splits_backward)
 
     def _draft(self, found: Cut, table: StageTable, stages: tuple[Stage, ...]) -> Candidate:
         needed = [not self.whole.isdisjoint(stage.ops) for stage in stages]

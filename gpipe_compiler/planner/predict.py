@@ -37,8 +37,8 @@ class Candidate:
 
     @property
     def recomputing(self) -> tuple[bool, ...]:
-        """Which stages recompute."""
-        return tuple(stage.remat is not Remat.NONE for stage in self.stages)
+        """Which stages recompute more than the model itself does."""
+        return tuple(not stage.written for stage in self.stages)
 
     def bounded_by(self, other: Candidate) -> Candidate:
         """The same, of which no more is known than the lower bound of the other."""
@@ -83,9 +83,7 @@ def predict(
     whole = step_s * len(orders)
     microbatches = max((action.microbatch + 1 for order in orders for action in order), default=1)
     held = loads(orders, *remats(stages, joint))
-    again_s = sum(simulation.recompute_s) + microbatches * sum(
-        stage.recompute_s for stage in stages if stage.remat is Remat.SEGMENTS
-    )
+    again_s = sum(simulation.recompute_s) + microbatches * sum(s.segments_s for s in stages)
     alone = {stage: load.of(stage) for load in held for stage in load.stages}
     return Prediction(
         step_s=step_s,

@@ -1,7 +1,8 @@
 """How the stages of a device recompute: the fastest way that fits into its memory.
 
-What a stage can do (`ways`) is to keep everything, to run its whole forward again, or one of the
-choices of segments that no other is better than (`passes.remat`).
+What a stage can do (`ways`) is to keep everything but what the model itself checkpoints, to run its
+whole forward again, or one of the choices of segments that no other is better than
+(`passes.remat`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.passes.remat import (
+    RematProblem,
     SegmentChoice,
     choices,
     choices_of,
+    evaluate,
     stage_problem,
     whole_calls,
 )
@@ -33,6 +36,9 @@ MOST_COMBINED = 20_000
 MOST_POINTS = 24
 """Of a stage's frontier, in a plan."""
 
+_WHOLE = 2
+"""How many of the ways of a stage have no segments but those of the model itself: the first."""
+
 Bytes = npt.NDArray[np.float64]
 
 
@@ -42,12 +48,14 @@ class RematOption:
 
     Attributes:
         seconds: of running ops again for one micro-batch.
-        choice: of segments, where it recomputes so.
+        choice: of segments, where it recomputes so; of FULL those of the model itself, if any.
+        written: whether nothing runs again but what the model itself checkpoints.
     """
 
     remat: Remat
     seconds: float
     choice: SegmentChoice | None = None
+    written: bool = False
 
     def of(self, stage: Stage, *, split: bool) -> Stage:
         """The stage that recomputes so.
@@ -56,11 +64,12 @@ class RematOption:
             split: whether its backward is.
         """
         if self.choice is None:
-            return dataclasses.replace(stage, remat=self.remat, segments=())
+            return dataclasses.replace(stage, remat=self.remat, segments=(), written=self.written)
         choice = self.choice
         return dataclasses.replace(
             stage,
             remat=self.remat,
+            written=self.written,
             segments=tuple(stage.ops[start:stop] for start, stop in choice.segments),
             segments_s=choice.seconds,
             segments_kept_bytes=choice.kept,
@@ -71,14 +80,41 @@ class RematOption:
 def ways(
     facts: CutFacts, stage: Stage, seconds: Mapping[str, float], most: int
 ) -> tuple[RematOption, ...]:
-    """All that may be worth it, the one that keeps everything first.
+    """All that may be worth it, the one that runs the least again first.
 
     Args:
         seconds: of every op's forward, on the device of the stage.
         most: places of the stage to look at (`passes.remat.choices`).
     """
-    problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
-    return _ways(stage, choices(problem, most))
+    problem = _problem(facts, stage, seconds)
+    return _ways(stage, problem, choices(problem, most))
+
+
+def as_written(
+    facts: CutFacts, stage: Stage, seconds: Mapping[str, float], *, again: bool
+) -> RematOption:
+    """What a stage runs again because the model checkpoints it.
+
+    Args:
+        again: whether it runs its whole forward again besides.
+    """
+    keeps, full, *_ = _ways(stage, _problem(facts, stage, seconds), ())
+    return full if again else keeps
+
+
+def run_again_anyhow(facts: CutFacts, seconds: Mapping[str, float]) -> frozenset[str]:
+    """The ops that run again wherever the cuts are, because the model checkpoints them."""
+    ops = [op.name for op in facts.graph.ops]
+    if not any(op.checkpoint for op in facts.graph.ops):
+        return frozenset()
+    problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, ops)
+    inside = (place for start, stop in problem.written for place in range(start, stop))
+    steps = ((ops[place], problem.steps[place]) for place in inside)
+    return frozenset(name for name, step in steps if step.saves and not step.early)
+
+
+def _problem(facts: CutFacts, stage: Stage, seconds: Mapping[str, float]) -> RematProblem:
+    return stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
 
 
 def ways_by_calls(
@@ -90,14 +126,24 @@ def ways_by_calls(
     calls = [(call.path, [kept[node].name for node in call.nodes]) for call in facts.modules]
     here = set(stage.ops)
     inside = [(path, names) for path, names in calls if here.issuperset(names)]
-    problem = stage_problem(facts.graph, facts.effects, facts.saved, seconds, stage.ops)
+    problem = _problem(facts, stage, seconds)
     levels = whole_calls(facts.graph, facts.effects, seconds, stage.ops, inside, facts.duplicable)
-    return [_ways(stage, choices_of(problem, segments)) for segments in levels]
+    return [_ways(stage, problem, choices_of(problem, segments)) for segments in levels]
 
 
-def _ways(stage: Stage, found: Iterable[SegmentChoice]) -> tuple[RematOption, ...]:
+def _ways(
+    stage: Stage, problem: RematProblem, found: Iterable[SegmentChoice]
+) -> tuple[RematOption, ...]:
     several = (RematOption(Remat.SEGMENTS, one.seconds, one) for one in found if one.segments)
-    return RematOption(Remat.NONE, 0.0), RematOption(Remat.FULL, stage.forward_s), *several
+    if not problem.written:
+        keeps = RematOption(Remat.NONE, 0.0, written=True)
+        return keeps, RematOption(Remat.FULL, stage.forward_s), *several
+    own = evaluate(problem, ())
+    return (
+        RematOption(Remat.SEGMENTS, own.seconds, own, written=True),
+        RematOption(Remat.FULL, stage.forward_s + own.seconds, own),
+        *several,
+    )
 
 
 @dataclass(frozen=True)
@@ -163,17 +209,16 @@ class DeviceRematOptions:
         """Bytes that the stages hold for good."""
         return sum(stage.state_bytes for stage in self.stages)
 
-    def fastest(
-        self, memory: float, allowed: Collection[Remat]
-    ) -> tuple[bool, dict[int, RematOption]]:
+    def fastest(self, memory: float, *, segments: bool) -> tuple[bool, dict[int, RematOption]]:
         """The ways that take the least time in so much memory; else those that need the least.
         And whether they fit.
 
         Args:
             memory: bytes, of which the state takes its part.
+            segments: whether there may be others than the model itself has.
         """
         room = memory - self.state_bytes
-        places = self._compared(allowed)
+        places = self._compared(segments=segments)
         total = np.zeros((1, self.bytes[0].shape[1]))
         taken = np.zeros(1)
         for size, seconds, chosen in zip(self.bytes, self.seconds, places, strict=True):
@@ -193,24 +238,24 @@ class DeviceRematOptions:
             )
         }
 
-    def _compared(self, allowed: Collection[Remat]) -> list[list[int]]:
+    def _compared(self, *, segments: bool) -> list[list[int]]:
         """For every stage the ways that are compared; of many, some from the fastest to the
         smallest."""
         most = max(2, int(MOST_COMBINED ** (1 / len(self.stages))))
         found = []
         for place in range(len(self.stages)):
-            front = self._front(place, allowed)
+            front = self._front(place, segments=segments)
             if len(front) > most:
                 steps = [index * (len(front) - 1) // (most - 1) for index in range(most)]
                 front = [front[step] for step in dict.fromkeys(steps)]
             found.append(front)
         return found
 
-    def _front(self, place: int, allowed: Collection[Remat]) -> list[int]:
+    def _front(self, place: int, *, segments: bool) -> list[int]:
         """The ways of one stage that no other is better than, the fastest first."""
         peaks = self.bytes[place].max(axis=1, initial=0.0)
         seconds = self.seconds[place]
-        wanted = [i for i, way in enumerate(self.ways[place]) if way.remat in allowed]
+        wanted = [*range(len(self.ways[place]) if segments else _WHOLE)]
         wanted.sort(key=lambda i: (seconds[i], peaks[i], i))
         front: list[int] = []
         for index in wanted:
@@ -221,7 +266,7 @@ class DeviceRematOptions:
     def frontier(self, stage: int) -> tuple[RematPoint, ...]:
         """A stage's time against its memory, by itself."""
         place = next(p for p, known in enumerate(self.stages) if known.index == stage)
-        front = self._front(place, set(Remat))
+        front = self._front(place, segments=True)
         if len(front) > MOST_POINTS:
             steps = [index * (len(front) - 1) // (MOST_POINTS - 1) for index in range(MOST_POINTS)]
             front = [front[step] for step in steps]

@@ -256,6 +256,7 @@ def stage_of_cut(
         saved_bytes=facts.saved.saved_bytes(ops) if graph.loss is not None else 0,
         input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
         remat=Remat.FULL if recompute else Remat.NONE,
+        written=not recompute,
         state_bytes=sum(held_bytes(graph, state, optimizer) for state in states),
         weight_s=times.weight_s,
         update_s=times.update_s,

@@ -66,9 +66,15 @@ def choices(problem: RematProblem, most: int = MANY) -> tuple[SegmentChoice, ...
 @lru_cache(maxsize=512)
 def choices_of(problem: RematProblem, segments: tuple[Segment, ...]) -> tuple[SegmentChoice, ...]:
     """The undominated choices of some of these segments, the fastest first."""
-    ends = {problem.places[0], problem.places[-1], *itertools.chain(*segments)}
-    chosen = search(problem, sorted(ends), frozenset(segments))
+    fitting = frozenset(segment for segment in segments if not _opens(problem, segment))
+    ends = {problem.places[0], problem.places[-1], *itertools.chain(*fitting, *problem.written)}
+    chosen = search(problem, sorted(ends), fitting)
     return tuple(_undominated(evaluate(problem, some) for some in chosen))
+
+
+def _opens(problem: RematProblem, segment: Segment) -> bool:
+    """Whether an end of a segment lies inside of one that the model itself checkpoints."""
+    return any(start < end < stop for start, stop in problem.written for end in segment)
 
 
 def _usual(problem: RematProblem) -> list[SegmentChoice]:

@@ -47,11 +47,24 @@ class RematProblem:
         sizes: bytes of every storage.
         places: before which op a segment may begin or end, ascending; the number of ops stands for
             the end.
+        written: the segments that the model itself checkpoints, in order: what is in none of the
+            chosen ones runs again all the same. No place lies inside of one.
     """
 
     steps: tuple[RematOp, ...]
     sizes: tuple[int, ...]
     places: tuple[int, ...]
+    written: tuple[Segment, ...] = ()
+
+    def with_written(self, segments: Iterable[Segment]) -> tuple[Segment, ...]:
+        """Segments, and those of the model that lie in none of them, in order."""
+        chosen = tuple(segments)
+        left = (
+            (start, stop)
+            for start, stop in self.written
+            if not any(one <= start and stop <= other for one, other in chosen)
+        )
+        return tuple(sorted((*chosen, *left)))
 
     def bytes(self, storages: Iterable[int]) -> int:
         """Of distinct storages."""
@@ -116,8 +129,8 @@ class SegmentChoice:
 
 
 def evaluate(problem: RematProblem, segments: Collection[Segment]) -> SegmentChoice:
-    """What some segments come to, by the definition."""
-    ordered = tuple(sorted(segments))
+    """What some segments come to, by the definition, with those that the model itself has."""
+    ordered = problem.with_written(segments)
     kept: set[int] = set()
     again: set[int] = set()
     held = peak = place = 0

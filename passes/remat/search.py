@@ -35,7 +35,7 @@ def search(
     Where there are too many ways to a place, they are the best of a part.
 
     Args:
-        allowed: the segments there may be; None for any.
+        allowed: the segments there may be, beside those of the model; None for any.
     """
     return _Search(problem, places, allowed).run()
 
@@ -201,8 +201,11 @@ class _Search:
         places, steps = self.places, self.problem.steps
         if index + 1 == len(places):
             return
-        keeping = self.problem.saved((places[index], places[index + 1]))
-        yield _Move(index + 1, 0.0, keeping, frozenset(), segment=False)
+        written = self.problem.written
+        following = places[index], places[index + 1]
+        if following not in written:
+            keeping = self.problem.saved(following)
+            yield _Move(index + 1, 0.0, keeping, frozenset(), segment=False)
         given: set[int] = set()
         saved: set[int] = set()
         for later in range(index + 1, len(places)):
@@ -213,7 +216,8 @@ class _Search:
                         given |= storages
             inside = frozenset(saved - given)
             segment = places[index], places[later]
-            if inside and (self.allowed is None or segment in self.allowed):
+            allowed = self.allowed is None or segment in self.allowed or segment in written
+            if inside and allowed:
                 seconds = self.problem.seconds(segment)
                 yield _Move(later, seconds, frozenset(given), inside, segment=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpipe_compiler.ir import Graph, Mode
@@ -53,11 +54,38 @@ def stage_problem(
             )
         )
     sizes = {mine: saved.bytes[number] for number, mine in numbers.items()}
-    return RematProblem(
-        tuple(steps),
-        tuple(sizes[mine] for mine in range(len(sizes))),
-        tuple(_places(graph, effects, saved, ops, position)),
+    places = _places(graph, effects, saved, ops, position)
+    free = RematProblem(
+        tuple(steps), tuple(sizes[mine] for mine in range(len(sizes))), tuple(sorted(places))
     )
+    spans = _written(graph, effects, ops, position)
+    written = tuple(span for span in spans if free.saved(span) - free.given(span))
+    inside = {place for start, stop in written for place in range(start + 1, stop)}
+    places = places.union(*written) - inside
+    return dataclasses.replace(free, places=tuple(sorted(places)), written=written)
+
+
+def _written(
+    graph: Graph, effects: Effects, ops: Sequence[str], position: Mapping[str, int]
+) -> list[Segment]:
+    """The segments that the model itself checkpoints, as far as the stage has them.
+
+    One that a cut goes through is one on either side. Where it may not begin or end, it does so
+    further inside. What serves only the loss is in none.
+    """
+    barred = _barred(graph, effects, ops, position)
+    spans: dict[str, list[int]] = {}
+    for place, name in enumerate(ops):
+        checkpoint = graph.op_of[name].checkpoint
+        if checkpoint and name not in graph.loss_only:
+            spans.setdefault(checkpoint, []).append(place)
+    found: list[Segment] = []
+    for first, *_, last in (sorted((*span, span[-1])) for span in spans.values()):
+        start = max(first, found[-1][1] if found else 0)
+        ends = [place for place in range(start, last + 2) if place not in barred]
+        if len(ends) > 1:
+            found.append((ends[0], ends[-1]))
+    return found
 
 
 def _places(
@@ -66,10 +94,10 @@ def _places(
     saved: SavedTensors,
     ops: Sequence[str],
     position: Mapping[str, int],
-) -> list[int]:
+) -> set[int]:
     end = sum(name not in graph.loss_only for name in ops)
     barred = _barred(graph, effects, ops, position)
-    places = []
+    places = set()
     for place in range(end + 1):
         # What writes in place makes no storage of its own either; yet before it is not as after it.
         same = (
@@ -78,7 +106,7 @@ def _places(
             and _looks_on(graph, saved, ops[place - 1])
         )
         if place not in barred and not same:
-            places.append(place)
+            places.add(place)
     return places
 
 

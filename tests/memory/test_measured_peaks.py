@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
@@ -63,7 +64,25 @@ class Normed(nn.Module):
         return self.out((scores @ v + h).mean(1))
 
 
+class Checkpointed(nn.Module):
+    """Recomputes its layers by itself, all but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(48, 160), nn.GELU(), nn.Dropout(0.1), nn.Linear(160, 48))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:3]:
+            x = x + checkpoint(layer, x, use_reentrant=False)
+        return self.layers[3](x)
+
+
 CASES = [
+    (Checkpointed, 48, RematChoice.NONE, OptimizerKind.SGD),
+    (Checkpointed, 48, RematChoice.FULL, OptimizerKind.SGD),
     (Skips, 48, RematChoice.NONE, OptimizerKind.SGD),
     (Skips, 48, RematChoice.NONE, OptimizerKind.ADAM),
     (Skips, 48, RematChoice.FULL, OptimizerKind.MOMENTUM),

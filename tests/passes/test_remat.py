@@ -6,6 +6,7 @@ storage as a forward and a backward would.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -47,7 +48,10 @@ def problems(draw: st.DrawFn, most: int = 6) -> RematProblem:
         )
         holds.append((position, made))
     places = sorted(draw(st.sets(st.integers(0, count), min_size=2)))
-    return RematProblem(tuple(steps), tuple(sizes), tuple(places))
+    free = RematProblem(tuple(steps), tuple(sizes), tuple(places))
+    spans = draw(st.sets(st.sampled_from([*itertools.pairwise(places)])))
+    written = sorted(span for span in spans if free.saved(span) - free.given(span))
+    return dataclasses.replace(free, written=tuple(written))
 
 
 def segmentations(places: tuple[int, ...]) -> list[tuple[Segment, ...]]:
@@ -126,7 +130,10 @@ def test_bytes_are_those_of_a_walk(problem: RematProblem, data: st.DataObject) -
     segments = data.draw(st.sampled_from(segmentations(problem.places)))
     choice = evaluate(problem, segments)
 
-    assert (choice.kept, choice.peak) == walked(problem, segments)
+    runs_again = {op for start, stop in choice.segments for op in range(start, stop)}
+    asked = (*segments, *problem.written)
+    assert runs_again == {op for start, stop in asked for op in range(start, stop)}
+    assert (choice.kept, choice.peak) == walked(problem, choice.segments)
     assert choice.kept <= choice.peak <= choice.whole
 
 

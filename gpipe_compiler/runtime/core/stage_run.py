@@ -99,7 +99,10 @@ class StageRun:
         gradients = trains or any(need.gradient for need in stage.needs)
         self._recomputes = gradients and options.remat[stage.index] is Remat.FULL
         self._segments = Segments(module, stage.spec.segments, keeps=stage.split)
-        self._segmented = options.remat[stage.index] is Remat.SEGMENTS
+        # What a stage runs again in segments though all of it runs again was planned so.
+        again = options.remat[stage.index]
+        planned = again is Remat.FULL and stage.spec.remat is Remat.FULL
+        self._segmented = again is Remat.SEGMENTS or planned
         self._kept: dict[int, BackwardGraph | Received] = {}
         self._weights: dict[int, WeightPart] = {}
 
