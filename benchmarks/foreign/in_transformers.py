@@ -58,23 +58,62 @@ _WINDOWS = {
     "window_size": 4,
     "patch_size": 2,
 }
+_ATTENDS = {"layer_types": ["linear_attention", "full_attention"]}
 OTHERS: dict[str, dict[str, object]] = {
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
-    "bit": {"hidden_sizes": [32, 32, 64, 64], "embedding_size": 32},
+    "bailing_hybrid": {"num_expert_group": 2},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "bit": {"hidden_sizes": [32, 32, 64, 64], "embedding_size": 32, "num_groups": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "donut-swin": _WINDOWS,
-    "esm": {"vocab_size": WORDS},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "esm": {"vocab_size": WORDS, "pad_token_id": 0, "mask_token_id": 3},
+    "esmc": {"num_key_value_heads": 4},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+        "intermediate_size": 64, "activation_sparsity_pattern": [0.95, 0.0],
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, **_ATTENDS},
+    "hgnet_v2": {
+        "stem_channels": [3, 8, 8], "stage_in_channels": [8, 16, 32, 64],
+        "stage_mid_channels": [8, 8, 16, 16], "stage_out_channels": [16, 32, 64, 128],
+        "stage_num_blocks": [1, 1, 1, 1], "hidden_sizes": [16, 32, 64, 128],
+    },
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "levit": {"image_size": 64, "patch_size": 16, "hidden_sizes": [32, 48, 64]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lilt": {"hidden_size": 48},
+    "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
     "mobilevit": {"hidden_sizes": [16, 16, 16], "image_size": 64},
     "mobilevitv2": {"image_size": 64},
-    "nemotron": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "perceiver": {
+        "num_latents": 16, "d_latents": 32, "num_self_attends_per_block": 2,
+        "max_position_embeddings": TOKENS,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {
+        "is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"],
+        "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2,
+    },
     "swin": _WINDOWS,
     "swinv2": _WINDOWS,
-}
+    "textnet": {
+        "hidden_sizes": [64, 64, 64, 64, 64], "image_size": [64, 64],
+        "conv_layer_kernel_sizes": [[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]],
+        "conv_layer_strides": [[2], [2], [2], [2]],
+    },
+    "zamba": {
+        "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 64,
+    },
+    "zamba2": {"attention_hidden_size": 64, "adapter_rank": 8},
+}  # fmt: skip
 """What some configurations need besides, since their sizes depend on one another."""
 
 

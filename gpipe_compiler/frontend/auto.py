@@ -8,7 +8,12 @@ from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
-from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
+from gpipe_compiler.errors import (
+    GPipeCompilerError,
+    IllegalGraphError,
+    SourceLocation,
+    TraceError,
+)
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import Place, free_places, named, wanted
@@ -20,6 +25,7 @@ from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
+from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
@@ -81,7 +87,7 @@ def choose(
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise
             met.append((candidate, error))
-    raise _all_failed(met)
+    raise _all_failed(met, definition(type(subject.model).forward))
 
 
 def trace_with(
@@ -226,13 +232,21 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 _ANOTHER = "try another frontend"
 
 
-def _all_failed(met: list[tuple[Frontend, GPipeCompilerError]]) -> TraceError:
-    """One error out of those of all frontends; it points at the line that most of them name."""
-    lines = [
-        f"  {frontend.value}: {f'{error.location}: ' if error.location else ''}{error.problem}"
-        for frontend, error in met
-    ]
+def _all_failed(
+    met: list[tuple[Frontend, GPipeCompilerError]], forward: SourceLocation | None
+) -> TraceError:
+    """One error out of those of all frontends.
+
+    It points at the line that most of them name, or else at the model's `forward`.
+    """
     errors = [error for _, error in met]
+    said = {
+        frontend: f"{f'{error.location}: ' if error.location else ''}{error.problem}"
+        for frontend, error in met
+    }
+    alike = len(set(said.values())) == 1
+    lines = [f"  {frontend.value}: {text}" for frontend, text in said.items()]
+    listing = f" {errors[0].problem}" if alike else "\n" + "\n".join(lines)
     hints = [error.hint for error in errors if error.hint and not error.hint.startswith(_ANOTHER)]
     hint = hints[0] if hints else "write what the line does with torch's operators on tensors alone"
     cause = ""
@@ -243,7 +257,7 @@ def _all_failed(met: list[tuple[Frontend, GPipeCompilerError]]) -> TraceError:
             break
     places = [error.location for error in errors if error.location is not None]
     return TraceError(
-        f"the model cannot be traced{cause}:\n" + "\n".join(lines),
-        location=max(places, key=places.count) if places else None,
+        f"the model cannot be traced{cause}:{listing}",
+        location=max(places, key=places.count) if places else forward,
         hint=hint,
     )

@@ -43,6 +43,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import map_result, with_arguments
+from gpipe_compiler.runtime.spec import Unreturned
 
 
 def merge(train: Graph, evaluation: Graph) -> Graph:
@@ -244,7 +245,7 @@ class _Merging:
 
     def outputs(self, train: Argument, evaluation: Argument) -> Argument:
         """What the merged graph returns: a value for every tensor that eval mode returns."""
-        theirs = self._ours(evaluation)
+        train, theirs = _with_objects(train, self._ours(evaluation))
         if _structure(train) == _structure(theirs):
             return self._zip_outputs(train, theirs)
         self.different = True
@@ -280,6 +281,36 @@ class _Merging:
         name = self._names.unique(wish)
         self.selections.append(Op(name, FunctionCall(operator.pos, (ByMode(ours, other),)), name))
         return Ref(name)
+
+
+def _with_objects(train: Argument, evaluation: Argument) -> tuple[Argument, Argument]:
+    """What both modes return, with objects in both places that one mode alone returns."""
+    match train, evaluation:
+        case (Unreturned(), None) | (None, Unreturned()):
+            known = evaluation if train is None else train
+            mark = dataclasses.replace(known, training=train is not None)
+            return mark, mark
+        case dict(), dict():
+            pairs = {
+                key: _with_objects(train.get(key), evaluation.get(key))
+                for key in dict.fromkeys((*train, *evaluation))
+            }
+            for key in train.keys() ^ evaluation.keys():
+                if isinstance(mark := pairs[key][0], Unreturned):
+                    pairs[key] = (dataclasses.replace(mark, keyed=False),) * 2
+            ours, theirs = (
+                {
+                    key: pair[side]
+                    for key, pair in pairs.items()
+                    if key in own or isinstance(pair[side], Unreturned)
+                }
+                for side, own in enumerate((train, evaluation))
+            )
+            return ours, theirs
+        case (tuple() | list(), tuple() | list()) if len(train) == len(evaluation):
+            items = [_with_objects(a, b) for a, b in zip(train, evaluation, strict=True)]
+            return type(train)(a for a, _ in items), type(evaluation)(b for _, b in items)
+    return train, evaluation
 
 
 def combine(train: Argument, evaluation: Argument) -> Argument:

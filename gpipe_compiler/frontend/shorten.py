@@ -278,7 +278,7 @@ def _frozen(value: object) -> Hashable:
     if isinstance(value, dict):
         return (type(value), tuple((_frozen(key), _frozen(item)) for key, item in value.items()))
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return _Alone(value) if value.__closure__ else value  # type: ignore[union-attr]  # built-ins have none
+        return _Alone(value) if getattr(value, "__closure__", None) else value  # of no built-in
     return _Alone(value)
 
 

@@ -250,10 +250,18 @@ class Unreturned:
     Attributes:
         path: the way to it in what the model returns.
         cls: the name of its class.
+        training: the mode in which alone it is returned; None for both.
+        keyed: in the other mode None stands there, and not even its key is missing in a dict.
     """
 
     path: tuple[Any, ...]
     cls: str
+    training: bool | None = None
+    keyed: bool = True
+
+    def is_left_out(self, training: bool) -> bool:
+        """Whether the model returns no such thing in a mode."""
+        return self.training is not None and self.training is not training
 
     def _refuse(self, *_: object) -> Any:
         raise UsageError(

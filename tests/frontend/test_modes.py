@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.modes import combine, merge
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.symbolic import trace_fx
@@ -184,8 +185,14 @@ def test_an_output_that_differs_by_mode_has_one_name():
 
 
 def test_outputs_that_do_not_fit_together_are_refused():
+    model = Returns(lambda y, aux: y, lambda y, aux: (y.relu(), y))
     with pytest.raises(TraceError, match="different structures in train and in eval"):
-        merged(Returns(lambda y, aux: y, lambda y, aux: (y.relu(), y)))
+        merged(model)
+    with pytest.raises(TraceError) as refused:
+        trace(Subject("returns", model, (torch.randn(2, WIDTH),), loss=LossChoice.SUM_OF_SQUARES))
+    assert "traced: the model returns different structures" in refused.value.problem  # once
+    assert refused.value.location is not None
+    assert refused.value.location.function == "Returns.forward"
 
 
 def test_arguments_combine_leaf_by_leaf():

@@ -144,15 +144,16 @@ class Pair(nn.Module):
 
 
 class Normed(nn.Module):
-    """BatchNorm, whose buffers are written."""
+    """BatchNorm, whose buffers are written, and a built-in function as an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.activation = nn.functional.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.norm(self.linear(x)))
+        return self.activation(self.norm(self.linear(x)))
 
 
 class Zipped(nn.Module):

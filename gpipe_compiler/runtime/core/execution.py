@@ -206,7 +206,7 @@ class Execution:
     def _returned(self, values: Values, call: Call, group: Sequence[int]) -> object:
         """What the model returns for the micro-batches that were passed together."""
         samples, sizes = [call.samples[m] for m in group], call.sizes[group[0]]
-        made = rebuild(self._spec.outputs, values, samples, sizes)
+        made = rebuild(self._spec.outputs, values, samples, sizes, call.training)
         return as_returned(made, self._spec.classes)
 
     def _offered(self, args: CallArgs) -> tuple[Call, BoundCall]:

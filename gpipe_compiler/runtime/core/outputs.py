@@ -15,7 +15,7 @@ import torch
 
 from ..errors import UsageError
 from ..sizes import Expression, Sizes, value_at
-from ..spec import Joined, Leaf, OutputClass, OutputTerm, Samples, Structure
+from ..spec import Joined, Leaf, OutputClass, OutputTerm, Samples, Structure, Unreturned
 from .loss_weights import divisor
 from .nest import Path
 
@@ -60,18 +60,25 @@ def rebuild(
     values: Mapping[str, torch.Tensor],
     samples: Sequence[int],
     sizes: Sizes,
+    training: bool,
 ) -> object:
     """The structure that the pipeline returns, with a tensor at every leaf.
 
     Args:
         samples: in each micro-batch.
         sizes: of all of them.
+        training: in train mode.
     """
 
     def inner(item: Structure) -> object:
-        return rebuild(item, values, samples, sizes)
+        return rebuild(item, values, samples, sizes, training)
+
+    def stands(item: Structure) -> bool:
+        return not isinstance(item, Unreturned) or item.keyed or not item.is_left_out(training)
 
     match structure:
+        case Unreturned() if structure.is_left_out(training):
+            return None
         case Leaf(terms=terms) if terms:
             return _sum_of_terms(terms, values, samples)
         case Leaf(value=value):
@@ -81,7 +88,7 @@ def rebuild(
         case Expression():
             return structure.at(sizes)
         case dict():
-            return {key: inner(item) for key, item in structure.items()}
+            return {key: inner(item) for key, item in structure.items() if stands(item)}
         case list():
             return list(map(inner, structure))
         case tuple():

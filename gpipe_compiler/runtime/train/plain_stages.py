@@ -53,7 +53,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         leaf.value: join(leaf, [values[leaf.value] for values in evaluated], call.samples)
         for leaf in output_leaves(spec.outputs)
     }
-    returned = rebuild(spec.outputs, outputs, call.samples, call.sizes[0])
+    returned = rebuild(spec.outputs, outputs, call.samples, call.sizes[0], training=False)
     results: Tensors = {ComparedKind.OUTPUT: flat_tensors(returned)}
     if spec.loss is None:
         return results

@@ -129,6 +129,30 @@ class InNamespace(Two):
         return SimpleNamespace(logits=out, parts=[out * 2])
 
 
+class Cache:
+    """No container that could be taken apart."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+@dataclass
+class Cached:
+    logits: Tensor
+    cache: Cache | None = None
+
+
+class Caching(Two):
+    """Caches in one mode alone: as a field, as None beside, and under a key that is missing."""
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        out, cache = self.last(hidden), Cache(hidden)
+        if self.training:
+            return Cached(out), {"out": out * 2, "seen": cache, "kept": None}, [None, cache]
+        return Cached(out, cache), {"out": out * 2, "kept": cache}, [cache, None]
+
+
 class OwnWeight(Two):
     def forward(self, x: Tensor) -> object:
         return self.last(self.hidden(x)), self.last.weight
@@ -282,6 +306,7 @@ CASES = (
     ),
     Case("constants", Constants, rows, first, classes),
     Case("ranked", Ranked, rows, options="--mode infer", manners=({}, {"microbatches": 3})),
+    Case("caches", Caching, rows, lambda y, t: F.cross_entropy(y[0].logits, t), classes),
     Case("in_namespace", InNamespace, rows, options="--mode infer"),
     Case(
         "own_weight",
