@@ -6,8 +6,10 @@ whatever torch relies on while it runs is a requirement of the package.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +24,19 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, summary
-from gpipe_compiler.ir import FunctionCall, Graph, Input, Op
+from gpipe_compiler.ir import (
+    FunctionCall,
+    Graph,
+    Input,
+    Mode,
+    ModuleCall,
+    ModuleSpec,
+    Op,
+    called,
+    ops_within,
+)
 from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.ir.interpret import bind
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
@@ -96,7 +109,7 @@ def _run(graph: Graph) -> SymbolicRun:
     short = graph if blocks is None else blocks.short
     told: SymbolicRun | None = None
     for training in modes(graph):
-        told = _joined(told, _Run(short, training).told())
+        told = _joined(told, _run_of(short, training).told(short))
     assert told is not None
     if blocks is None:
         return told
@@ -136,6 +149,50 @@ def _with_symbolic_casts(graph: Graph) -> Graph:
     return graph.replace(ops=tuple(map(symbolic_of, graph.ops)))
 
 
+_RESHAPING = frozenset(
+    {
+        *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("resize_", "resize_as_", "set_"),
+    }
+)
+"""Methods that give another shape to the tensor that they are called on."""
+
+
+def _run_of(graph: Graph, training: bool) -> _Run:
+    """The run in one mode that goes on from graph to graph, as passes change it."""
+    if any(called(o.call) in _RESHAPING for op in graph.ops for o in ops_within(op)):
+        return _Run(graph, training)
+    key = ("symbolic", training, graph.precision, graph.inputs)
+    if key not in graph.kept:
+        graph.kept[key] = _Run(graph, training)
+    run: _Run = graph.kept[key]
+    return run
+
+
+@dataclass(frozen=True, eq=False)
+class _Ran:
+    """An op that has run.
+
+    Attributes:
+        reads: the values that it was given.
+        module: the one that it calls.
+    """
+
+    op: Op
+    reads: tuple[Any, ...]
+    module: ModuleSpec | None
+    returned: Any
+
+    def fits(self, op: Op, reads: Sequence[Any], module: ModuleSpec | None) -> bool:
+        """Whether an op is the same, and given the same."""
+        return (
+            (op is self.op or op.call == self.op.call)
+            and module == self.module
+            and len(reads) == len(self.reads)
+            and all(map(operator.is_, reads, self.reads))
+        )
+
+
 class _Run:
     """A run in one mode.
 
@@ -144,18 +201,35 @@ class _Run:
     """
 
     def __init__(self, graph: Graph, training: bool) -> None:
-        self._graph = graph
         self._training = training
+        self._sizes = graph.sizes
         self._environment = ShapeEnv()
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
         self._lines: dict[Any, SourceLocation] = {}
-        self.symbols: dict[Any, Dim] = {}
+        self._ran: dict[str, _Ran] = {}
+        self._relied = 0, 0
+        self._required: tuple[Requirement, ...] = ()
+        examples = [max(SMALLEST, graph.batch_size), *(size.example for size in graph.sizes)]
+        with general(), quiet():
+            rows = self._mode.from_tensor(
+                torch.empty(examples, device="meta"),
+                source=ConstantSource("sizes"),
+                symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(examples)),
+            )
+            numbers = dict(zip((BATCH, *graph.sizes), rows.shape, strict=True))
+            self.symbols: dict[Any, Dim] = {expression_of(n): size for size, n in numbers.items()}
+            with self._mode:
+                self._inputs = {
+                    source.name: _input(graph, source, numbers) for source in graph.inputs
+                }
 
-    def told(self) -> SymbolicRun:
-        """What the run tells."""
+    def told(self, graph: Graph) -> SymbolicRun:
+        """What the run tells of a graph."""
+        values = self._values(graph)
         shapes: dict[str, Shape] = {}
         plain: dict[str, Any] = {}
         hidden: set[str] = set()
-        for name, value in self._values().items():
+        for name, value in values.items():
             try:
                 if isinstance(value, torch.Tensor):
                     shape = shape_of(value.shape, self.symbols)
@@ -169,46 +243,55 @@ class _Run:
                 if isinstance(value, torch.Tensor):
                     raise self._fixed(f"{name} is of a size that follows by {error}") from error
                 hidden.add(name)
-        try:
+        return SymbolicRun(shapes, plain, frozenset(hidden), self._requirements())
+
+    def _requirements(self) -> tuple[Requirement, ...]:
+        relied = len(self._environment.guards), len(self._environment.replacements)
+        if relied != self._relied:
             required = requirements(self._environment, self.symbols, self._where)
-            return SymbolicRun(shapes, plain, frozenset(hidden), tuple(dict.fromkeys(required)))
-        except InexpressibleError as error:
-            raise self._fixed(f"the model relies on {error}, which cannot be checked") from error
+            try:
+                self._required = tuple(dict.fromkeys(required))
+            except InexpressibleError as error:
+                raise self._fixed(
+                    f"the model relies on {error}, which cannot be checked"
+                ) from error
+            self._relied = relied
+        return self._required
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self, graph: Graph) -> dict[str, Any]:
         """Every value by name."""
-        graph = self._graph
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
-        run = DryRun.of(_with_symbolic_casts(graph), training=self._training, mode=mode)
-        examples = [max(SMALLEST, graph.batch_size), *(size.example for size in graph.sizes)]
-        with general(), quiet():
-            rows = mode.from_tensor(
-                torch.empty(examples, device="meta"),
-                source=ConstantSource("sizes"),
-                symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(examples)),
-            )
-            numbers = dict(zip((BATCH, *graph.sizes), rows.shape, strict=True))
-            self.symbols = {expression_of(n): size for size, n in numbers.items()}
-            with torch.no_grad(), mode, run.autocast(), enable_python_dispatcher():
-                inputs = {source.name: self._input(source, numbers) for source in graph.inputs}
-                return run.interpreter.run(inputs, self._step)
+        environment: dict[str, Any] = dict(self._inputs)
+        other = Mode.EVAL if self._training else Mode.TRAIN
+        run: DryRun | None = None
+        with contextlib.ExitStack() as stack:
+            for op in graph.ops:
+                if op.mode is other:
+                    continue
+                reads = tuple(environment[name] for name in op.inputs)
+                spec = graph.modules[op.call.module] if isinstance(op.call, ModuleCall) else None
+                known = self._ran.get(op.name)
+                if known is None or not known.fits(op, reads, spec):
+                    if run is None:
+                        run = self._begin(graph, stack)
+                    returned = self._execute(run, op, environment)
+                    known = self._ran[op.name] = _Ran(op, reads, spec, returned)
+                bind(op.result, known.returned, environment)
+        return environment
 
-    def _input(self, source: Input, numbers: Mapping[Size, Any]) -> torch.Tensor:
-        """An input of symbolic sizes, its dimensions in the order of the example's in memory."""
-        example = self._graph.example[source.name]
-        own = {size.name: number for size, number in numbers.items() if size != BATCH}
-        shape: list[Any] = [value_at(dim, own) for dim in source.shape or example.shape]
-        if source.batch_dim is not None:
-            rows = example.shape[source.batch_dim] // base_batch(self._graph)
-            shape[source.batch_dim] = numbers[BATCH] * rows
-        strides = like_strides(example, shape)
-        return torch.empty_strided(shape, strides, dtype=example.dtype, device="cpu")
+    def _begin(self, graph: Graph, stack: contextlib.ExitStack) -> DryRun:
+        """The graph ready to run, until the stack is left."""
+        made = _with_symbolic_casts(graph)
+        run = DryRun.of(made, training=self._training, mode=self._mode)
+        contexts = (general(), quiet(), torch.no_grad(), self._mode, run.autocast())
+        for context in (*contexts, enable_python_dispatcher()):
+            stack.enter_context(context)
+        return run
 
-    def _step(self, op: Op, execute: Callable[[], Any]) -> Any:
-        """Runs an op, and notes its line for what torch relies on in it."""
+    def _execute(self, run: DryRun, op: Op, environment: Mapping[str, Any]) -> Any:
+        """What an op returns; notes its line for what torch relies on in it."""
         known = len(self._environment.guards)
         try:
-            returned = execute()
+            returned = run.interpreter.call(run.interpreter.graph.op_of[op.name].call, environment)
         except Exception as error:  # whatever torch raises where a shape is no number
             raise self._fixed(f"{op.name}: {summary(error)}", op.source) from error
         if op.source is not None:
@@ -221,9 +304,21 @@ class _Run:
         return UNKNOWN_LINE if found is None else found.brief
 
     def _fixed(self, what: str, source: SourceLocation | None = None) -> FixedSizeError:
-        names = ", ".join(map(str, self._graph.sizes))
+        names = ", ".join(map(str, self._sizes))
         return FixedSizeError(
             f"of the sizes {names} not all can be free: {what}",
             location=source,
             hint="name those that are to be free (--free INPUT.DIM), or none",
         )
+
+
+def _input(graph: Graph, source: Input, numbers: Mapping[Size, Any]) -> torch.Tensor:
+    """An input of symbolic sizes, its dimensions in the order of the example's in memory."""
+    example = graph.example[source.name]
+    own = {size.name: number for size, number in numbers.items() if size != BATCH}
+    shape: list[Any] = [value_at(dim, own) for dim in source.shape or example.shape]
+    if source.batch_dim is not None:
+        rows = example.shape[source.batch_dim] // base_batch(graph)
+        shape[source.batch_dim] = numbers[BATCH] * rows
+    strides = like_strides(example, shape)
+    return torch.empty_strided(shape, strides, dtype=example.dtype, device="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -16,12 +16,11 @@ from gpipe_compiler.errors import (
 )
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
-from gpipe_compiler.frontend.free_sizes import Place, free_places, named, wanted
+from gpipe_compiler.frontend.free_sizes import FreePlaces
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS
 from gpipe_compiler.frontend.shorten import Shortened, shortened
-from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
@@ -37,10 +36,9 @@ _ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
 
 _TRACERS: Mapping[Frontend, tuple[str, str]] = {
     Frontend.FX: ("gpipe_compiler.frontend.symbolic", "trace_fx"),
-    Frontend.EXPORT: ("gpipe_compiler.frontend.exported", "trace_export"),
     Frontend.DYNAMO: ("gpipe_compiler.frontend.captured", "trace_dynamo"),
 }
-"""Imported when used: dynamo alone takes seconds to import."""
+"""Of one mode; imported when used: dynamo alone takes seconds to import."""
 
 
 def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
@@ -100,6 +98,8 @@ def trace_with(
     """
     graph = unchecked(subject, frontend, precision)
     wrong = differences(graph, subject)
+    if wrong and graph.sizes and not subject.free.must:
+        return trace_with(subject.with_free(Wish()), frontend, precision)
     if wrong:
         own = own_backward(subject)
         if own is not None:
@@ -129,10 +129,8 @@ def unchecked(subject: Subject, frontend: Frontend, precision: Precision) -> Gra
                 hint=f"leave out --free {min(subject.free.must)}",
             )
         subject = subject.with_free(Wish())
-    module, name = _TRACERS[frontend]
-    tracer: _Tracer = getattr(importlib.import_module(module), name)
-    graph = _in_both_modes(tracer, subject, Precision.FP32)
-    return _in_both_modes(tracer, subject, precision) if precision in graph.unlike else graph
+    graph = _in_both_modes(frontend, subject, Precision.FP32)
+    return _in_both_modes(frontend, subject, precision) if precision in graph.unlike else graph
 
 
 def _with_modules(graph: Graph, model: nn.Module) -> Graph:
@@ -149,29 +147,34 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
     )
 
 
-def _in_both_modes(tracer: _Tracer, subject: Subject, precision: Precision) -> Graph:
-    """The graph of both modes, in which the same dimensions are free.
-
-    What a trace has fixed is traced again as the number that it is.
-    """
-    modes = (False, True) if subject.training else (False,)
-    while True:
-        asked = wanted(subject.free, read_signature(subject, on_meta=True))
-        graphs: list[Graph] = []
-        left: Collection[Place] = frozenset()
+def _in_both_modes(frontend: Frontend, subject: Subject, precision: Precision) -> Graph:
+    """The graph of both modes."""
+    modes = (True, False) if subject.training else (False,)
+    if frontend is Frontend.EXPORT:
         try:
-            for training in modes:
-                graphs.append(tracer(subject, training, precision))
-                left = free_places(graphs[-1].inputs)
-                if left != asked.keys():
-                    break
-            else:
-                return merge(*reversed(graphs)) if subject.training else graphs[0]
+            graphs = _exported(subject, modes, precision)
         except TraceError:
-            if not asked or subject.free.must:
+            if not subject.free.asks or subject.free.must:
                 raise
-        places = {named(place): size for place, size in asked.items() if place in left}
-        subject = subject.with_free(Wish(False, places, subject.free.must))
+            graphs = _exported(subject.with_free(Wish()), modes, precision)
+    else:
+        module, name = _TRACERS[frontend]
+        tracer: _Tracer = getattr(importlib.import_module(module), name)
+        graphs = [tracer(subject, training, precision) for training in modes]
+    return merge(*graphs) if subject.training else graphs[0]
+
+
+def _exported(subject: Subject, modes: Sequence[bool], precision: Precision) -> list[Graph]:
+    """The graphs of these modes by torch.export, in which the same dimensions are free."""
+    exported = importlib.import_module("gpipe_compiler.frontend.exported")
+    traces = [exported.export_mode(subject, training, precision) for training in modes]
+    free: FreePlaces = {}
+    left: FreePlaces = traces[0].trace.free
+    while left != free:
+        free = left
+        for trace in traces:
+            left = trace.free_among(left)
+    return [trace.graph(free) for trace in traces]
 
 
 def _by_fewer_layers(

@@ -30,6 +30,7 @@ from gpipe_compiler.frontend.probing import (
     only_first,
     reduction_of,
     samples_of,
+    settle_numbers,
     slot_of_loss,
     stand_in,
     sum_of_squares,
@@ -151,6 +152,8 @@ class Entry(nn.Module):
                 bool(inputs[one].shape[dim] == inputs[other].shape[place])
         args, kwargs, target = self.signature.rebuild(inputs)
         output = self.model(*args, **kwargs)
+        if self.ties:
+            settle_numbers(output, self.structure, self._samples_in(inputs))
         leaves = pick(output, self.known.structure)
         if not self.has_loss:
             return leaves
@@ -160,6 +163,11 @@ class Entry(nn.Module):
         if self.loss_fn is not None:
             return [self.loss_fn(output, target), *leaves]
         return [sum_of_squares([leaves[index] for index in self.known.squares]), *leaves]
+
+    def _samples_in(self, inputs: Sequence[torch.Tensor]) -> int:
+        """How many samples there are in inputs."""
+        pairs = zip(self.signature.inputs, inputs, strict=True)
+        return next((source.samples(tensor) for source, tensor in pairs if source.batched), 1)
 
     def _probe(self, subject: Subject, reduces: bool) -> Probe:
         """Runs the model once, to know what it returns and how losses combine."""

@@ -30,6 +30,7 @@ from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.export_errors import explained, refuse_fixed_batch
 from gpipe_compiler.frontend.free_sizes import (
+    FoundSizes,
     FreePlaces,
     NotedSizes,
     asking_first,
@@ -38,13 +39,13 @@ from gpipe_compiler.frontend.free_sizes import (
     refuse_fixed,
     ties,
     wanted,
+    write_fixed,
 )
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
-from gpipe_compiler.frontend.probing import has_numbers
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
@@ -61,7 +62,15 @@ SMALLEST_BATCH = 2
 
 
 def trace_export(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
-    """The model's graph in one mode, by torch.export.
+    """The model's graph in one mode, by torch.export; see `export_mode`."""
+    exported = export_mode(subject, training, precision)
+    return exported.graph(exported.free_among(exported.trace.free))
+
+
+def export_mode(
+    subject: Subject, training: bool, precision: Precision = Precision.FP32
+) -> ExportedMode:
+    """The model in one mode, as torch.export traces it.
 
     Args:
         precision: one in which the model is another program than in fp32; the graph is for that
@@ -73,8 +82,6 @@ def trace_export(subject: Subject, training: bool, precision: Precision = Precis
     """
     entry = make_entry(subject, training)
     free = wanted(subject.free, entry.signature)
-    if has_numbers(entry.structure):  # which may follow from a size
-        free = {}
     if precision is not Precision.FP32:
         if entry.states.on_meta:
             raise TraceError(
@@ -83,14 +90,15 @@ def trace_export(subject: Subject, training: bool, precision: Precision = Precis
                 hint="build the model with its numbers, or compile with --precision fp32",
             )
         with ambient(lower_dtype(precision), kind_of(entry)):
-            return _lowered(_trace(entry, lower_dtype(precision), free), entry, only_in(precision))
+            trace = _trace(entry, lower_dtype(precision), free)
+            return ExportedMode(trace, entry, only_in(precision))
     trace = _trace(entry, None, free)
     if not trace.watch.looks:
-        return _lowered(trace, entry, SAME)
+        return ExportedMode(trace, entry, SAME)
     found = account(entry, gradients=trace.gradients)
     if found.asked:
         trace = _trace(entry, torch.float32, free)
-    return _lowered(trace, entry, found)
+    return ExportedMode(trace, entry, found)
 
 
 @dataclass(frozen=True)
@@ -139,32 +147,57 @@ def _attempt(
             return _Trace(program, recorder, watch, free, sizes, gradients)
 
 
-def _lowered(trace: _Trace, entry: Entry, found: Account) -> Graph:
-    """The graph of a trace.
+@dataclass
+class ExportedMode:
+    """A model as it was traced in one mode, before it is a graph.
 
-    Args:
+    Attributes:
         found: how the model compares in other precisions; the graph follows the types that it
             meets when it runs.
     """
-    program, recorder = trace.program, trace.recorder
-    module = program.graph_module
-    for region in regions(module):
-        restore_users(region.graph)
-    placeholders = name_state(module, program, recorder.canonical)
-    refuse_fixed_batch(entry, placeholders, [*trace.sizes.fixed.values()])
-    graphs = [region.graph for region in regions(module)]
-    values = [node.meta.get("val") for graph in graphs for node in graph.nodes]
-    sizes = read_sizes(entry.signature, placeholders, values, trace.free, trace.sizes.where)
-    refuse_fixed(entry.must, sizes, trace.sizes)
-    find_sources(graphs[::-1])
-    relift(graphs, recorder, lambda path, leaf: is_leaf(path, leaf, entry.training))
-    _refuse_stand_in(graphs)
-    write_constants(graphs, program.constants)
-    unlike = follow(graphs, found, trace.watch.events)
-    aten_to_python(graphs)
-    lowered = lower(module.graph, module, entry)
-    lowered = lowered.replace(unlike=unlike, inputs=sizes.inputs, requires=sizes.requires)
-    return asking_first(lowered)
+
+    trace: _Trace
+    entry: Entry
+    found: Account
+
+    def __post_init__(self) -> None:
+        module = self.trace.program.graph_module
+        for region in regions(module):
+            restore_users(region.graph)
+        canonical = self.trace.recorder.canonical
+        self._placeholders = name_state(module, self.trace.program, canonical)
+
+    @property
+    def _graphs(self) -> list[fx.Graph]:
+        return [region.graph for region in regions(self.trace.program.graph_module)]
+
+    def free_among(self, places: FreePlaces) -> FreePlaces:
+        """Those of some dimensions that the trace leaves free, where all others are fixed."""
+        return self._sizes(places).places
+
+    def _sizes(self, places: FreePlaces) -> FoundSizes:
+        values = [node.meta.get("val") for graph in self._graphs for node in graph.nodes]
+        where = self.trace.sizes.where
+        return read_sizes(self.entry.signature, self._placeholders, values, places, where)
+
+    def graph(self, places: FreePlaces) -> Graph:
+        """The graph in which these dimensions are free; to be asked for once."""
+        module, entry = self.trace.program.graph_module, self.entry
+        sizes = self._sizes(places)
+        refuse_fixed_batch(entry, self._placeholders, [*self.trace.sizes.fixed.values()])
+        refuse_fixed(entry.must, sizes, self.trace.sizes)
+        graphs = self._graphs
+        if self.trace.free:
+            write_fixed(graphs)
+        find_sources(graphs[::-1])
+        relift(graphs, self.trace.recorder, lambda path, leaf: is_leaf(path, leaf, entry.training))
+        _refuse_stand_in(graphs)
+        write_constants(graphs, self.trace.program.constants)
+        unlike = follow(graphs, self.found, self.trace.watch.events)
+        aten_to_python(graphs)
+        lowered = lower(module.graph, module, entry)
+        lowered = lowered.replace(unlike=unlike, inputs=sizes.inputs, requires=sizes.requires)
+        return asking_first(lowered)
 
 
 def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool) -> ExportedProgram:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from unittest import mock
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -18,7 +19,7 @@ from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
-from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
+from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
     dim_of,
@@ -63,16 +64,6 @@ def wanted(wish: Wish, signature: Signature) -> FreePlaces:
 def named(place: Place) -> str:
     """`input_ids.1`."""
     return f"{place[0]}.{place[1]}"
-
-
-def free_places(inputs: Iterable[Input]) -> frozenset[Place]:
-    """The dimensions of a graph's inputs that are free."""
-    return frozenset(
-        (source.name, dim)
-        for source in inputs
-        for dim, size in enumerate(source.shape or ())
-        if is_free(size)
-    )
 
 
 @dataclass(frozen=True)
@@ -153,7 +144,8 @@ def read_sizes(
     """What a trace left free of the dimensions that were to be.
 
     Those that it fixed, those of which it relied on what cannot be checked, and those from which
-    the size of a tensor follows in a way that has no expression, are not.
+    the size of a tensor follows in a way that has no expression, are not: from then on the trace
+    is one at the number that each of them is in the example.
 
     Args:
         placeholders: of the inputs, in order.
@@ -176,6 +168,7 @@ def read_sizes(
     ]
     places = free
     while environment is not None and places:
+        _fix_others(environment, signature, shapes, places)
         symbols = _symbols(signature, shapes, places)
         batch = {symbol for symbol, size in symbols.items() if size is BATCH}
         inputs, places = _inputs(signature, shapes, symbols, places)
@@ -191,7 +184,65 @@ def read_sizes(
             places = {place: name for place, name in places.items() if name not in names}
             continue
         return FoundSizes(inputs, places, found)
+    if environment is not None:
+        _fix_others(environment, signature, shapes, {})
     return FoundSizes(signature.inputs, {}, ())
+
+
+def _fix_others(
+    environment: ShapeEnv,
+    signature: Signature,
+    shapes: Mapping[str, Sequence[Any]],
+    places: FreePlaces,
+) -> None:
+    """Makes numbers of the sizes of dimensions that are neither the batch nor among these."""
+    numbers: dict[Any, int] = {}
+    fixed: set[Any] = set()
+    for source, example in zip(signature.inputs, signature.examples, strict=True):
+        for dim, size in enumerate(shapes[source.name]):
+            if _is_symbolic(size):
+                expression = expression_of(size)
+                if expression.is_Symbol:
+                    numbers.setdefault(expression, example.shape[dim])
+                if dim != source.batch_dim and (source.name, dim) not in places:
+                    fixed.update(expression.free_symbols)
+    for symbol in fixed & numbers.keys():
+        environment._set_replacement(symbol, sympy.Integer(numbers[symbol]), "fixed")
+
+
+def write_fixed(graphs: Iterable[fx.Graph]) -> None:
+    """Writes the numbers of a trace that follow from fixed sizes as what they are."""
+    for graph in graphs:
+        for node in reversed(graph.nodes):
+            number = _number_of(node.meta.get("val"))
+            if number is None or node.op == "placeholder":
+                continue
+            for user in list(node.users):
+                if not isinstance(user.target, torch._ops.HigherOrderOperator):
+                    user.args = fx.node.map_arg(user.args, _written(node, number))
+                    user.kwargs = fx.node.map_arg(user.kwargs, _written(node, number))
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _written(node: fx.Node, number: complex) -> Callable[[fx.Node], Any]:
+    return lambda read: number if read is node else read
+
+
+def _number_of(value: object) -> float | None:
+    """What is known of a number that torch computed with sizes; None where it varies."""
+    if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return None
+    expression = expression_of(value)
+    if not (expression.is_number or expression.is_Boolean) or expression.free_symbols:
+        return None
+    match value:
+        case torch.SymInt():
+            return int(expression)
+        case torch.SymFloat():
+            return float(expression)
+        case _:
+            return bool(expression)
 
 
 def asking_first(graph: Graph) -> Graph:

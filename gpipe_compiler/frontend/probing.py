@@ -154,6 +154,27 @@ def has_numbers(template: Template) -> bool:
             return not (template is None or isinstance(template, TensorSlot | torch.dtype))
 
 
+def settle_numbers(output: Any, template: Template, samples: int) -> None:
+    """Has a trace with free sizes fix those from which a number in the output follows.
+
+    Args:
+        template: with `Samples` for every number that is a multiple of the samples.
+        samples: as many as the trace has.
+    """
+    match template:
+        case tuple() | list():
+            for index, item in enumerate(template):
+                settle_numbers(output[index], item, samples)
+        case dict():
+            by_key = isinstance(output, Mapping)
+            for key, item in template.items():
+                settle_numbers(output[key] if by_key else getattr(output, key), item, samples)
+        case Samples(factor=factor):
+            bool(output == factor * samples)
+        case _ if isinstance(output, torch.SymInt | torch.SymFloat | torch.SymBool):
+            bool(output == template)
+
+
 def with_numbers(
     template: Template,
     count: int,

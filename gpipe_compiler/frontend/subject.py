@@ -69,6 +69,11 @@ class Wish:
     places: Mapping[str, str] = field(default_factory=dict)
     must: frozenset[str] = frozenset()
 
+    @property
+    def asks(self) -> bool:
+        """Whether any dimension is to be free."""
+        return self.everything or bool(self.places)
+
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Wish:
         """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`.

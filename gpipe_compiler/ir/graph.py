@@ -220,6 +220,16 @@ class Stretch:
         return self.start + self.period * self.count
 
 
+class KeptRuns(dict[Hashable, Any]):
+    """Runs that go on where a graph is changed: what they know of ops that stay is known already.
+
+    They are not pickled.
+    """
+
+    def __reduce__(self) -> tuple[type[KeptRuns], tuple[()]]:
+        return KeptRuns, ()
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A traced model. It pickles, its tensors included (`torch.save` writes it too).
@@ -245,6 +255,7 @@ class Graph:
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
+        kept: one for all graphs that are made of one another.
     """
 
     name: str
@@ -268,6 +279,7 @@ class Graph:
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    kept: KeptRuns = field(default_factory=KeptRuns, repr=False)
     _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, analysis: Hashable, find: Callable[[], T]) -> T:

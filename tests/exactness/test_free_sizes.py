@@ -356,6 +356,39 @@ def test_what_the_model_fixes_stays_fixed(tmp_path: Path) -> None:
     assert caught.value.location.code == "return self.out(self.first(x).view(-1, 24))"
 
 
+class Numbered(nn.Module):
+    """Returns numbers beside its tensors: one that is always the same, one that is the height."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Conv2d(1, 3, 1), nn.Conv2d(3, 1, 1)
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        height = x.shape[2]
+        y = torch.tanh(self.first(x)) + torch.arange(height)[:, None] / height
+        return {"y": self.out(y), "scale": 0.5, "rows": height, "samples": 2 * x.shape[0]}
+
+
+def test_a_size_that_is_returned_as_a_number_stays_fixed_and_no_other(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Numbered(), torch.randn(SAMPLES, 1, 4, 5)
+
+    def loss(output: dict[str, Tensor], target: Tensor) -> Tensor:
+        return F.mse_loss(output["y"], target)
+
+    package = package_of(model, (x, x.cos()), loss, tmp_path / "made", stages=2)
+    wide = torch.randn(SAMPLES, 1, 4, 9)
+    with package.Pipeline() as pipe:
+        torch.testing.assert_close(
+            pipe.step((wide,), wide.cos()), loss(model(wide), wide.cos()).detach()
+        )
+        with pytest.raises(Exception, match=r"compiled for batch x 1 x 4 x x\.3"):
+            pipe.step((torch.randn(SAMPLES, 1, 6, 9),), torch.randn(SAMPLES, 1, 6, 9))
+        pipe.eval()
+        with torch.no_grad():
+            assert {**pipe((wide,)), "y": 0} == {**model(wide), "y": 0}
+
+
 class Prefix(nn.Module):
     """Adds the first rows of a table of positions; takes the root of the length."""
 
