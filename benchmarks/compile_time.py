@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpipe_compiler.no_gc import importing
 from gpipe_compiler.validate.launching import Launch, spare
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -115,10 +116,11 @@ def one(name: str, stages: int, validate: bool) -> dict[str, float]:
 def _phases(
     clock: Clock, name: str, stages: int, validate: bool, launch: Launch
 ) -> dict[str, float]:
-    from gpipe_compiler.compile import CompileOptions
-    from gpipe_compiler.compile import compile as compile_package
-    from gpipe_compiler.frontend import source
-    from gpipe_compiler.passes.dry_run import DryRun
+    with importing():
+        from gpipe_compiler.compile import CompileOptions
+        from gpipe_compiler.compile import compile as compile_package
+        from gpipe_compiler.frontend import source
+        from gpipe_compiler.passes.dry_run import DryRun
 
     for phase, places in PHASES.items():
         for place in places:

@@ -22,3 +22,12 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """As `uncollected`, for imports: what they make lives to the end, and no later collection
+    looks at it either."""
+    with uncollected():
+        yield
+    gc.freeze()

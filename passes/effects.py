@@ -79,11 +79,7 @@ def _effects(graph: Graph) -> Effects:
     found = _Collected()
     for run in in_all_modes(graph):
         found.add(graph, run)
-    if (
-        found.writes
-        and False not in modes(graph)
-        and any(_may_share_by_mode(graph, op) for op in graph.ops)
-    ):
+    if found.writes and False not in modes(graph) and shares_by_mode(graph):
         found.add(graph, observed(graph, training=False))
         _close(found.aliases)
     return Effects(
@@ -92,6 +88,11 @@ def _effects(graph: Graph) -> Effects:
         {name: frozenset(values) for name, values in found.aliases.items() if len(values) > 1},
         {name: frozenset(states) for name, states in found.state_aliases.items()},
     )
+
+
+def shares_by_mode(graph: Graph) -> bool:
+    """Whether values may share memory in one mode that they do not share in the other."""
+    return any(_may_share_by_mode(graph, op) for op in graph.ops)
 
 
 def _may_share_by_mode(graph: Graph, op: Op) -> bool:

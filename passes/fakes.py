@@ -83,6 +83,7 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def __torch_dispatch__(
         self,
@@ -126,9 +127,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     def _empty(self, form: Sequence[Any], dtype: torch.dtype | None) -> FakeTensor:
         """A tensor of the host, of this shape and these strides."""
         shape, strides = form
-        with in_kernel_invocation_manager(self):
+        with torch._C._DisableTorchDispatch():
             made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return FakeTensor(self, made, _HOST)
+        return self._fake(made, _HOST)
 
     def _without_device(self, func: Any, args: Sequence[Any]) -> object:
         """What a kernel returns that is the same for all devices; None where torch is to say."""
@@ -143,15 +144,33 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         shape = _known_shape(func, args)
         if func in _IN_PLACE:
             return None if shape is None else first
-        try:
-            with in_kernel_invocation_manager(self):
-                if shape is None:
+        if shape is not None:
+            with torch._C._DisableTorchDispatch():
+                made = torch.empty(shape, dtype=first.dtype, device="meta")
+        else:
+            try:
+                with in_kernel_invocation_manager(self):
                     made = func(*args)
-                else:
-                    made = torch.empty(shape, dtype=first.dtype, device="meta")
-        except RuntimeError:
-            return None  # in torch's words
-        return FakeTensor(self, made, first.fake_device)
+            except RuntimeError:
+                return None  # in torch's words
+        return self._fake(made, first.fake_device)
+
+    def _fake(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A fake of this mode on a device.
+
+        It is given the attributes of the first, which are the same for all: torch works them out
+        for each.
+        """
+        if device not in self._attributes:
+            first = FakeTensor(self, made, device)
+            self._attributes[device] = dict(first.__dict__)
+            return first
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self._attributes[device])
+        return fake
 
     def _is_plain(self, tensor: FakeTensor) -> bool:
         """Whether the kernels of the meta device see all that there is of a tensor."""
@@ -184,6 +203,10 @@ def _known_shape(func: Any, args: Sequence[Any]) -> torch.Size | tuple[int, int]
             for item in others
         )
         return first.shape if alike else None
+    if func is _aten.mm.default:
+        (other,) = others
+        fits = first.dim() == other.dim() == 2 and first.shape[1] == other.shape[0]
+        return (first.shape[0], other.shape[1]) if fits else None
     if func is _aten.addmm.default:
         one, other = others[:2]
         if one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]:

@@ -16,8 +16,8 @@ import torch
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.dry_run import DryRun
-from gpipe_compiler.passes.effects import Effects, written_memory
+from gpipe_compiler.passes.dry_run import DryRun, modes
+from gpipe_compiler.passes.effects import Effects, shares_by_mode, written_memory
 from gpipe_compiler.passes.inplace_variants import (
     Variant,
     functional,
@@ -155,8 +155,10 @@ def _asks_for_shape(op: Op) -> bool:
 
 
 def _choose(graph: Graph, refused: frozenset[str]) -> Chosen:
-    """The first legal variant of every op, seen in train and eval mode alike."""
-    seen = (True, False) if graph.loss is not None else (False,)
+    """The first legal variant of every op, in all modes in which values share other memory."""
+    training = graph.loss is not None
+    by_mode = training and (False in modes(graph) or shares_by_mode(graph))
+    seen = (True, False) if by_mode else (training,)
     runs = tuple(observed(graph, training=training) for training in seen)
     legal = _Legal(graph, runs, _Readers.of(graph), half_precision(graph))
     chosen: dict[str, int] = {}

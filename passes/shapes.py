@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -35,9 +35,10 @@ def annotate(
 ) -> Graph:
     """The graph with `values` filled in for `batch_size` samples.
 
-    It runs on fake tensors with `batch_size` and with twice as many samples. A dimension that
-    doubles is the batch dimension; a value with several such dimensions, or one that changes in
-    another way, cannot be split. Ops are run in the graph's own mode (train when it has a loss),
+    It runs on fake tensors with `batch_size` and with twice as many samples; where its values are
+    described for another batch size, these tell what the second run would. A dimension that grows
+    with the samples is the batch dimension; a value with several such dimensions, or one that
+    changes in another way, cannot be split. Ops are run in the graph's own mode (train when it has a loss),
     those guarded by the other mode in that mode. Inputs need no gradient.
 
     `Graph.held` is filled in too, from the writes in place, and inputs that are written in place
@@ -53,21 +54,28 @@ def annotate(
     Raises:
         ModelError: naming the op that cannot run on so many samples.
     """
+    described = {} if graph.batch_size == batch_size else graph.values
+    shapes = {n: value.shape for n, value in described.items() if value.kind is ValueKind.TENSOR}
+    other = graph.batch_size
     stretches = graph.repeats or repeats(graph)
     graph = graph.replace(precision=precision, repeats=stretches, batch_size=batch_size, values={})
     once = in_all_modes(graph, batch_size)
-    if alike is None:
-        twice = in_all_modes(graph, 2 * batch_size)
-        dims = _batch_dims(once, twice, batch_size)
+    runs = once
+    if alike is not None:
+        dims = {n: (value.batch_dim, value.splittable) for n, value in alike.items()}
     else:
-        twice, dims = [], {n: (value.batch_dim, value.splittable) for n, value in alike.items()}
+        if not _shapes(once).keys() <= shapes.keys():
+            other = 2 * batch_size
+            runs = [*once, *in_all_modes(graph, other)]
+            shapes = _shapes(runs[len(once) :])
+        dims = _batch_dims(once, shapes, batch_size, other)
     values = _described(once, dims)
     for name, shape in symbolic(graph).shapes.items():
         sizes = zip(shape, values[name].shape, strict=True)
         free = tuple(dim if is_free(dim) else size for dim, size in sizes)
         values[name] = replace(values[name], free=free)
     annotated = graph.replace(values=values)
-    if not all(run.by_blocks for run in (*once, *twice)):
+    if not all(run.by_blocks for run in runs):
         annotated = annotated.replace(repeats=())
     found = effects(annotated)
     written = written_inputs(annotated, found)
@@ -117,29 +125,45 @@ def _describe(name: str, seen: SeenValue, dims: _Dims, storage: int) -> Value:
     )
 
 
-def _batch_dims(
-    once: Sequence[ObservedRun], twice: Sequence[ObservedRun], batch_size: int
-) -> _Dims:
+def _shapes(runs: Iterable[ObservedRun]) -> dict[str, tuple[int, ...]]:
     """Those of all tensors; of one that several modes make, as the first does."""
-    found: dict[str, tuple[int | None, bool]] = {}
-    for one, other in zip(once, twice, strict=True):
-        for name, form, _ in one.tensors:
-            more = other.values[name].form
-            assert more is not None
-            dim, splittable = _batch_dim(form.shape, more.shape)
-            whole = dim is None or form.shape[dim] % batch_size == 0
-            found.setdefault(name, (dim, splittable and whole))
+    found: dict[str, tuple[int, ...]] = {}
+    for run in runs:
+        for name, form, _ in run.tensors:
+            found.setdefault(name, form.shape)
     return found
 
 
-def _batch_dim(once: tuple[int, ...], twice: tuple[int, ...]) -> tuple[int | None, bool]:
-    """The dimension that doubles, and whether it is the only one that changes."""
-    if len(once) != len(twice):
+def _batch_dims(
+    runs: Sequence[ObservedRun],
+    shapes: Mapping[str, tuple[int, ...]],
+    batch_size: int,
+    other: int,
+) -> _Dims:
+    """Those of all tensors.
+
+    Args:
+        runs: at `batch_size` samples.
+        shapes: of all tensors at `other` samples.
+    """
+    found: dict[str, tuple[int | None, bool]] = {}
+    for name, shape in _shapes(runs).items():
+        dim, splittable = _batch_dim(shape, shapes[name], batch_size, other)
+        whole = dim is None or shape[dim] % batch_size == 0
+        found[name] = dim, splittable and whole
+    return found
+
+
+def _batch_dim(
+    once: tuple[int, ...], more: tuple[int, ...], batch_size: int, other: int
+) -> tuple[int | None, bool]:
+    """The dimension that goes with the samples, and whether it is the only one that changes."""
+    if len(once) != len(more):
         return None, False
-    changed = [d for d in range(len(once)) if once[d] != twice[d]]
+    changed = [d for d in range(len(once)) if once[d] != more[d]]
     if not changed:
         return None, True
-    if len(changed) == 1 and twice[changed[0]] == 2 * once[changed[0]]:
+    if len(changed) == 1 and more[changed[0]] * batch_size == once[changed[0]] * other:
         return changed[0], True
     return None, False
 

@@ -21,6 +21,7 @@ from gpipe_compiler.cli.arguments import (
 )
 from gpipe_compiler.cli.graph_json import is_graph, plan_file
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
+from gpipe_compiler.no_gc import importing
 from gpipe_compiler.runtime.train.process import exit_code_of
 from gpipe_compiler.runtime.wording import printable_lines
 from gpipe_compiler.text.units import format_source
@@ -104,10 +105,11 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 def _compile(arguments: argparse.Namespace) -> None:
     if not is_graph(arguments.model):
         with spare() if _validates(arguments) else nullcontext(fresh) as launch:
-            from gpipe_compiler.frontend.torch_inside import check_torch
+            with importing():
+                from gpipe_compiler.frontend.torch_inside import check_torch
 
-            check_torch()
-            from gpipe_compiler.cli.commands import compile_program
+                check_torch()
+                from gpipe_compiler.cli.commands import compile_program
 
             compile_program(arguments, launch)
         return

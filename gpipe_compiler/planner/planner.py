@@ -174,6 +174,7 @@ class Planner:
                 plain = graph
         return plain, graph
 
+    @uncollected()
     def plan(
         self,
         choice: Choice,
@@ -204,7 +205,6 @@ class Planner:
         return CandidateBuilder.of(prepared, self.cluster, choice, policy, self.constraints, work)
 
 
-@uncollected()
 def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool = True) -> Plan:
     """The plan with the shortest simulated step that was found.
 

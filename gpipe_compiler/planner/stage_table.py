@@ -64,6 +64,7 @@ def tabulate(facts: CutFacts, stage_of: Mapping[str, int], stages: int) -> Stage
     crossings = tuple(_crossings(facts, stage_of, ops, inputs))
     sent = {(crossing.value, crossing.source) for crossing in crossings}
     owned = _owners(facts, assigned)
+    for_loss = [_for_loss(facts, names) for names in ops]
     outputs = tuple(
         tuple(
             value
@@ -71,7 +72,7 @@ def tabulate(facts: CutFacts, stage_of: Mapping[str, int], stages: int) -> Stage
             for value in graph.op_of[name].outputs
             if (value, stage) in sent
             or owned.get(value) == stage
-            or (name not in late and value in _for_loss(facts, names))
+            or (name not in late and value in for_loss[stage])
         )
         for stage, names in enumerate(ops)
     )

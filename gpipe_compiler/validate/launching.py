@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from gpipe_compiler.no_gc import importing
+
 _ISOLATED = """
 import runpy, sys
 sys.modules["gpipe_compiler"] = None
@@ -78,7 +80,8 @@ def spare() -> Iterator[Launch]:
     if sys.platform != "linux" or "torch" in sys.modules or threading.active_count() > 1:
         yield fresh
         return
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which backwards import
+    with importing():
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which backwards import
     waiting = _Spare()
     try:
         yield waiting.run
