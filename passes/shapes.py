@@ -38,8 +38,8 @@ def annotate(
     It runs on fake tensors with `batch_size` and with twice as many samples; where its values are
     described for another batch size, these tell what the second run would. A dimension that grows
     with the samples is the batch dimension; a value with several such dimensions, or one that
-    changes in another way, cannot be split. Ops are run in the graph's own mode (train when it has a loss),
-    those guarded by the other mode in that mode. Inputs need no gradient.
+    changes in another way, cannot be split. Ops are run in the graph's own mode (train when it
+    has a loss), those guarded by the other mode in that mode. Inputs need no gradient.
 
     `Graph.held` is filled in too, from the writes in place, and inputs that are written in place
     are copied first (`copy_written_inputs`).
