@@ -7,8 +7,8 @@
 process of its own, with the command's own defaults. A phase is the time in the functions of
 `PHASES`, without that in the functions of other phases which they call, and with that of processes
 which they start. Beside it stands what plain PyTorch takes for the forwards and steps that are
-compared: they are part of the compile, and no faster compiler saves them. "run the package" holds
-as many forwards and steps of the package.
+compared: they are part of the compile, and no faster compiler saves them. "run the graph" and "run
+the package" hold as many forwards and steps of what is compared with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ PHASES = {
     "find the batch": ("gpipe_compiler.frontend.batch_dims:find_batch_dims",),
     "trace": ("gpipe_compiler.frontend.auto:_in_both_modes",),
     "hold the graph": ("gpipe_compiler.frontend.check:differences",),
+    "run the graph": ("gpipe_compiler.frontend.check:_run_graph",),
     "plain PyTorch": (
+        "gpipe_compiler.frontend.batch_proof:Proof._run",
         "gpipe_compiler.frontend.check:_run_model",
         "gpipe_compiler.validate.plain_run:evaluate",
         "gpipe_compiler.validate.plain_run:train_step",

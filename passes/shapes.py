@@ -61,6 +61,7 @@ def annotate(
     graph = graph.replace(precision=precision, repeats=stretches, batch_size=batch_size, values={})
     once = in_all_modes(graph, batch_size)
     runs = once
+    dims: _Dims
     if alike is not None:
         dims = {n: (value.batch_dim, value.splittable) for n, value in alike.items()}
     else:

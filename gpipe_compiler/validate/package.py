@@ -197,7 +197,8 @@ def _second_reference(
     assert plan.graph is not None
     sizes = other_sizes(plan.graph.sizes, required(plan.graph))
     resized = entry.signature.at(plan.graph.inputs, sizes)
-    for batch in other_batches(entry, plan.batch_size, size, seed, resized, sizes):
+    own, few = plan.batch_size, plan.microbatch_size
+    for batch in other_batches(entry, own, size, seed, resized, sizes, few):
         try:
             expected, _ = reference_of(
                 subject, plan, seed, inputs=batch.inputs, per_microbatch=per_microbatch

@@ -64,6 +64,7 @@ def other_batches(
     seed: int,
     resized: Signature | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
+    few: int = 0,
 ) -> Iterator[OtherBatch]:
     """Batches, from the one most unlike the example to the one most like it; none of a model that
     has no batch.
@@ -73,11 +74,12 @@ def other_batches(
     Args:
         own, other: samples in the example, and another number of them.
         resized: with examples of other sizes, where some are free; `sizes` are these.
+        few: samples on which the model is watched; by default `own`.
     """
     sources = entry.signature.inputs
     if not any(source.batched for source in sources):
         return
-    uses = integer_uses(entry, entry.signature.samples(own))
+    uses = integer_uses(entry, entry.signature.samples(few or own))
     told = "".join(f", {name} {size}" for name, size in sizes.items())
     kinds = [(other, entry.signature, ""), (own, entry.signature, "")]
     if resized is not None and sizes:
