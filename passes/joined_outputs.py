@@ -30,7 +30,7 @@ from gpipe_compiler.ir.sizes import BATCH, asked
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_functions import loss_options, reduction_option
-from gpipe_compiler.passes.loss_terms import MOVES, verb
+from gpipe_compiler.passes.verbs import MOVES, verb
 from gpipe_compiler.runtime.sizes import sizes_in
 from gpipe_compiler.runtime.spec import Joined
 

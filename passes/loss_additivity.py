@@ -9,16 +9,32 @@ function with a bend, such as a bound on the loss: examples lie on one side of i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Reduction, Ref, ValueKind
-from gpipe_compiler.passes.loss_functions import mean_over_targets, reduction_of
-from gpipe_compiler.passes.loss_terms import MOVES, verb
+from gpipe_compiler.ir import (
+    Argument,
+    FunctionCall,
+    Graph,
+    ModuleCall,
+    Op,
+    Reduction,
+    Ref,
+    StateRef,
+    ValueKind,
+)
+from gpipe_compiler.passes.loss_functions import (
+    loss_arguments,
+    mean_over_targets,
+    reduction_of,
+)
+from gpipe_compiler.passes.verbs import MOVES, number_of, verb
 
 
 class SampleUse(Enum):
@@ -64,23 +80,28 @@ _KINKED = frozenset(
 )
 """Functions that are straight but for a bend."""
 
+_COMPARING = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "sign", "round", "floor", "ceil"})
+"""Functions that are flat but for steps."""
+
 _NEVER_NEGATIVE = frozenset(
     {
-        *("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "hinge_loss"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "softplus", "exp", "relu"),
-        *("square", "abs", "norm", "softmax", "sigmoid", "sqrt"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "softplus", "exp", "relu"),
+        *("square", "abs", "norm", "softmax", "sigmoid", "sqrt", "one_hot", "relu6"),
+        *("mseloss", "l1loss", "smoothl1loss", "huberloss"),
+        *("gt", "ge", "lt", "le", "eq", "ne", "isnan", "isfinite"),
     }
 )
+"""Functions that are never negative, whatever they are given; modules by their classes."""
 
-_NEVER_NEGATIVE_MODULES = (
-    nn.CrossEntropyLoss,
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
+_OF_PROBABILITIES = frozenset(
+    {
+        *("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        *("crossentropyloss", "bceloss", "bcewithlogitsloss"),
+    }
 )
+"""Losses that are never negative where their targets lie in [0, 1]."""
+
+_PROBABILITIES = frozenset({"sigmoid", "softmax", "one_hot", "gt", "ge", "lt", "le", "eq", "ne"})
 
 _NEAR_ZERO = 1e-6
 """A bound up to which is one of zero: it keeps a loss from becoming nothing."""
@@ -146,7 +167,8 @@ def _function(graph: Graph, op: Op) -> str:
     match op.call:
         case FunctionCall(function=function) if not verb(op):
             name = getattr(function, "__name__", "")
-            return name if getattr(F, name, None) is function else ""
+            known = getattr(F, name, None) is function or getattr(operator, name, None) is function
+            return name if known else ""
         case ModuleCall(module=path):
             cls = graph.modules[path].cls
             return cls.__name__.lower() if getattr(nn, cls.__name__, None) is cls else ""
@@ -161,6 +183,8 @@ def _reduced(graph: Graph, op: Op, name: str) -> Dependence:
         return SampleUse.WEIGHED
     if reduction_of(graph, op) in (Reduction.SUM, Reduction.MEAN):
         return SampleUse.LINEAR
+    if name == "nanmean":
+        return Bent(op, "it is the mean over what is not nan, and counts that by what it is given")
     alone = name in ("max", "min") and len(op.call.args) == 1 and not op.call.kwargs
     if name in _EXTREMES or alone:
         return Bent(op, f"it takes the {name} over the batch")
@@ -172,15 +196,17 @@ def _combined(
 ) -> Dependence | None:
     """What becomes of sums over samples."""
     read = [found[value] for value in op.inputs if value in found]
+    if name in _COMPARING and not {SampleUse.ROWS, SampleUse.UNKNOWN} & set(read):
+        return Bent(op, "it compares a sum or mean over the batch", kinked=True)
     bent = next((item for item in read if isinstance(item, Bent)), None)
     args = op.call.args
     factors = [item for item in args if isinstance(item, Ref) and item.name in found]
     if name == "div" and len(factors) == 2 and found[factors[0].name] in _SUMS:
         divisor = found[factors[1].name]
         return SampleUse.WEIGHED if divisor in _SUMS or divisor is bent else SampleUse.UNKNOWN
-    if name == "where" and _chooses_by_a_branch(graph, op, found):
-        return Bent(op, "it chooses by a mean over the batch", kinked=True)
-    if bent is not None and name in ("add", "sub"):
+    if name == "where" and isinstance(found.get(_name(args[0])), Bent):
+        return Bent(op, "it chooses by a sum or mean over the batch", kinked=True)
+    if bent is not None and (name in ("add", "sub") or (name == "mul" and bent.kinked)):
         return bent
     if SampleUse.UNKNOWN in read or SampleUse.ROWS in read:
         return SampleUse.UNKNOWN
@@ -212,14 +238,8 @@ def _combined(
 _SUMS = (SampleUse.LINEAR, SampleUse.WEIGHED)
 
 
-def _chooses_by_a_branch(graph: Graph, op: Op, found: Mapping[str, Dependence]) -> bool:
-    """Whether a sum over samples is taken where it compares so with something, else another."""
-    condition, *branches = op.call.args
-    maker = graph.producer.get(condition.name) if isinstance(condition, Ref) else None
-    sums = {
-        item.name for item in branches if isinstance(item, Ref) and found.get(item.name) in _SUMS
-    }
-    return maker is not None and not sums.isdisjoint(maker.inputs)
+def _name(argument: Argument) -> str:
+    return argument.name if isinstance(argument, Ref) else ""
 
 
 def _never_turns(graph: Graph, op: Op, name: str) -> bool:
@@ -236,26 +256,63 @@ def _never_turns(graph: Graph, op: Op, name: str) -> bool:
             return False
 
 
-def _is_never_negative(graph: Graph, value: object) -> bool:
+def _is_never_negative(graph: Graph, value: Argument) -> bool:
     """Whether that follows from how a value is made."""
-    if isinstance(value, int | float):
-        return value >= 0
+    number = number_of(graph, value)
+    if number is not None:
+        return number >= 0
     op = graph.producer.get(value.name) if isinstance(value, Ref) else None
     if op is None:
-        return False
-    match op.call:
-        case ModuleCall(module=path):
-            return issubclass(graph.modules[path].cls, _NEVER_NEGATIVE_MODULES)
-        case FunctionCall(function=function) if (
-            getattr(function, "__name__", "") in _NEVER_NEGATIVE
-        ):
-            return True
-    name, args = verb(op), op.call.args
+        known = graph.values.get(_name(value))
+        return known is not None and known.dtype is torch.bool
+    name, args = _function(graph, op), op.call.args
     if name in _NEVER_NEGATIVE or (name == "pow" and args[1] in (2, 4)):
         return True
+    if name in _OF_PROBABILITIES:
+        return _takes_probabilities(graph, op)
     if name in ("add", "mul", "div"):
         return all(_is_never_negative(graph, item) for item in args)
     return (name in ("sum", "mean") or name in MOVES) and _is_never_negative(graph, args[0])
+
+
+def _takes_probabilities(graph: Graph, op: Op) -> bool:
+    """Whether the targets of a loss are classes, or lie in [0, 1], and no class weighs below 0."""
+    given = loss_arguments(graph, op)
+    weights = (given.get("weight"), given.get("pos_weight"))
+    targets = given["target"]
+    known = graph.values.get(_name(targets))
+    kind = None if known is None else known.dtype
+    classes = kind is not None and not kind.is_floating_point
+    return (classes or _is_probability(graph, targets)) and all(
+        weight is None or _is_never_negative_state(graph, weight) for weight in weights
+    )
+
+
+def _is_probability(graph: Graph, value: Argument) -> bool:
+    """Whether it follows from how a value is made that it lies in [0, 1]."""
+    number = number_of(graph, value)
+    known = graph.values.get(_name(value))
+    if number is not None or known is None or known.dtype is torch.bool:
+        return known is not None and (number is None or 0 <= number <= 1)
+    op = graph.producer.get(known.name)
+    if op is None:
+        return False
+    name, args = _function(graph, op), op.call.args
+    if name in ("clamp", "clip"):
+        bounds = [*args[1:], *op.call.kwargs.values()]
+        return len(bounds) == 2 and all(type(b) in (int, float) and 0 <= b <= 1 for b in bounds)
+    if name in ("mul", "where"):
+        return all(_is_probability(graph, item) for item in args[-2:])
+    return name in _PROBABILITIES or (name in MOVES and _is_probability(graph, args[0]))
+
+
+def _is_never_negative_state(graph: Graph, weight: Argument) -> bool:
+    """Whether weights are fixed numbers, none below zero, or follow from what is not."""
+    if not isinstance(weight, StateRef):
+        return _is_never_negative(graph, weight)
+    tensor = graph.tensors[weight.name]
+    fixed = not graph.state[weight.name].requires_grad and not tensor.is_meta
+    return fixed and bool((tensor >= 0).all())
 
 
 def _is_bent_by(exponents: tuple[object, ...]) -> bool:

@@ -117,6 +117,17 @@ def _modern(options: Mapping[str, Any]) -> str:
     return str(nn._reduction.legacy_get_string(average, reduce))
 
 
+def loss_arguments(graph: Graph, op: Op) -> Mapping[str, Any]:
+    """The arguments of one of torch's losses by name; of a module, its weights among them."""
+    call = op.call
+    if isinstance(call, FunctionCall):
+        return inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
+    assert isinstance(call, ModuleCall)
+    spec = graph.modules[call.module]
+    given = inspect.signature(spec.cls.forward).bind(None, *call.args, **call.kwargs).arguments
+    return {**given, **{name: StateRef(state) for name, state in spec.state.items()}}
+
+
 def loss_options(graph: Graph, op: Op) -> Mapping[str, Any] | None:
     """The arguments of a loss of classes by name; None for any other op."""
     match op.call:

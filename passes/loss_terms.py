@@ -31,55 +31,9 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
+from gpipe_compiler.passes.selections import mask_of_mean
+from gpipe_compiler.passes.verbs import SAME, counted_above_zero, number_of, verb
 from gpipe_compiler.runtime.sizes import Expression
-
-_OPERATORS: Mapping[Callable[..., object], str] = {
-    operator.add: "add",
-    operator.iadd: "add",
-    operator.sub: "sub",
-    operator.isub: "sub",
-    operator.mul: "mul",
-    operator.imul: "mul",
-    operator.truediv: "div",
-    operator.itruediv: "div",
-    operator.neg: "neg",
-    operator.pos: "clone",
-    operator.pow: "pow",
-    operator.getitem: "getitem",
-    operator.matmul: "matmul",
-    torch.linalg.norm: "norm",
-    torch.linalg.vector_norm: "norm",
-}
-
-_SAME = frozenset(
-    {
-        *("reshape", "view", "view_as", "flatten", "squeeze", "unsqueeze", "contiguous", "clone"),
-        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "detach"),
-    }
-)
-"""Ops that change only the type and the shape of a scalar."""
-
-MOVES = _SAME | {"expand", "permute", "transpose", "t", "getitem", "select", "stack", "cat"}
-"""What moves elements, or changes their type."""
-
-
-def verb(op: Op) -> str:
-    """What an op does, however it is written: `add` for `a + b`, `a += b`, `torch.add(a, b)`."""
-    match op.call:
-        case FunctionCall(function=function) if function in _OPERATORS:
-            return _OPERATORS[function]
-        case FunctionCall(function=function):
-            name = getattr(function, "__name__", "")
-            return _plain(name) if getattr(torch, name, None) is function else ""
-        case MethodCall(method=method):
-            return _plain(method.removesuffix("_"))
-        case _:
-            return ""
-
-
-def _plain(name: str) -> str:
-    synonyms = {"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
-    return synonyms.get(name, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +66,32 @@ class Other:
     kind: Reduction | None
 
 
-Term = Targets | Division | ConstantTerm | Other
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The mean over what a mask selects.
+
+    Attributes:
+        mask: a value of booleans.
+    """
+
+    op: Op
+    mask: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A term that counts only where something has been counted: `where(n > 0, term, 0)`.
+
+    Attributes:
+        counted: the scalar that has to be above 0.
+    """
+
+    op: Op
+    counted: str
+    inner: Summand
+
+
+Term = Targets | Division | Selected | Guarded | ConstantTerm | Other
 
 Step = FunctionCall | MethodCall
 LAST = Ref("")
@@ -185,7 +164,7 @@ class Terms:
 
     def keeps(self, op: Op) -> bool:
         """Whether an op makes a scalar of a scalar that differs in no more than type and shape."""
-        return verb(op) in _SAME and self.is_scalar(op.call.args[0])
+        return verb(op) in SAME and self.is_scalar(op.call.args[0])
 
     def is_scalar(self, argument: Argument) -> bool:
         """Whether an argument is a tensor of one element, however many samples there are."""
@@ -260,13 +239,33 @@ class Terms:
                 yield from self._divided(op, *args)
             case "sum" | "mean" if isinstance(args[0], Ref):
                 yield from self._reduced(op, args[0].name)
+            case "where" if len(args) == 3:
+                yield self._guarded(op, *args)
             case _:
                 term = mean_over_targets(self.graph, op)
-                yield self._other(op) if term is None else Summand(term, value)
+                if term is None or not (term.weights is None or self.same_for_all(term.weights)):
+                    yield self._other(op)
+                else:
+                    yield Summand(term, value)
 
     def _other(self, op: Op) -> Summand:
         (made,) = op.outputs
-        return Summand(Other(op, self.kind(made)), made)
+        mask = mask_of_mean(self.graph, op)
+        return Summand(Other(op, self.kind(made)) if mask is None else Selected(op, mask), made)
+
+    def _guarded(self, op: Op, condition: Argument, one: Argument, other: Argument) -> Summand:
+        """`where(n > 0, term, 0)`, or `where(n == 0, 0, term)`."""
+        found = counted_above_zero(self.graph, condition)
+        if found is not None:
+            counted, is_above = found
+            term, nothing = (one, other) if is_above else (other, one)
+            before = len(self.adding)
+            if self.is_scalar(term) and number_of(self.graph, nothing) == 0:
+                inner = tuple(self._summands(term.name))
+                if len(inner) == 1 and not inner[0].scale:
+                    return Summand(Guarded(op, counted, inner[0]), op.outputs[0])
+            del self.adding[before:]
+        return self._other(op)
 
     def _are_scalars(self, args: tuple[Argument, ...]) -> bool:
         return len(args) == 2 and all(
@@ -294,7 +293,8 @@ class Terms:
             yield self._other(op)
             return
         found = tuple(self._summands(factor.name))
-        if len(found) == 1 and found[0].value == factor.name and not found[0].scale:
+        alone = len(found) == 1 and not isinstance(found[0].term, Guarded)
+        if alone and found[0].value == factor.name and not found[0].scale:
             yield dataclasses.replace(found[0], value=op.outputs[0])
             return
         self.adding.append(op)
@@ -364,25 +364,3 @@ def _elsewhere(op: Op, factor: Ref) -> Step:
 def _tensor_options(op: Op) -> bool:
     """Whether an op has options that depend on tensors (`alpha=`)."""
     return any(isinstance(item, Ref) for item in op.call.kwargs.values())
-
-
-_REARRANGED = frozenset(
-    {
-        *("view", "reshape", "flatten", "contiguous", "detach", "squeeze", "unsqueeze"),
-        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
-    }
-)
-"""What keeps all elements of a tensor, as long as it keeps their type and their memory."""
-
-
-def elements_of(graph: Graph, tensor: Argument) -> Argument:
-    """The tensor whose elements these are, before they were put in another order or shape."""
-    while isinstance(tensor, Ref):
-        op = graph.producer.get(tensor.name)
-        if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
-            return tensor
-        before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
-        if before.dtype != after.dtype or before.storage != after.storage:
-            return tensor
-        tensor = op.call.args[0]
-    return tensor

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-
-import torch
 
 from gpipe_compiler.ir import (
     Argument,
@@ -30,19 +27,15 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import choices, map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_functions import Targets
+from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_terms import (
-    LAST,
     ConstantTerm,
-    Division,
+    Guarded,
     Other,
-    Step,
     Summand,
     Term,
     Terms,
-    elements_of,
     put,
-    verb,
 )
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.split_loss import TermGroup, with_terms
@@ -61,7 +54,8 @@ def weigh_loss(graph: Graph) -> Graph:
     if graph.loss is None or graph.loss.over_batch:
         return graph
     groups, adding = terms_of_loss(graph)
-    if len(groups) > 1:
+    guarded = any(group.weight and group.weight.above > -math.inf for group in groups)
+    if len(groups) > 1 or guarded:
         return with_terms(graph, groups, adding) or graph
     loss = graph.loss
     for group in groups:
@@ -96,15 +90,16 @@ def terms_of_loss(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
     found: dict[object, TermGroup] = {}
     constants = []
     taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
-    for summand in terms.summands:
-        if isinstance(summand.term, ConstantTerm):
-            constants.append(summand)
+    for written in terms.summands:
+        if isinstance(written.term, ConstantTerm):
+            constants.append(written)
             continue
-        count = _count(terms, summand.term)
+        count = _count(terms, numbers, written.term)
         key: object = None if count is None else numbers.of(count)
         weight = found[key].weight if key in found else None
         if count is not None and weight is None:
             weight = _weight(graph, count, taken)
+        summand = _unguarded(terms, written, weight)
         kind: Reduction | None = Reduction.MEAN
         if weight is None:
             kind = summand.term.kind if isinstance(summand.term, Other) else None
@@ -120,150 +115,32 @@ def terms_of_loss(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
     return list(found.values()), tuple(terms.adding)
 
 
+def _count(terms: Terms, numbers: _Numbers, term: Term) -> Count | None:
+    """The count of a term; None for samples, and where a term is guarded by something else."""
+    if not isinstance(term, Guarded):
+        return count_of(terms, term)
+    inner, guard = count_of(terms, term.inner.term), guard_of(terms, term)
+    if inner is None or guard is None:
+        return None
+    same = {numbers.sum_of(with_targets(terms.graph, count)) for count in (inner, guard)}
+    return dataclasses.replace(inner, above=0.0) if len(same) == 1 else None
+
+
+def _unguarded(terms: Terms, summand: Summand, weight: LossWeight | None) -> Summand:
+    """What a guarded term is where something counts: the weights of micro-batches do the rest."""
+    if not isinstance(summand.term, Guarded):
+        return summand
+    if weight is None:
+        return dataclasses.replace(summand, term=Other(summand.term.op, None))
+    terms.adding.append(summand.term.op)
+    return dataclasses.replace(summand.term.inner, scale=summand.scale)
+
+
 def _put_in(groups: dict[object, TermGroup], constants: tuple[Summand, ...]) -> None:
     """Adds the constant terms to a mean whose shares add up to one, so that they count once."""
     key = next((key for key, group in groups.items() if group.adds_up), None)
     known = groups.get(key, TermGroup(Reduction.MEAN, None, ()))
     groups[key] = dataclasses.replace(known, summands=(*known.summands, *constants))
-
-
-@dataclass(frozen=True, slots=True)
-class _Count:
-    """What a term of the loss is a mean over.
-
-    Attributes:
-        reader: the op of the loss before which it is counted.
-        base: what the first step is done to.
-        steps: what is done, each to the result of the one before.
-        floor, offset: as in `LossWeight`.
-    """
-
-    reader: Op
-    what: str
-    base: Argument
-    steps: tuple[Step, ...]
-    floor: float = -math.inf
-    offset: float = 0.0
-
-
-def _count(terms: Terms, term: Term) -> _Count | None:
-    """The count of a term; None for samples."""
-    match term:
-        case Targets():
-            return _targets(terms.graph, term)
-        case Division():
-            return _divisor(terms, term)
-        case _:
-            return None
-
-
-def _targets(graph: Graph, term: Targets) -> _Count:
-    """`(targets != -100).sum()`, or `weights[targets[targets != -100]].sum()`."""
-    targets = elements_of(graph, term.targets)
-    counted = FunctionCall(operator.ne, (LAST, term.ignored))
-    what = f"the targets other than {term.ignored}"
-    if term.weights is None:
-        return _Count(term.op, what, targets, (counted, MethodCall("sum", (LAST,))))
-    steps = (
-        counted,
-        FunctionCall(operator.getitem, (targets, LAST)),
-        FunctionCall(operator.getitem, (term.weights, LAST)),
-        MethodCall("sum", (LAST,)),
-    )
-    return _Count(term.op, f"{what}, each with the weight of its class", targets, steps)
-
-
-# --- divisors -------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Guard:
-    """A divisor as `factor * (max(sum, floor) + offset)`: what stands between it and the sum."""
-
-    factor: float = 1.0
-    floor: float = -math.inf
-    offset: float = 0.0
-
-    def then(self, step: str, number: float) -> None:
-        """Takes one more step in: `add`, `mul`, or `max`, the larger of the two."""
-        match step:
-            case "mul":
-                self.factor *= number
-            case "add":
-                self.offset += number / self.factor
-            case "max":
-                self.floor = max(self.floor, number / self.factor - self.offset)
-
-
-def _divisor(terms: Terms, term: Division) -> _Count | None:
-    """What a divisor adds up; None where it is no sum over samples."""
-    value, steps = term.divisor, list[tuple[str, float]]()
-    while (op := terms.graph.producer.get(value)) is not None:
-        step = _guard_step(terms, op)
-        if step is None:
-            break
-        value, name, number = step
-        steps.append((name, number))
-    if op is None or not _is_over_samples(terms, op):
-        return None
-    guard = _Guard()
-    for name, number in reversed(steps):
-        if name == "mul" and not 0 < number < math.inf:
-            return None
-        guard.then(name, number)
-    if term.total not in (None, verb(op) != "mean"):
-        return None
-    what = "the sum by which it is divided"
-    base, *options = op.call.args
-    total = _as_sum(op, (LAST, *options))
-    return _Count(term.op, what, base, (total,), guard.floor, guard.offset)
-
-
-def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
-    """The scalar that an op takes, what it does to it, and with what number; None for others."""
-    args, kwargs = op.arguments
-    if not args or not terms.is_scalar(args[0]):
-        return None
-    source: str = args[0].name
-    if terms.keeps(op):
-        return source, "mul", 1.0
-    match verb(op), args[1:]:
-        case "add", (int() | float() as number,) if not kwargs:
-            return source, "add", float(number)
-        case "sub", (int() | float() as number,) if not kwargs:
-            return source, "add", -float(number)
-        case "mul", (int() | float() as number,):
-            return source, "mul", float(number)
-        case "div", (int() | float() as number,) if not kwargs and number:
-            return source, "mul", 1 / number
-        case "clamp" | "clip" | "clamp_min", rest:
-            options = dict(zip(("min", "max"), rest, strict=False)) | kwargs
-            least = options.pop("min", None)
-            if isinstance(least, int | float) and set(options.values()) <= {None}:
-                return source, "max", float(least)
-    return None
-
-
-def _is_over_samples(terms: Terms, op: Op) -> bool:
-    """Whether an op adds up, or averages, something of all samples."""
-    if verb(op) not in ("sum", "mean", "count_nonzero") or not op.call.args:
-        return False
-    known = terms.value(op.call.args[0])
-    return known is not None and known.splittable and known.batch_dim is not None
-
-
-def _as_sum(op: Op, args: tuple[Argument, ...]) -> Step:
-    """The call on other arguments, a mean as a sum: of means of parts no whole can be made."""
-    match op.call:
-        case MethodCall(method=method, kwargs=kwargs):
-            return MethodCall("sum" if method == "mean" else method, args, kwargs)
-        case FunctionCall(function=function, kwargs=kwargs):
-            return FunctionCall(torch.sum if function is torch.mean else function, args, kwargs)
-        case _:
-            raise AssertionError(op)
-
-
-# --- the ops --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -273,10 +150,14 @@ class _Numbers:
     graph: Graph
     _known: dict[str, int] = field(default_factory=dict)
 
-    def of(self, count: _Count) -> tuple[object, ...]:
+    def of(self, count: Count) -> tuple[object, ...]:
         """A key, equal for counts that compute the same number."""
+        return (*self.sum_of(count), count.floor, count.offset, count.above)
+
+    def sum_of(self, count: Count) -> tuple[str, ...]:
+        """The same for the sum alone, whatever is done to it."""
         steps = [repr(self._text(step)) for step in count.steps]
-        return (repr(self._with(count.base)), *steps, count.floor, count.offset)
+        return (repr(self._with(count.base)), *steps)
 
     def _with(self, argument: Argument) -> Argument:
         def number(leaf: object) -> object:
@@ -301,7 +182,7 @@ class _Numbers:
         return self._known.setdefault(key, len(self._known))
 
 
-def _weight(graph: Graph, count: _Count, taken: set[str]) -> LossWeight | None:
+def _weight(graph: Graph, count: Count, taken: set[str]) -> LossWeight | None:
     """The ops of a count; None where it depends on more than inputs and fixed numbers.
 
     Args:
@@ -317,7 +198,8 @@ def _weight(graph: Graph, count: _Count, taken: set[str]) -> LossWeight | None:
         return None
     used = {name for op in ops for name in op.inputs}
     inputs = tuple(source.name for source in graph.inputs if source.name in used)
-    return LossWeight(count.what, inputs, ops, ops[-1].name, count.floor, count.offset)
+    value, guards = ops[-1].name, (count.floor, count.offset, count.above)
+    return LossWeight(count.what, inputs, ops, value, *guards)
 
 
 def _reads_samples(graph: Graph, ops: Iterable[Op]) -> bool:
@@ -335,7 +217,7 @@ def _is_tensor(graph: Graph, name: str) -> bool:
     return known is None or known.kind is ValueKind.TENSOR
 
 
-def _own_ops(graph: Graph, count: _Count, taken: set[str]) -> list[Op]:
+def _own_ops(graph: Graph, count: Count, taken: set[str]) -> list[Op]:
     """The steps of a count as ops, under names that the graph does not have."""
     taken.update(source.name for source in graph.inputs)
     made: list[Op] = []

@@ -9,6 +9,7 @@ terms, and what they are means over.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from gpipe_compiler.ir import Graph, Loss, Op, Reduction
@@ -51,6 +52,8 @@ def _is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:
     def are_rows(*names: str) -> bool:
         return all(ways[name] in (Unjoined.ROWS, Joined.SAME) for name in names)
 
+    if group.weight is not None and group.weight.above > -math.inf:
+        return False
     match summand.term:
         case ConstantTerm():
             return group.adds_up

@@ -21,6 +21,7 @@ from gpipe_compiler.ir import (
     Ref,
     Value,
 )
+from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_terms import Summand, put
 
 
@@ -40,8 +41,8 @@ class TermGroup:
     @property
     def adds_up(self) -> bool:
         """Whether the shares of micro-batches add up to one, wherever something counts."""
-        guard = self.weight and (self.weight.floor, self.weight.offset)
-        return self.reduction is not Reduction.SUM and guard in (None, (-math.inf, 0.0))
+        guard = self.weight and (self.weight.floor, self.weight.offset, self.weight.above)
+        return self.reduction is not Reduction.SUM and guard in (None, (-math.inf, 0.0, -math.inf))
 
 
 def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -> Graph | None:
@@ -55,14 +56,15 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     """
     assert graph.loss is not None
     adding = {op.name for op in added}
+    values = [summand.value for group in groups for summand in group.summands]
     dropped = _unread(graph, adding)
+    dropped |= _only_for(graph, dropped, frozenset(values))
     kept = [op for op in graph.ops if op.name not in dropped]
     lasting = [op for op in graph.ops if op.name in adding - dropped]
     if any(op.mode is not Mode.ALWAYS for op in graph.ops if op.name in adding):
         return None
     if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
         return None
-    values = (summand.value for group in groups for summand in group.summands)
     tail = Tail(graph, kept, next(value for value in values if isinstance(value, str)))
     terms = tuple(
         LossTerm(tail.sum(group.summands), group.reduction or Reduction.MEAN, group.weight)
@@ -70,8 +72,13 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     )
     total = tail.add_up([term.value for term in terms])
     loss = dataclasses.replace(graph.loss, value=total, reduction=Reduction.SUM, terms=terms)
+    if len(terms) == 1:
+        reduction, weight = terms[0].reduction, terms[0].weight
+        loss = dataclasses.replace(loss, reduction=reduction, weight=weight, terms=())
     made = graph.replace(ops=(*kept, *tail.made), values=tail.values, loss=loss)
-    before = min((graph.ops.index(graph.op_of[name]) for name in adding), default=len(graph.ops))
+    before = min(
+        (graph.ops.index(graph.op_of[name]) for name in adding | dropped), default=len(graph.ops)
+    )
     if all(stretch.end <= before for stretch in graph.repeats):
         made = dataclasses.replace(made, repeats=graph.repeats)
     return made
@@ -87,6 +94,26 @@ def _unread(graph: Graph, names: set[str]) -> set[str]:
         if not more:
             return found
         found -= more
+
+
+def _only_for(graph: Graph, dropped: set[str], kept: frozenset[str | float]) -> set[str]:
+    """The ops whose results nothing reads but those that are dropped.
+
+    Args:
+        kept: values that are needed.
+    """
+    readers: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for value in op.inputs:
+            readers.setdefault(value, set()).add(op.name)
+    needed = kept.union(graph.output_values)
+    writers, found = effects(graph).writes, set(dropped)
+    for op in reversed(graph.ops):
+        readers_of = [readers.get(value, set()) for value in op.outputs]
+        idle = any(readers_of) and all(names <= found for names in readers_of)
+        if idle and needed.isdisjoint(op.outputs) and op.name not in writers:
+            found.add(op.name)
+    return found - dropped
 
 
 def writes(op: Op) -> bool:

@@ -305,12 +305,12 @@ def _loss(
             term.reduction,
             term.weight is not None,
             *_guard(term.weight),
-            per_sample(graph, term),
+            per_sample=per_sample(graph, term),
         )
         for term in graph.loss.terms
     )
     counted: Any = None if weight is None else _weight(weight, imports)
-    floor, offset = _guard(None if terms else graph.loss.weight)
+    guard = _guard(None if terms else graph.loss.weight)
     separate = has_separate_loss(plan, graph)
     loss = graph.loss
     return LossSpec(
@@ -318,17 +318,19 @@ def _loss(
         loss.reduction,
         separate,
         counted,
-        floor,
-        offset,
+        *guard,
         terms,
         1 if terms else per_sample(graph, loss.summands[0]),
         over_batch=loss.over_batch,
+        returned=loss.returned,
     )
 
 
-def _guard(weight: LossWeight | None) -> tuple[float, float]:
-    """The floor and the offset of what a loss is divided by."""
-    return (-math.inf, 0.0) if weight is None else (weight.floor, weight.offset)
+def _guard(weight: LossWeight | None) -> tuple[float, float, float]:
+    """The floor and the offset of what a loss is divided by, and what that has to be above."""
+    if weight is None:
+        return -math.inf, 0.0, -math.inf
+    return weight.floor, weight.offset, weight.above
 
 
 def _weight(weight: WeightSource, imports: Imports) -> Expression:

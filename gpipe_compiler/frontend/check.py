@@ -89,7 +89,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     found = list(_state_differences(graph, subject))
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     others = other_sizes(graph.sizes, graph.requires)
-    slow = False
+    slow, tried = False, 0
     modes = (True, False) if subject.training else (False,)
     entries = [make_entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
@@ -101,20 +101,30 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             if slow and place == int(training):
                 continue
             started = time.process_time()
-            tried = (entry.signature.at(graph.inputs, others),) if place and graph.sizes else ()
-            examples = (*tried, entry.signature)
+            freed = (entry.signature.at(graph.inputs, others),) if place and graph.sizes else ()
+            examples = (*freed, entry.signature)
             found.extend(_compare(graph, subject, entry, batches, examples, outputs))
             entry.signature = examples[-1]
             longest = max(longest, time.process_time() - started)
             slow = slow or longest > _SLOW_S
             if found:
                 return found
-        many = larger_batch(max(sizes[-1]), longest) if len(sizes) > 1 else 0
-        if many:
+        few = tried = max(sizes[-1])
+        many = larger_batch(few, longest) or larger_batch(few, longest, graph.beyond)
+        while many and len(sizes) > 1:
             larger = (many, *sizes[0])  # what takes no more is compared again as before
+            started = time.process_time()
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             if found:
                 return found
+            tried, taken = many, time.process_time() - started
+            many = larger_batch(tried, taken, graph.beyond) if tried <= graph.beyond else 0
+    if tried <= graph.beyond:
+        warnings.warn(
+            f"the model compares the number of samples with {graph.beyond}; what it does for more "
+            "was not compared, as a batch of so many takes long",
+            stacklevel=2,
+        )
     return found
 
 

@@ -127,9 +127,14 @@ class Entry(nn.Module):
     @property
     def reduction(self) -> Reduction:
         """How the loss of a batch follows from those of its parts; the mean when in doubt."""
-        if self.known.own_loss is not None and not self.squared and not self.states.on_meta:
+        if self.returns_loss and not self.states.on_meta:
             return self._own_reduction()
         return self.known.reduction or Reduction.MEAN
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the loss is one that the model itself returns."""
+        return self.known.own_loss is not None and not self.squared
 
     def outputs(self, leaves: Sequence[Argument]) -> Argument:
         """What the model returns, the loss left out, given the list after the loss."""

@@ -34,6 +34,7 @@ from gpipe_compiler.frontend.free_sizes import (
     FreePlaces,
     NotedSizes,
     asking_first,
+    largest_compared,
     noting_sizes,
     read_sizes,
     refuse_fixed,
@@ -196,7 +197,12 @@ class ExportedMode:
         unlike = follow(graphs, self.found, self.trace.watch.events)
         aten_to_python(graphs)
         lowered = lower(module.graph, module, entry)
-        lowered = lowered.replace(unlike=unlike, inputs=sizes.inputs, requires=sizes.requires)
+        lowered = lowered.replace(
+            unlike=unlike,
+            inputs=sizes.inputs,
+            requires=sizes.requires,
+            beyond=largest_compared(entry.signature, self._placeholders),
+        )
         return asking_first(lowered)
 
 

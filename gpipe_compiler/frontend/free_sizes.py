@@ -19,7 +19,7 @@ from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
-from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE
+from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SMALLEST, UNKNOWN_LINE
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
     dim_of,
@@ -243,6 +243,37 @@ def _number_of(value: object) -> float | None:
             return float(expression)
         case _:
             return bool(expression)
+
+
+_ORDERS = frozenset({"<", "<=", ">", ">="})
+
+
+def largest_compared(signature: Signature, placeholders: Sequence[fx.Node]) -> int:
+    """The largest number of samples that a trace has held theirs against; 0 for none.
+
+    What torch compares with other sizes, to see whether they are equal, is none.
+
+    Args:
+        placeholders: of the inputs, in order.
+    """
+    sizes: list[Any] = [
+        known.shape[source.batch_dim]
+        for source, node in zip(signature.inputs, placeholders, strict=True)
+        if source.batch_dim is not None and isinstance(known := node.meta.get("val"), torch.Tensor)
+    ]
+    symbolic = [size for size in sizes if _is_symbolic(size)]
+    if not symbolic:
+        return 0
+    symbols = {symbol for size in symbolic for symbol in expression_of(size).free_symbols}
+    environment: ShapeEnv = symbolic[0].node.shape_env
+    conditions = (environment.replace(guard.expr) for guard in environment.guards)
+    numbers = [
+        int(number)
+        for condition in conditions
+        if condition.free_symbols <= symbols and getattr(condition, "rel_op", "") in _ORDERS
+        for number in condition.atoms(sympy.Integer)
+    ]
+    return max((number for number in numbers if number <= LARGEST_BATCH), default=0)
 
 
 def asking_first(graph: Graph) -> Graph:

@@ -83,7 +83,8 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
                 hint="loss_fn(output, target) must compute it from the output",
             )
         # How losses combine matters in training only.
-        loss = Loss(first.name, entry.reduction if entry.training else Reduction.MEAN)
+        reduction = entry.reduction if entry.training else Reduction.MEAN
+        loss = Loss(first.name, reduction, returned=entry.returns_loss)
     raw = Graph(
         name=entry.name,
         inputs=entry.signature.inputs,

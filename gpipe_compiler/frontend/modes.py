@@ -27,7 +27,6 @@ from gpipe_compiler.ir import (
     Call,
     FunctionCall,
     Graph,
-    Loss,
     MethodCall,
     Mode,
     ModuleCall,
@@ -61,12 +60,15 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
     loss = train.loss
     if loss is not None and evaluation.loss is not None:
         value = merging.one_value(Ref(loss.value), Ref(evaluation.loss.value), "loss")
-        loss = Loss(value.name, loss.reduction)
+        loss = dataclasses.replace(loss, value=value.name)
     unlike = {**evaluation.unlike, **train.unlike}
     requires = tuple(dict.fromkeys((*train.requires, *evaluation.requires)))
+    beyond = max(train.beyond, evaluation.beyond)
     if not merging.different:
-        same = unlike == train.unlike and requires == train.requires
-        return train if same else train.replace(unlike=unlike, requires=requires)
+        same = (unlike, requires, beyond) == (train.unlike, train.requires, train.beyond)
+        if same:
+            return train
+        return train.replace(unlike=unlike, requires=requires, beyond=beyond)
     ops = always_contiguous((*ops, *merging.selections))
     ops, outputs = merge_shape_queries(ops, outputs)
     merged = train.replace(
@@ -78,6 +80,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         tensors={**train.tensors, **merging.new_tensors},
         unlike=unlike,
         requires=requires,
+        beyond=beyond,
     )
     return check(merged, after="merging train and eval mode")
 

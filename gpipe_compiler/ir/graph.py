@@ -29,7 +29,7 @@ T = TypeVar("T")
 _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
-        *("module_classes", "repeats"),
+        *("module_classes", "repeats", "beyond"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -147,7 +147,7 @@ class LossWeight:
     """What the mean of a loss is taken over, where that is not the number of samples.
 
     The loss of a batch is a sum over its samples divided by `max(weight, floor) + offset`, where
-    the weight of a batch is the sum of those of its parts.
+    the weight of a batch is the sum of those of its parts; and 0 where that is not above `above`.
 
     Attributes:
         what: in words, such as `the targets other than -100`.
@@ -162,6 +162,7 @@ class LossWeight:
     value: str
     floor: float = -inf
     offset: float = 0.0
+    above: float = -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +187,7 @@ class Loss:
         terms: filled in by `passes.loss_weight`, where the loss adds up means over different
             things: each of them; the last ops of the graph only add them up. () elsewhere.
         over_batch: whether it is computed once, of the outputs of all micro-batches.
+        returned: whether the model itself returns it, as `loss` of what it returns.
     """
 
     value: str
@@ -193,6 +195,7 @@ class Loss:
     weight: LossWeight | None = None
     terms: tuple[LossTerm, ...] = ()
     over_batch: bool = False
+    returned: bool = False
 
     @property
     def summands(self) -> tuple[LossTerm, ...]:
@@ -252,6 +255,8 @@ class Graph:
             modules), by path: the names of their classes.
         unlike: the precisions in which the model is another program than this graph, and why.
         requires: what the model demands of the sizes that are free (those in `inputs`).
+        beyond: the largest number with which the model compared that of the samples while it was
+            traced; 0 for none.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -276,6 +281,7 @@ class Graph:
     output_terms: Mapping[str, tuple[OutputTerm, ...]] = field(default_factory=dict)
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     requires: tuple[Requirement, ...] = ()
+    beyond: int = 0
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)

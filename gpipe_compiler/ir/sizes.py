@@ -27,6 +27,10 @@ UNKNOWN_LINE = "by an operator of torch's, called at a line that is not known"
 """Stands where a requirement's line does."""
 
 
+LARGEST_BATCH = 1 << 20
+"""Samples beyond which no batch is expected: larger numbers are compared with something else."""
+
+
 def is_free(dim: object) -> bool:
     """Whether a number follows from free sizes: from others than the number of samples."""
     return isinstance(dim, Expression) and any(size != BATCH for size in dim.sizes())

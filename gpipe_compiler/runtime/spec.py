@@ -196,7 +196,7 @@ class LossTerm:
     Attributes:
         counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
             samples, or a sum.
-        floor, offset: where it is counted, as in `LossSpec`.
+        floor, offset, above: where it is counted, as in `LossSpec`.
         per_sample: as in `LossSpec`.
     """
 
@@ -204,6 +204,7 @@ class LossTerm:
     counted: bool = False
     floor: float = -math.inf
     offset: float = 0.0
+    above: float = -math.inf
     per_sample: Dim | None = 1
 
 
@@ -383,12 +384,14 @@ class LossSpec:
             things (or their weight) in a micro-batch. None for a mean over samples.
         floor, offset: with a weight, the loss is divided by `max(weight, floor) + offset`, as a
             model writes it where nothing may count.
+        above: with a weight, the loss is 0 where that of the mini-batch is not above this.
         terms: for a loss that adds up means over different things: each of them. `loss` then
             returns them as a tuple, and `weight` a tuple of what it counts for those `counted`.
         per_sample: without a weight, of how many things per sample the loss is the mean: as
             `tokens` of one over all tokens. It matters where micro-batches differ in sizes, which
             are refused where it is None: not known. Batches of an evaluation then weigh by samples.
         over_batch: whether the last stage computes it once, of all micro-batches as one.
+        returned: whether the model itself returns it, as `loss` of what it returns.
     """
 
     value: str
@@ -397,15 +400,18 @@ class LossSpec:
     weight: StageSpec | None = None
     floor: float = -math.inf
     offset: float = 0.0
+    above: float = -math.inf
     terms: tuple[LossTerm, ...] = ()
     per_sample: Dim | None = 1
     over_batch: bool = False
+    returned: bool = False
 
     @property
     def summands(self) -> tuple[LossTerm, ...]:
         """The terms; a loss that has none is the only one."""
         counted = self.weight is not None
-        only = LossTerm(self.reduction, counted, self.floor, self.offset, self.per_sample)
+        guards = self.floor, self.offset, self.above
+        only = LossTerm(self.reduction, counted, *guards, per_sample=self.per_sample)
         return self.terms or (only,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,16 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
-from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, with_other_weights
+from gpipe_compiler.frontend.comparable_runs import (
+    MANY,
+    EvenDraws,
+    larger_batch,
+    with_other_weights,
+)
 from gpipe_compiler.ir import Graph, Input, Mode, Op
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.batch_rules import largest_compared
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
@@ -39,11 +46,11 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
     assert graph is not None
     if parts == 1:
         return
-    if not found.mixes:
+    op = _first_mixing(graph, found.subject.model) if found.mixes else _first_numbering(graph)
+    if not found.mixes and op is None:
         if plan.training:
             _refuse_mixing_in_training(plan, graph, found.subject.model)
         return
-    op = _first_mixing(graph, found.subject.model)
     first = next(source for source in graph.inputs if source.batched)
     what = "the model" if op is None else op.name
     raise ModelError(
@@ -115,22 +122,44 @@ def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:
     if on_meta(graph):
         return None
     moved = with_other_weights(model)
-    others = {} if moved is None else dict(moved.named_parameters())
-    for count, other in ((_SAMPLES, {}), (_SAMPLES, others), (MANY, {})):
-        parts = _PARTS if count == _SAMPLES else (_PARTS[1], range(1, count))
-        try:
-            with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-                whole = _values(graph, other, range(count), count)
-                both = [
-                    _Both(graph, whole, _values(graph, other, part, count), part, count)
-                    for part in parts
-                ]
-        except Exception:  # noqa: BLE001  # whatever the user's ops raise
-            return None
-        op = next((op for op in (values.root() for values in both) if op is not None), None)
-        if op is not None:
-            return op
-    return None
+    first: Mapping[str, torch.Tensor] = {}
+    others = first if moved is None else dict(moved.named_parameters())
+    tried = ((_SAMPLES, first), (_SAMPLES, others), (MANY, first))
+    found = (_mixing_among(graph, count, other) for count, other in tried)
+    return next((op for op in found if op is not None), None)
+
+
+def _first_numbering(graph: Graph) -> Op | None:
+    """The first op that tells samples apart by their numbers, or by how many there are.
+
+    Looked for beyond the numbers with which the graph compares these; smaller ones have shown.
+    """
+    beyond = largest_compared(graph)
+    if beyond < _SAMPLES or on_meta(graph):
+        return None
+    started = time.process_time()
+    op = _mixing_among(graph, _SAMPLES, {})
+    count = larger_batch(_SAMPLES, time.process_time() - started, beyond)
+    return _mixing_among(graph, count, {}) if op is None and count > beyond else op
+
+
+def _mixing_among(graph: Graph, count: int, other: Mapping[str, torch.Tensor]) -> Op | None:
+    """The first op that makes rows which are wrong, among so many samples.
+
+    Args:
+        other: as for `_values`.
+    """
+    parts = _PARTS if count == _SAMPLES else (_PARTS[1], range(1, count))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
+            whole = _values(graph, other, range(count), count)
+            both = [
+                _Both(graph, whole, _values(graph, other, part, count), part, count)
+                for part in parts
+            ]
+    except Exception:  # noqa: BLE001  # whatever the user's ops raise
+        return None
+    return next((op for op in (values.root() for values in both) if op is not None), None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,7 +67,8 @@ def _shares_of(
     def divisor(of: float) -> float:
         return max(of, weight.floor) + weight.offset
 
-    whole = divisor(sum(weights))
+    total = sum(weights)
+    whole = divisor(total) if total > weight.above else 0.0
     return tuple(divisor(item) / whole if whole else 0.0 for item in weights)
 
 

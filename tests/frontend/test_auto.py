@@ -109,13 +109,25 @@ def test_a_branch_on_data_is_refused_with_every_frontends_reason():
     assert "torch.where" in text
 
 
-def test_a_branch_on_a_number_of_samples_beyond_the_example_is_refused():
+@pytest.mark.parametrize(("most", "tried"), [(20, 129), (1000, 1001)])
+def test_a_branch_on_a_number_of_samples_beyond_the_example_is_refused(most, tried):
     class Model(nn.Module):
         def forward(self, x):
-            return x * 2 if x.shape[0] > 20 else x
+            return x * 2 if x.shape[0] > most else x
 
-    with pytest.raises(TraceError, match="batch 129: output is off"):
+    with pytest.raises(TraceError, match=f"batch {tried}: output is off"):
         trace(Subject("s", Model(), (torch.randn(4, 4),), training=False))
+
+
+def test_a_branch_that_changes_no_number_is_taken():
+    class Model(nn.Module):
+        def forward(self, x):
+            parts = x.split(500) if x.shape[0] > 500 else (x,)
+            return torch.cat([part.tanh() for part in parts])
+
+    graph = trace(Subject("s", Model(), (torch.randn(4, 4),), training=False))
+
+    assert graph.beyond == 500
 
 
 def test_the_graph_is_refused_when_python_state_decides_what_is_computed():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -149,8 +150,9 @@ class Execution:
             raise UsageError(f"{self._spec.name} made no loss")
         if not (args.outputs and self._topology.feeds):
             return loss, None
+        own_loss = loss if self._spec.loss is not None and self._spec.loss.returned else None
         outputs = [
-            self._returned({**whole, **own}, call, group)
+            self._returned({**whole, **own}, call, group, None if call.listed else own_loss)
             for whole, own, group in zip(bound.wholes, made, call.groups, strict=True)
         ]
         return loss, outputs if call.listed else outputs[0]
@@ -203,10 +205,18 @@ class Execution:
                 hint="pad them to the same sizes, or write the loss as a sum divided by a count",
             )
 
-    def _returned(self, values: Values, call: Call, group: Sequence[int]) -> object:
-        """What the model returns for the micro-batches that were passed together."""
+    def _returned(
+        self, values: Values, call: Call, group: Sequence[int], loss: torch.Tensor | None
+    ) -> object:
+        """What the model returns for the micro-batches that were passed together.
+
+        Args:
+            loss: the terms of the one that the model itself returns.
+        """
         samples, sizes = [call.samples[m] for m in group], call.sizes[group[0]]
         made = rebuild(self._spec.outputs, values, samples, sizes, call.training)
+        if loss is not None and isinstance(made, dict):
+            made = {"loss": loss.sum(), **made}
         return as_returned(made, self._spec.classes)
 
     def _offered(self, args: CallArgs) -> tuple[Call, BoundCall]:
@@ -235,7 +245,8 @@ class Execution:
 
     def _is_whole(self, samples: Sequence[int]) -> bool:
         """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
-        return len(samples) == self._topology.replicas == 1
+        guarded = any(term.above > -math.inf for term in self._weigher.terms)
+        return len(samples) == self._topology.replicas == 1 and not guarded
 
     def _shares(self, call: Call) -> tuple[tuple[float, ...], ...]:
         """The weights of each micro-batch's terms in those of the mini-batch's loss."""
@@ -314,7 +325,9 @@ class Execution:
         assert self._spec.loss is not None
         pipeline = self._topology.pipeline
         losses = {m: terms for result in results for m, terms in result.losses.items()}
-        mine = self._over_replicas(_total(losses, request), request)
+        # What a term is where nothing in the mini-batch counts.
+        empty = [0.0 if t.above > -math.inf else math.nan for t in self._spec.loss.summands]
+        mine = self._over_replicas(_total(losses, request, empty), request, empty)
         if pipeline.size == 1:
             return mine
         told = (None, None) if mine is None else (mine.tolist(), mine.dtype)
@@ -325,7 +338,7 @@ class Execution:
         return torch.tensor(terms, dtype=dtype, device=pipeline.device)
 
     def _over_replicas(
-        self, total: torch.Tensor | None, request: StepRequest
+        self, total: torch.Tensor | None, request: StepRequest, empty: Sequence[float]
     ) -> torch.Tensor | None:
         if total is None or self._topology.replicas == 1:
             return total
@@ -336,7 +349,7 @@ class Execution:
         rows = torch.stack([torch.where(counts > 0, total, 0.0), counts])
         value, replicas = self._topology.peers.sum(rows.double(), "the loss")
         mean = value / self._topology.replicas
-        return torch.where(replicas > 0, mean, torch.nan).to(total.dtype)
+        return torch.where(replicas > 0, mean, mean.new_tensor(empty)).to(total.dtype)
 
     def _gathered(
         self,
@@ -380,9 +393,13 @@ def _on(request: StepRequest, device: torch.device) -> StepRequest:
 
 
 def _total(
-    losses: Mapping[int, tuple[torch.Tensor, ...]], request: StepRequest
+    losses: Mapping[int, tuple[torch.Tensor, ...]], request: StepRequest, empty: Sequence[float]
 ) -> torch.Tensor | None:
-    """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan."""
+    """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan.
+
+    Args:
+        empty: what each is where nothing counts.
+    """
     if not losses:
         return None
     totals = []
@@ -391,7 +408,7 @@ def _total(
             _weighted(losses[m][number].reshape(()), weights[number])
             for m, weights in enumerate(request.loss_weights)
             if weights[number]
-        ] or [like.new_full((), torch.nan)]
+        ] or [like.new_full((), empty[number])]
         totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
     return torch.stack(totals)
 

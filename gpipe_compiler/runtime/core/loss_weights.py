@@ -100,7 +100,8 @@ class LossWeigher:
         """
         if not counts:
             return ()
-        wholes = [divisor(term, count) for term, count in zip(self.terms, total, strict=True)]
+        pairs = zip(self.terms, total, strict=True)
+        wholes = [divisor(term, count) if count > term.above else 0.0 for term, count in pairs]
         return tuple(
             tuple(
                 divisor(term, count) / whole if whole else 0.0

@@ -68,6 +68,8 @@ class _Mean:
 
     @property
     def value(self) -> float:
+        if self.weight <= self.term.above:
+            return 0.0
         whole = divisor(self.term, self.weight)
         return self.total / whole if whole else math.nan
 

@@ -151,6 +151,14 @@ class FirstEight(nn.Module):
                 x = torch.cat([x[:8] * 2, x[8:]])  # refused: first_eight_sliced
             case "number":
                 x = x * (1 + x.shape[0] // 16)  # refused: scaled_by_sixteens
+            case "far mask":
+                kept = torch.arange(len(x)) < 500  # refused: first_five_hundred_masked
+                x = x * kept[:, None]
+            case "far slice":
+                x = x.clone()  # refused: last_ones_cleared
+                x[500:] = 0
+            case "bound":
+                x = x * (min(len(x), 300) / len(x))  # refused: scaled_beyond_300
             case "row":
                 x = x[torch.arange(len(x)), :] + 0 * max(len(x), 4)
         return self.last(x)
@@ -307,6 +315,9 @@ CASES = (
             ("first_eight_masked", "mask"),
             ("first_eight_sliced", "slice"),
             ("scaled_by_sixteens", "number"),
+            ("first_five_hundred_masked", "far mask"),
+            ("last_ones_cleared", "far slice"),
+            ("scaled_beyond_300", "bound"),
         )
     ),
     Case("by_row_numbers", lambda: FirstEight("row"), rows, F.cross_entropy, classes),

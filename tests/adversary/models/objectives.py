@@ -253,6 +253,69 @@ def bounded_where_it_lies(output: Tensor, target: Tensor) -> Tensor:
     return F.relu(F.mse_loss(output[:, 0], target.float())) + each.abs().clamp(min=1e-8)
 
 
+def masked(output: Tensor, target: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Squares, and which of them count."""
+    wanted, counts = target
+    return F.mse_loss(output, wanted, reduction="none"), counts
+
+
+def where_any_counts(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """Zero for a mini-batch in which nothing counts."""
+    losses, counts = masked(output, target)
+    number = counts.float().sum()
+    total = (losses * counts).sum()
+    return 0.5 * torch.where(number > 0, total / number.clamp(min=1), 0.0)
+
+
+def where_none_counts(output: Tensor, target: Tensor) -> Tensor:
+    """The same of classes; torch's own mean over none of them is nan."""
+    number = (target != IGNORED).sum()
+    loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+    return torch.where(number == 0, output.sum() * 0, loss) + 1e-2 * output.square().mean()
+
+
+def of_one_at_least(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    losses, counts = masked(output, target)
+    number = counts.sum()
+    total = (losses * counts).sum()
+    return total / torch.maximum(number, torch.ones(())) + total / torch.where(
+        number > 0, number, 1
+    )
+
+
+def of_selected(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    losses, counts = masked(output, target)
+    return losses[counts].mean() + F.l1_loss(output[counts], target[0][counts])
+
+
+def of_selected_elements(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    losses, counts = masked(output, target)
+    return losses.masked_select(counts).mean()
+
+
+def not_nan(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    losses, counts = masked(output, target)
+    return losses.where(counts, float("nan")).nanmean()  # refused: not_nan
+
+
+def above_nothing(output: Tensor, target: Tensor) -> Tensor:
+    """The logistic loss is negative where targets lie outside of [0, 1]."""
+    return F.relu(F.binary_cross_entropy_with_logits(output, target))  # refused: above_nothing
+
+
+def above_nothing_of_classes(output: Tensor, target: Tensor) -> Tensor:
+    """Such targets it never has."""
+    hot = F.one_hot(target, 3).float()
+    return F.relu(F.binary_cross_entropy_with_logits(output, hot)) + F.relu(
+        F.cross_entropy(output, target)
+    )
+
+
+def switched_off(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target)
+    return loss * (loss > 1e-3)  # refused: switched_off
+
+
 def variance(output: Tensor, target: Tensor) -> Tensor:
     """A penalty of the deviation over the batch, as VICReg has it."""
     deviation = output.var(0).sqrt()  # refused: variance
@@ -357,6 +420,23 @@ def with_boxes(samples: int) -> tuple[Tensor, Tensor]:
     return classes(samples), torch.randn(samples, 4)
 
 
+def with_counts(samples: int) -> tuple[Tensor, Tensor]:
+    """Some of them all, one sample none."""
+    counts = torch.rand(samples, 3) < 0.6
+    counts[0], counts[samples // 2 :] = True, False  # of a single sample none
+    return torch.randn(samples, 3), counts
+
+
+def with_some(samples: int) -> tuple[Tensor, Tensor]:
+    counts = torch.rand(samples, 3) < 0.6
+    counts[:, 0] = True
+    return torch.randn(samples, 3), counts
+
+
+def shares(samples: int) -> Tensor:
+    return torch.rand(samples, 3)
+
+
 def simple(name: str, loss: object, target: object = classes, **options: object) -> Case:
     return Case(name, Body, rows, loss, target, **options)
 
@@ -436,4 +516,13 @@ CASES = (
     not_of_parts("worse_of_two", worse_of_two, code=1),
     not_of_parts("above_a_margin", above_a_margin, code=1),
     not_of_parts("chosen_by_level", chosen_by_level, code=1),
+    simple("where_any_counts", where_any_counts, with_some, later_target=with_counts),
+    Case("where_none_counts", OfSteps, steps, where_none_counts, tokens, later_target=padded),
+    simple("of_one_at_least", of_one_at_least, with_some, later_target=with_counts),
+    simple("of_selected", of_selected, with_some, later_target=with_counts),
+    simple("of_selected_elements", of_selected_elements, with_some, later_target=with_counts),
+    simple("above_nothing_of_classes", above_nothing_of_classes),
+    not_of_parts("not_nan", not_nan, with_some, code=1),
+    not_of_parts("above_nothing", above_nothing, shares, code=1),
+    not_of_parts("switched_off", switched_off, code=1),
 )

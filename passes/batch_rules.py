@@ -1,0 +1,78 @@
+"""With which numbers a model compares the size of a batch, or the places of samples in it.
+
+`x.shape[0] > 1000`, `y[600:]` and `torch.arange(len(x)) < 500` tell batches, or samples, apart by
+nothing that a sample holds. A trial shows that where it has more samples than such a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpipe_compiler.ir import Graph, Op, Ref, StateRef, ValueKind, called
+from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.ir.sizes import LARGEST_BATCH
+
+_COMPARING = frozenset(
+    {
+        *("lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal"),
+        *("min", "max", "sym_min", "sym_max", "minimum", "maximum"),
+        *("clamp", "clamp_", "clamp_min", "clamp_max", "clip"),
+        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize"),
+    }
+)
+
+_NUMBERING = frozenset({"arange", "cumsum", "linspace"})
+"""What gives samples numbers."""
+
+
+def largest_compared(graph: Graph) -> int:
+    """The largest of these numbers; 0 where there is none.
+
+    Args:
+        graph: annotated.
+    """
+    found = (number for op in graph.ops for number in _compared(graph, op))
+    return max(graph.beyond, *(int(number) for number in found if abs(number) <= LARGEST_BATCH), 0)
+
+
+def _compared(graph: Graph, op: Op) -> Iterator[float]:
+    """The numbers with which an op compares places in the batch, or its size."""
+    numbers = [item for item in leaves(op.arguments) if type(item) in (int, float)]
+    if called(op.call) == "getitem":
+        yield from _sliced(graph, op)
+    elif numbers and called(op.call) in _COMPARING and _counts_samples(graph, op):
+        yield from numbers
+
+
+def _sliced(graph: Graph, op: Op) -> Iterator[float]:
+    """Where a slice along the batch begins and ends."""
+    source, index = op.call.args
+    known = graph.values.get(source.name) if isinstance(source, Ref) else None
+    places = index if isinstance(index, tuple) else (index,)
+    if known is None or known.batch_dim is None or len(places) <= known.batch_dim:
+        return
+    if any(item is None or item is Ellipsis for item in places):
+        return
+    place = places[known.batch_dim]
+    if isinstance(place, slice):
+        yield from (abs(end) for end in (place.start, place.stop) if type(end) is int)
+
+
+def _counts_samples(graph: Graph, op: Op) -> bool:
+    """Whether all that an op reads follows from the number of samples alone."""
+    names = [name for name in op.inputs if name in graph.batched]
+    known = [graph.values[name] for name in names]
+    if not known or any(isinstance(item, StateRef) for item in leaves(op.arguments)):
+        return False
+    if all(value.kind is ValueKind.SCALAR for value in known):
+        return True
+    before = [graph.op_of[name] for name in graph.ancestors(names)]
+    batched = {source.name for source in graph.inputs if source.batched}
+    computing = [
+        maker
+        for maker in (*before, op)
+        if any(graph.values[name].kind is ValueKind.TENSOR for name in maker.outputs)
+    ]
+    return all(batched.isdisjoint(maker.inputs) for maker in computing) and any(
+        called(maker.call) in _NUMBERING for maker in before
+    )

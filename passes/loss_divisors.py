@@ -1,0 +1,196 @@
+"""What the terms of a loss are means over: targets that count, the sum of a mask, a divisor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, called
+from gpipe_compiler.passes.loss_functions import Targets
+from gpipe_compiler.passes.loss_terms import (
+    LAST,
+    Division,
+    Guarded,
+    Selected,
+    Step,
+    Term,
+    Terms,
+)
+from gpipe_compiler.passes.verbs import (
+    counted_above_zero,
+    elements_of,
+    is_number_of,
+    number_of,
+    verb,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What a term of the loss is a mean over.
+
+    Attributes:
+        reader: the op of the loss before which it is counted.
+        base: what the first step is done to.
+        steps: what is done, each to the result of the one before.
+        floor, offset, above: as in `LossWeight`.
+    """
+
+    reader: Op
+    what: str
+    base: Argument
+    steps: tuple[Step, ...]
+    floor: float = -math.inf
+    offset: float = 0.0
+    above: float = -math.inf
+
+
+def count_of(terms: Terms, term: Term) -> Count | None:
+    """The count of a term; None for samples."""
+    match term:
+        case Targets():
+            return _targets(terms.graph, term)
+        case Division():
+            return _divisor(terms, term)
+        case Selected(op=op, mask=mask):
+            return Count(op, "what a mask selects", mask, (MethodCall("sum", (LAST,)),))
+        case _:
+            return None
+
+
+def guard_of(terms: Terms, term: Guarded) -> Count | None:
+    """What has to be above zero for a term to count; None where that is no sum over samples."""
+    value = term.counted
+    while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
+        value = op.call.args[0].name
+    if op is None or not _is_over_samples(terms, op):
+        return None
+    base, *options = op.call.args
+    return Count(term.op, "", base, (_as_sum(op, (LAST, *options)),))
+
+
+def with_targets(graph: Graph, count: Count) -> Count:
+    """A count in which the targets that are no index stand, where it is one of such targets."""
+    maker = graph.producer.get(count.base.name) if isinstance(count.base, Ref) else None
+    if maker is None or called(maker.call) != "ne" or len(maker.call.args) != 2:
+        return count
+    targets, ignored = maker.call.args
+    counted = FunctionCall(operator.ne, (LAST, ignored))
+    base = elements_of(graph, targets)
+    return dataclasses.replace(count, base=base, steps=(counted, *count.steps))
+
+
+def _targets(graph: Graph, term: Targets) -> Count:
+    """`(targets != -100).sum()`, or `weights[targets[targets != -100]].sum()`."""
+    targets = elements_of(graph, term.targets)
+    counted = FunctionCall(operator.ne, (LAST, term.ignored))
+    what = f"the targets other than {term.ignored}"
+    if term.weights is None:
+        return Count(term.op, what, targets, (counted, MethodCall("sum", (LAST,))))
+    steps = (
+        counted,
+        FunctionCall(operator.getitem, (targets, LAST)),
+        FunctionCall(operator.getitem, (term.weights, LAST)),
+        MethodCall("sum", (LAST,)),
+    )
+    return Count(term.op, f"{what}, each with the weight of its class", targets, steps)
+
+
+@dataclass
+class _Guard:
+    """A divisor as `factor * (max(sum, floor) + offset)`: what stands between it and the sum."""
+
+    factor: float = 1.0
+    floor: float = -math.inf
+    offset: float = 0.0
+
+    def then(self, step: str, number: float) -> None:
+        """Takes one more step in: `add`, `mul`, or `max`, the larger of the two."""
+        match step:
+            case "mul":
+                self.factor *= number
+            case "add":
+                self.offset += number / self.factor
+            case "max":
+                self.floor = max(self.floor, number / self.factor - self.offset)
+
+
+def _divisor(terms: Terms, term: Division) -> Count | None:
+    """What a divisor adds up; None where it is no sum over samples."""
+    value, steps = term.divisor, list[tuple[str, float]]()
+    while (op := terms.graph.producer.get(value)) is not None:
+        step = _guard_step(terms, op)
+        if step is None:
+            break
+        value, name, number = step
+        steps.append((name, number))
+    if op is None or not _is_over_samples(terms, op):
+        return None
+    guard = _Guard()
+    for name, number in reversed(steps):
+        if name == "mul" and not 0 < number < math.inf:
+            return None
+        guard.then(name, number)
+    if term.total not in (None, verb(op) != "mean"):
+        return None
+    what = "the sum by which it is divided"
+    base, *options = op.call.args
+    total = _as_sum(op, (LAST, *options))
+    return Count(term.op, what, base, (total,), guard.floor, guard.offset)
+
+
+def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
+    """The scalar that an op takes, what it does to it, and with what number; None for others."""
+    args, kwargs = op.arguments
+    if verb(op) == "where" and len(args) == 3:
+        tested = counted_above_zero(terms.graph, args[0])
+        least = number_of(terms.graph, args[2])
+        # Nothing is counted below 1: there any divisor will do.
+        by_itself = tested == (args[1].name, True) if isinstance(args[1], Ref) else False
+        counts = by_itself and is_number_of(terms.graph, args[1])
+        return (args[1].name, "max", min(least, 1.0)) if counts and least else None
+    if not args or not terms.is_scalar(args[0]):
+        return None
+    source: str = args[0].name
+    if terms.keeps(op):
+        return source, "mul", 1.0
+    match verb(op), args[1:]:
+        case "add", (int() | float() as number,) if not kwargs:
+            return source, "add", float(number)
+        case "sub", (int() | float() as number,) if not kwargs:
+            return source, "add", -float(number)
+        case "mul", (int() | float() as number,):
+            return source, "mul", float(number)
+        case "div", (int() | float() as number,) if not kwargs and number:
+            return source, "mul", 1 / number
+        case "maximum" | "max", (other,) if number_of(terms.graph, other) is not None:
+            return source, "max", number_of(terms.graph, other) or 0.0
+        case "clamp" | "clip" | "clamp_min", rest:
+            options = dict(zip(("min", "max"), rest, strict=False)) | kwargs
+            least = options.pop("min", None)
+            if isinstance(least, int | float) and set(options.values()) <= {None}:
+                return source, "max", float(least)
+    return None
+
+
+def _is_over_samples(terms: Terms, op: Op) -> bool:
+    """Whether an op adds up, or averages, something of all samples."""
+    if verb(op) not in ("sum", "mean", "count_nonzero") or not op.call.args:
+        return False
+    known = terms.value(op.call.args[0])
+    return known is not None and known.splittable and known.batch_dim is not None
+
+
+def _as_sum(op: Op, args: tuple[Argument, ...]) -> Step:
+    """The call on other arguments, a mean as a sum: of means of parts no whole can be made."""
+    match op.call:
+        case MethodCall(method=method, kwargs=kwargs):
+            return MethodCall("sum" if method == "mean" else method, args, kwargs)
+        case FunctionCall(function=function, kwargs=kwargs):
+            return FunctionCall(torch.sum if function is torch.mean else function, args, kwargs)
+        case _:
+            raise AssertionError(op)

@@ -1,0 +1,44 @@
+"""Means over what a mask selects, and over what is not nan."""
+
+from __future__ import annotations
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op, Reduction, Ref, called
+from gpipe_compiler.passes.loss_functions import reduction_of
+from gpipe_compiler.passes.verbs import verb
+
+
+def mask_of_mean(graph: Graph, op: Op) -> Ref | None:
+    """The mask that selects all elements that an op is the mean of; None for any other op."""
+    plain = verb(op) == "mean" and len(op.call.args) == 1 and not op.call.kwargs
+    if not plain and reduction_of(graph, op) is not Reduction.MEAN:
+        return None
+    masks = [_mask_behind(graph, name) for name in op.inputs if name in graph.batched]
+    first = masks[0] if masks else None
+    return first if first is not None and all(mask == first for mask in masks) else None
+
+
+def _mask_behind(graph: Graph, value: str) -> Ref | None:
+    """The mask that selects the rows of a value, each of which is computed from rows alike."""
+    op = graph.producer.get(value)
+    if op is None or graph.values[value].splittable:
+        return None
+    found = _selected_by(graph, op)
+    if found is not None:
+        return found
+    rows = graph.values[value].shape[:1]
+    behind = [name for name in op.inputs if name in graph.batched]
+    masks = [_mask_behind(graph, name) for name in behind]
+    alike = all(graph.values[name].shape[:1] == rows for name in behind)
+    return masks[0] if masks and alike and all(mask == masks[0] for mask in masks) else None
+
+
+def _selected_by(graph: Graph, op: Op) -> Ref | None:
+    """The mask of `x[mask]` and `x.masked_select(mask)`."""
+    if called(op.call) not in ("getitem", "masked_select") or len(op.call.args) != 2:
+        return None
+    mask = op.call.args[1]
+    known = graph.values.get(mask.name) if isinstance(mask, Ref) else None
+    batched = known is not None and known.batch_dim is not None and known.splittable
+    return mask if batched and known is not None and known.dtype is torch.bool else None

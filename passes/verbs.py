@@ -1,0 +1,161 @@
+"""What the ops of a loss do, however they are written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+
+import torch
+
+from gpipe_compiler.ir import (
+    Argument,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Op,
+    Ref,
+    StateKind,
+    StateRef,
+    called,
+)
+
+_OPERATORS: Mapping[Callable[..., object], str] = {
+    operator.add: "add",
+    operator.iadd: "add",
+    operator.sub: "sub",
+    operator.isub: "sub",
+    operator.mul: "mul",
+    operator.imul: "mul",
+    operator.truediv: "div",
+    operator.itruediv: "div",
+    operator.neg: "neg",
+    operator.pos: "clone",
+    operator.pow: "pow",
+    operator.getitem: "getitem",
+    operator.matmul: "matmul",
+    torch.linalg.norm: "norm",
+    torch.linalg.vector_norm: "norm",
+}
+
+SAME = frozenset(
+    {
+        *("reshape", "view", "view_as", "flatten", "squeeze", "unsqueeze", "contiguous", "clone"),
+        *("float", "double", "half", "bfloat16", "to", "type", "type_as", "detach"),
+    }
+)
+"""Ops that change only the type and the shape of a scalar."""
+
+MOVES = SAME | {"expand", "permute", "transpose", "t", "getitem", "select", "stack", "cat"}
+"""What moves elements, or changes their type."""
+
+
+def verb(op: Op) -> str:
+    """What an op does, however it is written: `add` for `a + b`, `a += b`, `torch.add(a, b)`."""
+    match op.call:
+        case FunctionCall(function=function) if function in _OPERATORS:
+            return _OPERATORS[function]
+        case FunctionCall(function=function):
+            name = getattr(function, "__name__", "")
+            return _plain(name) if getattr(torch, name, None) is function else ""
+        case MethodCall(method=method):
+            return _plain(method.removesuffix("_"))
+        case _:
+            return ""
+
+
+def _plain(name: str) -> str:
+    synonyms = {"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
+    return synonyms.get(name, name)
+
+
+_REARRANGED = frozenset(
+    {
+        *("view", "reshape", "flatten", "contiguous", "detach", "squeeze", "unsqueeze"),
+        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
+    }
+)
+"""What keeps all elements of a tensor, as long as it keeps their type and their memory."""
+
+
+def elements_of(graph: Graph, tensor: Argument) -> Argument:
+    """The tensor whose elements these are, before they were put in another order or shape."""
+    while isinstance(tensor, Ref):
+        op = graph.producer.get(tensor.name)
+        if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
+            return tensor
+        before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
+        if before.dtype != after.dtype or before.storage != after.storage:
+            return tensor
+        tensor = op.call.args[0]
+    return tensor
+
+
+_FILLED_WITH = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0}
+_FILLED_WITH |= {"ones": 1.0, "new_ones": 1.0, "ones_like": 1.0}
+
+
+def number_of(graph: Graph, argument: Argument) -> float | None:
+    """The number that every element of an argument is; None where that is not known."""
+    match argument:
+        case bool() | int() | float():
+            return float(argument)
+        case StateRef(name=name) if graph.state[name].kind is StateKind.CONSTANT:
+            tensor = graph.tensors[name]
+            return float(tensor) if tensor.numel() == 1 and not tensor.is_meta else None
+        case Ref(name=name):
+            op = graph.producer.get(name)
+            return None if op is None else _number_made(graph, op)
+        case _:
+            return None
+
+
+def _number_made(graph: Graph, op: Op) -> float | None:
+    name, args = called(op.call), op.call.args
+    if name in _FILLED_WITH:
+        return _FILLED_WITH[name]
+    if name in ("full", "full_like", "new_full") and len(args) > 1:
+        return number_of(graph, args[-1])
+    if verb(op) in MOVES and args:
+        return number_of(graph, args[0])
+    if verb(op) == "mul" and len(args) == 2 and 0 in [number_of(graph, item) for item in args]:
+        return 0.0
+    return None
+
+
+_ABOVE: Mapping[str, tuple[str, bool]] = {
+    "gt": ("gt", True),
+    "le": ("gt", False),
+    "ge": ("ge", True),
+    "lt": ("ge", False),
+    "ne": ("ne", True),
+    "eq": ("ne", False),
+}
+"""Comparisons: the one of three that they are, or the opposite of."""
+
+
+def counted_above_zero(graph: Graph, condition: Argument) -> tuple[str, bool] | None:
+    """The scalar of which a condition asks whether it is above 0, and whether it holds then.
+
+    Of whole numbers, as many as there are, `n >= 1`, `n != 0` and `n` itself ask that too.
+    """
+    op = graph.producer.get(condition.name) if isinstance(condition, Ref) else None
+    if op is None or not op.call.args or not isinstance(op.call.args[0], Ref):
+        return None
+    first, *rest = op.call.args
+    whole = is_number_of(graph, first)
+    if called(op.call) in ("bool", "logical_not") and whole:
+        return first.name, called(op.call) == "bool"
+    kind, holds = _ABOVE.get(called(op.call), ("", True))
+    bound = number_of(graph, rest[0]) if len(rest) == 1 else None
+    asks = (kind, bound) == ("gt", 0) or (whole and (kind, bound) in (("ge", 1), ("ne", 0)))
+    return (first.name, holds) if asks else None
+
+
+def is_number_of(graph: Graph, value: Ref) -> bool:
+    """Whether a value is how many of some booleans are true."""
+    op = graph.producer.get(value.name)
+    if op is None or verb(op) not in ("sum", "count_nonzero") or not op.call.args:
+        return False
+    source = op.call.args[0]
+    known = graph.values.get(source.name) if isinstance(source, Ref) else None
+    return verb(op) == "count_nonzero" or (known is not None and known.dtype is torch.bool)
