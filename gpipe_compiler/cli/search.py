@@ -138,7 +138,7 @@ def count_or_auto(text: str) -> int | Auto:
     try:
         return positive(text)
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from error
+        raise argparse.ArgumentTypeError(f"{error}, and it is not auto") from error
 
 
 def _share(text: str) -> float:

@@ -122,6 +122,29 @@ def stacked(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([tokens(model, x, labels, mask), deep]).mean()
 
 
+def chosen(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """The mean over what a mask selects."""
+    return nll(model, x, labels)[mask > 0].mean()
+
+
+def where_any(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    """Zero where nothing counts."""
+    number = mask.sum()
+    total = (nll(model, x, labels) * mask).sum()
+    return torch.where(number > 0, total / number.clamp(min=0.25), 0.0)
+
+
+def where_none(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    number = (labels != -100).sum()
+    return torch.where(number == 0, torch.zeros((), dtype=x.dtype), tokens(model, x, labels, mask))
+
+
+def one_at_least(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    number = (mask > 0).sum()
+    total = (nll(model, x, labels) * (mask > 0)).sum()
+    return total / torch.where(number > 0, number, 1) + total / torch.where(number > 0, number, 1)
+
+
 def linear(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     """The loss that torch fuses with the head."""
     weight = model.head.weight
@@ -133,6 +156,7 @@ WEIGHTED: dict[str, LossOf] = {
     for made in (
         *(tokens, shifted, by_class, module, smoothed, scaled, summed, masked, clamped, guarded),
         *(mean_by_mean, inside, edited, alike, stacked),
+        *(chosen, where_any, where_none, one_at_least),
     )
 }
 
@@ -155,6 +179,10 @@ BY_HAND: dict[str, list[float]] = {
     "edited": [2, 1, 2, 0],
     "alike": [3, 1, 2, 0],
     "stacked": [3, 1, 2, 0],
+    "chosen": [2, 0, 3, 1],
+    "where_any": [1.5, 0, 2.25, 0.125],
+    "where_none": [3, 1, 2, 0],
+    "one_at_least": [2, 0, 3, 1],
 }
 """The weight of every single sample of LABELS and MASK."""
 

@@ -67,4 +67,4 @@ def test_the_largest_number(rule: Rule, number: int) -> None:
 
     graph = trace(Subject("s", Model(), (torch.randn(8, 4),), training=False))
 
-    assert largest_compared(annotate(graph)) == number
+    assert largest_compared(annotate(graph, 8)) == number
