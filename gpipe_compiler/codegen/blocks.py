@@ -197,11 +197,30 @@ class StageBlocks:
         return WrittenBlock(own_name, passed, parameters, shared=file.shared, on_device=alone)
 
     def _is_chain(self, block: BlockClass) -> bool:
-        """Whether a block is an nn.Sequential, all of whose modules its constructor tells whole."""
+        """Whether a block is an nn.Sequential, all of whose modules its constructor tells whole.
+
+        Its modules have numbers there, not the names by which others read what is in them.
+        """
         holder = self.holders[block.first.path]
-        return is_chain(self.contents, block.first, self.facts.templates) and not any(
-            frozen_in_part(self.facts.graph, item) for _, item in holder.modules()
+        return (
+            is_chain(self.contents, block.first, self.facts.templates)
+            and not any(frozen_in_part(self.facts.graph, item) for _, item in holder.modules())
+            and not self._is_read_elsewhere(block)
         )
+
+    def _is_read_elsewhere(self, block: BlockClass) -> bool:
+        """Whether a stage that calls a block reads what its modules hold in other ops, too."""
+        graph = self.facts.graph
+        within = {op.name for made in block.calls for op in made.ops}
+        around = self.own.stage.ops if len(block.stages) == 1 else graph.op_of
+        others = {
+            state
+            for name in around
+            if name not in within
+            for state in graph.op_of[name].states(graph.modules)
+        }
+        held = tuple(f"{path}." for path in block.paths)
+        return any(self.contents.places.get(state, state).startswith(held) for state in others)
 
     def _parameters(self, block: BlockClass) -> dict[str, Parameter]:
         """The parameters of a constructor by name, in order: sizes first."""

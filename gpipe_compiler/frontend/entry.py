@@ -245,7 +245,7 @@ class Entry(nn.Module):
         On fake tensors a large model takes no time; one that looks at its data runs for real.
         """
         samples = self.signature.samples(count)
-        model = isolated(self.model)
+        model = isolated(self.model, share_parameters=False)
         with torch.random.fork_rng(), torch.no_grad():
             try:
                 with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -256,7 +256,8 @@ class Entry(nn.Module):
             except Exception:  # whatever the user's code raises; the run for real tells
                 args, kwargs, target = self.signature.rebuild(samples)
                 try:
-                    output = user_call("the model", isolated(self.model), count, args, kwargs)
+                    again = isolated(self.model, share_parameters=False)
+                    output = user_call("the model", again, count, args, kwargs)
                 except ModelError:
                     self._run_example()
                     raise
@@ -266,7 +267,7 @@ class Entry(nn.Module):
         """Raises a ModelError when the model cannot even run on the example as it is."""
         args, kwargs, _ = self.signature.rebuild(self.signature.samples(self.signature.batch_size))
         try:
-            isolated(self.model)(*args, **kwargs)
+            isolated(self.model, share_parameters=False)(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(
                 f"the model raises {type(error).__name__} on the example inputs: {text_of(error)}",

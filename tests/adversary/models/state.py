@@ -332,6 +332,20 @@ class Overlapping(nn.Module):
         return self.second(self.first(x).tanh()) + self.part.sum()
 
 
+class ReadsWithin(nn.Module):
+    """Calls an nn.Sequential, reads a weight within it by itself, and ties another to one there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.second.weight = self.first[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) + F.linear(x, self.first[2].weight)
+        return self.third(self.second(y).tanh())
+
+
 class SameData(nn.Module):
     """Tied by `.data`: two parameters, each with a gradient of its own, in one memory."""
 
@@ -391,6 +405,7 @@ CASES = (
         manners=EXACT_WAYS,
     ),
     simple("tied", Tied, quick=True),
+    simple("reads_within", ReadsWithin, options="--stages 1"),
     Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
     simple("counting", Counting),
     simple("scales_by_calls", ScalesByCalls, expect=REMEMBERS),
