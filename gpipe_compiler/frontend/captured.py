@@ -58,6 +58,7 @@ def trace_dynamo(subject: Subject, training: bool, precision: Precision = Precis
     with ambient(lower_dtype(precision), kind_of(entry)):
         captured = _capture(entry)
     _tidy(captured.module.graph)
+    _write_assigned_data(captured.module.graph)
     module = _with_regions(captured.module)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     inputs = _name_inputs(module.graph, placeholders, captured, entry)
@@ -275,6 +276,39 @@ def _tidy(graph: fx.Graph) -> None:
             key: (_INDEX.sub(r".\1", path.removeprefix("L['self']")).lstrip("."), cls)
             for key, (path, cls) in stack.items()
         }
+
+
+def _write_assigned_data(graph: fx.Graph) -> None:
+    """Writes into a tensor what is assigned to its `.data`; dynamo puts other memory under it.
+
+    Raises:
+        TraceError: where that would be another tensor than before, or the memory of another one.
+    """
+    nodes = list(graph.nodes)
+    for node in nodes:
+        name = getattr(node.target, "__name__", "")
+        if name == "_lower_version_count_by_1":
+            graph.erase_node(node)
+        if name != "set_" or len(node.args) != 2:
+            continue
+        tensor, value = node.args
+        old, new = tensor.meta["val"], value.meta["val"]
+        before = (
+            item.meta.get("val") for item in nodes[: nodes.index(value)] if item is not tensor
+        )
+        held = {x.untyped_storage()._cdata for x in before if isinstance(x, torch.Tensor)}
+        if new.untyped_storage()._cdata in held or (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise TraceError(
+                "the `.data` of a tensor becomes that of another one, or of another shape or type",
+                location=line_of_trace(node.stack_trace),
+                hint="write into the tensor, under torch.no_grad(): `tensor.copy_(value)`",
+            )
+        with graph.inserting_before(node):
+            data = graph.call_function(getattr, (tensor, "data"))
+            written = graph.call_method("copy_", (data, value))
+        data.meta, written.meta = {**node.meta, "val": old}, {**node.meta, "val": old}
+        node.replace_all_uses_with(tensor)
+        graph.erase_node(node)
 
 
 def _explained(error: Exception) -> TraceError:

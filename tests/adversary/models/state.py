@@ -332,6 +332,23 @@ class Overlapping(nn.Module):
         return self.second(self.first(x).tanh()) + self.part.sum()
 
 
+class MovingTarget(nn.Module):
+    """A target of moving averages, which forward assigns to `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.target = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(self.target.parameters(), self.online.parameters(), strict=True)
+            for slow, fast in pairs if self.training else ():
+                slow.data = slow.data * 0.9 + fast.data * 0.1
+            goal = self.target(x)
+        return self.last(self.online(x).tanh() * goal)
+
+
 class ReadsWithin(nn.Module):
     """Calls an nn.Sequential, reads a weight within it by itself, and ties another to one there."""
 
@@ -405,6 +422,7 @@ CASES = (
         manners=EXACT_WAYS,
     ),
     simple("tied", Tied, quick=True),
+    simple("moving_target", MovingTarget, options="--microbatches 1"),
     simple("reads_within", ReadsWithin, options="--stages 1"),
     Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
     simple("counting", Counting),
