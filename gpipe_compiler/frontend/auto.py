@@ -26,6 +26,7 @@ from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
@@ -147,6 +148,7 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
     )
 
 
+@uncollected()
 def _in_both_modes(frontend: Frontend, subject: Subject, precision: Precision) -> Graph:
     """The graph of both modes."""
     modes = (True, False) if subject.training else (False,)

@@ -81,7 +81,8 @@ def spare() -> Iterator[Launch]:
         yield fresh
         return
     with importing():
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")  # which backwards import
+        # Backwards import a part of it, and all of it what is constructed on the meta device.
+        importlib.import_module("torch._dynamo")
     waiting = _Spare()
     try:
         yield waiting.run

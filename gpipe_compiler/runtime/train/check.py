@@ -182,7 +182,7 @@ def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
     results[ComparedKind.LOSS] = {"loss": pipe.step(inputs, target)}
     if pipe.scaler.is_enabled():
         pipe.scaler.unscale_(torch.optim.SGD(pipe.parameters()))
-    gradients = {n: p.grad.clone() for n, p in pipe.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
     _descend(pipe)
     return results | {
         ComparedKind.GRADIENT: gradients,

@@ -189,12 +189,16 @@ def path_name(path: Path) -> str:
 
 
 def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors under the names that a reference file gives them."""
-    return {
-        f"{kind.value}/{name}": tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for kind, group in _all_dense(tensors).items()
-        for name, tensor in group.items()
-    }
+    """The tensors under the names that a reference file gives them, no two in the same memory."""
+    packed: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for kind, group in _all_dense(tensors).items():
+        for name, tensor in group.items():
+            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            memory = plain.untyped_storage().data_ptr()
+            packed[f"{kind.value}/{name}"] = plain.clone() if memory in seen else plain
+            seen.add(memory)
+    return packed
 
 
 def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
