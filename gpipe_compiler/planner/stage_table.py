@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
@@ -80,7 +80,7 @@ def tabulate(facts: CutFacts, stage_of: Mapping[str, int], stages: int) -> Stage
     return StageTable(ops, duplicates, inputs, outputs, crossings)
 
 
-def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tuple[str, ...]:
+def _taken(facts: CutFacts, names: tuple[str, ...], made: Set[str]) -> tuple[str, ...]:
     """What the ops of a stage read and it does not make.
 
     An input of the graph is added where an op asks for the number of samples, or another size that
@@ -90,7 +90,7 @@ def _taken(facts: CutFacts, names: tuple[str, ...], made: Collection[str]) -> tu
     graph = facts.graph
     ops = [graph.op_of[name] for name in names]
     read = dict.fromkeys(v for op in ops for v in facts.reads(op) if v not in made)
-    asking = (op for op in ops if not set(op.inputs) <= set(made))
+    asking = (op for op in ops if not made >= set(op.inputs))
     for dim in dict.fromkeys(dim for op in asking for dim in facts.asks(op)):
         if follows(dim, facts.tells(read)):
             continue
