@@ -25,10 +25,14 @@ def storages(values: dict[str, object]) -> set[frozenset[str]]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_descriptions_equal_the_eager_tensors(data, random_graphs, eager):
-    """Shape, dtype, need of a gradient and shared storage are those of a real run."""
-    graph = annotate(data.draw(random_graphs()), 5)
+@given(data=st.data(), known=st.booleans())
+def test_descriptions_equal_the_eager_tensors(data, known, random_graphs, eager):
+    """Shape, dtype, need of a gradient and shared storage are those of a real run.
+
+    So they are where the values are known at another size already.
+    """
+    graph = data.draw(random_graphs())
+    graph = annotate(annotate(graph, 8) if known else graph, 5)
     truth = eager(graph, 5).run()
     larger = eager(graph, 15).run()
 
@@ -71,7 +75,11 @@ def test_a_batch_by_batch_matrix_does_not_split(builder):
     rows = b.method("repeat", Ref("x"), 2, 1, name="rows")
     b.call(torch.cat, [Ref("x"), b.call(torch.ones, 1, 4)], name="one_more")
     graph = annotate(b.graph(rows), 3)
+    known = annotate(annotate(b.graph(rows), 4), 3)
 
+    assert {n: (v.batch_dim, v.splittable) for n, v in known.values.items()} == {
+        n: (v.batch_dim, v.splittable) for n, v in graph.values.items()
+    }
     assert not graph.values["square"].splittable
     assert graph.values["square"].batch_dim is None
     assert not graph.values["one_more"].splittable
