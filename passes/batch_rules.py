@@ -32,7 +32,8 @@ def largest_compared(graph: Graph) -> int:
         graph: annotated.
     """
     found = (number for op in graph.ops for number in _compared(graph, op))
-    return max(graph.beyond, *(int(number) for number in found if abs(number) <= LARGEST_BATCH), 0)
+    numbers = [int(number) for number in found if abs(number) <= LARGEST_BATCH]
+    return max(*(size - 1 for size in graph.trial_sizes), *numbers, 0, 0)
 
 
 def _compared(graph: Graph, op: Op) -> Iterator[float]:

@@ -34,6 +34,7 @@ from gpipe_compiler.passes.loss_functions import (
     mean_over_targets,
     reduction_of,
 )
+from gpipe_compiler.passes.selections import mask_of_mean
 from gpipe_compiler.passes.verbs import MOVES, number_of, verb
 
 
@@ -177,6 +178,10 @@ def _function(graph: Graph, op: Op) -> str:
 
 def _reduced(graph: Graph, op: Op, name: str) -> Dependence:
     """What is left of rows in which no sample has a part of its own."""
+    mask = mask_of_mean(graph, op)
+    deciding = None if mask is None else _decided_by_the_model(graph, mask.name)
+    if deciding is not None:
+        return Bent(deciding, _DECIDED, kinked=True)
     if name in ("sum", "mean"):
         return SampleUse.LINEAR
     if mean_over_targets(graph, op) is not None:
@@ -203,6 +208,9 @@ def _combined(
     factors = [item for item in args if isinstance(item, Ref) and item.name in found]
     if name == "div" and len(factors) == 2 and found[factors[0].name] in _SUMS:
         divisor = found[factors[1].name]
+        deciding = _decided_by_the_model(graph, factors[1].name)
+        if deciding is not None:
+            return Bent(deciding, _DECIDED, kinked=True)
         return SampleUse.WEIGHED if divisor in _SUMS or divisor is bent else SampleUse.UNKNOWN
     if name == "where" and isinstance(found.get(_name(args[0])), Bent):
         return Bent(op, "it chooses by a sum or mean over the batch", kinked=True)
@@ -236,6 +244,37 @@ def _combined(
 
 
 _SUMS = (SampleUse.LINEAR, SampleUse.WEIGHED)
+
+
+_DECIDED = "it is a mean over as many as exceed a bound, which the model decides in the step"
+
+_OF_MASKS = frozenset(
+    {
+        *("sum", "mean", "count_nonzero", "clamp", "clamp_min", "maximum", "add", "mul", "where"),
+        *("and_", "or_", "invert", "logical_and", "logical_or", "logical_not"),
+    }
+)
+"""What counts masks, or joins them."""
+
+
+def _decided_by_the_model(graph: Graph, value: str) -> Op | None:
+    """The comparison with a bound by which masks, or their count, follow from what is trained."""
+    op = graph.producer.get(value)
+    if op is None:
+        return None
+    name = _function(graph, op)
+    if name in ("gt", "ge", "lt", "le"):
+        bounded = any(number_of(graph, item) is not None for item in op.call.args)
+        return op if bounded and _follows_from_trained(graph, value) else None
+    if name not in _OF_MASKS | MOVES:
+        return None
+    found = (_decided_by_the_model(graph, source) for source in op.inputs)
+    return next((deciding for deciding in found if deciding is not None), None)
+
+
+def _follows_from_trained(graph: Graph, value: str) -> bool:
+    ops = (graph.op_of[name] for name in graph.ancestors((value,)))
+    return any(graph.state[name].requires_grad for op in ops for name in op.states(graph.modules))
 
 
 def _name(argument: Argument) -> str:

@@ -67,10 +67,11 @@ def guard_of(terms: Terms, term: Guarded) -> Count | None:
     value = term.counted
     while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
         value = op.call.args[0].name
-    if op is None or not _is_over_samples(terms, op):
+    if op is None or not _is_over_samples(terms, op, "any"):
         return None
     base, *options = op.call.args
-    return Count(term.op, "", base, (_as_sum(op, (LAST, *options)),))
+    total = MethodCall("sum", (LAST,)) if verb(op) == "any" else _as_sum(op, (LAST, *options))
+    return Count(term.op, "", base, (total,))
 
 
 def with_targets(graph: Graph, count: Count) -> Count:
@@ -177,9 +178,9 @@ def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
     return None
 
 
-def _is_over_samples(terms: Terms, op: Op) -> bool:
-    """Whether an op adds up, or averages, something of all samples."""
-    if verb(op) not in ("sum", "mean", "count_nonzero") or not op.call.args:
+def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:
+    """Whether an op adds up, or averages, something of all samples; or does something other."""
+    if verb(op) not in ("sum", "mean", "count_nonzero", *others) or not op.call.args:
         return False
     known = terms.value(op.call.args[0])
     return known is not None and known.splittable and known.batch_dim is not None

@@ -136,15 +136,21 @@ _ABOVE: Mapping[str, tuple[str, bool]] = {
 def counted_above_zero(graph: Graph, condition: Argument) -> tuple[str, bool] | None:
     """The scalar of which a condition asks whether it is above 0, and whether it holds then.
 
-    Of whole numbers, as many as there are, `n >= 1`, `n != 0` and `n` itself ask that too.
+    Of whole numbers, as many as there are, `n >= 1`, `n != 0` and `n` itself ask that too, and so
+    does `mask.any()` of how many are true.
     """
     op = graph.producer.get(condition.name) if isinstance(condition, Ref) else None
     if op is None or not op.call.args or not isinstance(op.call.args[0], Ref):
         return None
     first, *rest = op.call.args
+    if called(op.call) == "any" and not rest and graph.values[first.name].dtype is torch.bool:
+        return condition.name, True
+    if called(op.call) in ("invert", "logical_not", "bitwise_not"):
+        inner = counted_above_zero(graph, first)
+        return None if inner is None else (inner[0], not inner[1])
     whole = is_number_of(graph, first)
-    if called(op.call) in ("bool", "logical_not") and whole:
-        return first.name, called(op.call) == "bool"
+    if called(op.call) == "bool" and whole:
+        return first.name, True
     kind, holds = _ABOVE.get(called(op.call), ("", True))
     bound = number_of(graph, rest[0]) if len(rest) == 1 else None
     asks = (kind, bound) == ("gt", 0) or (whole and (kind, bound) in (("ge", 1), ("ne", 0)))

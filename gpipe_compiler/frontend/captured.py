@@ -27,7 +27,7 @@ from gpipe_compiler.frontend.exported import (
     replace_by_state,
     tracing_settings,
 )
-from gpipe_compiler.frontend.free_sizes import largest_compared
+from gpipe_compiler.frontend.free_sizes import trial_sizes
 from gpipe_compiler.frontend.locate import line_of, line_of_trace
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.precisions import in_others
@@ -71,7 +71,7 @@ def trace_dynamo(subject: Subject, training: bool, precision: Precision = Precis
     lowered = lower(module.graph, module, entry)
     return lowered.replace(
         unlike=in_others(entry, precision, reads_types=False),
-        beyond=largest_compared(entry.signature, inputs),
+        trial_sizes=trial_sizes(entry.signature, inputs, ()),
     )
 
 

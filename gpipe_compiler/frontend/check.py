@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
-from gpipe_compiler.frontend.comparable_runs import larger_batch
+from gpipe_compiler.frontend.comparable_runs import larger_batch, may_be_tried
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import line_of
@@ -89,7 +89,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     found = list(_state_differences(graph, subject))
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     others = other_sizes(graph.sizes, graph.requires)
-    slow, tried = False, 0
+    slow, untried = False, 0
     modes = (True, False) if subject.training else (False,)
     entries = [make_entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
@@ -109,20 +109,22 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             slow = slow or longest > _SLOW_S
             if found:
                 return found
-        few = tried = max(sizes[-1])
-        many = larger_batch(few, longest) or larger_batch(few, longest, graph.beyond)
-        while many and len(sizes) > 1:
-            larger = (many, *sizes[0])  # what takes no more is compared again as before
+        few, seconds = max(sizes[-1]), longest
+        many = larger_batch(few, longest) if len(sizes) > 1 else 0
+        for samples in sorted({many, *graph.trial_sizes} - {0}):
+            if samples != many and not may_be_tried(samples, few, seconds):
+                untried = samples
+                break
+            larger = (samples, *sizes[0])  # what takes no more is compared again as before
             started = time.process_time()
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
+            few, seconds = samples, time.process_time() - started
             if found:
                 return found
-            tried, taken = many, time.process_time() - started
-            many = larger_batch(tried, taken, graph.beyond) if tried <= graph.beyond else 0
-    if tried <= graph.beyond:
+    if untried:
         warnings.warn(
-            f"the model compares the number of samples with {graph.beyond}; what it does for more "
-            "was not compared, as a batch of so many takes long",
+            f"the model asks whether there are {untried} samples or more; what it does then was "
+            "not compared, as a batch of so many takes long",
             stacklevel=2,
         )
     return found

@@ -74,21 +74,22 @@ MANY = 129
 _MANY_S = 0.3
 """Seconds that such a trial may take, by those of one of few samples; else it has fewer samples."""
 
-_BEYOND_S = 10.0
+_KNOWN_S = 10.0
 """The same where a rule is known that tells batches apart by their size."""
 
 
-def larger_batch(few: int, seconds: float, beyond: int = 0) -> int:
-    """The samples of a trial of many, as one of few took so many seconds; 0 where these are few.
-
-    Args:
-        beyond: a number of samples that it had better exceed.
-    """
-    each = max(seconds, 1e-6) / few
-    samples = min(MANY, int(_MANY_S / each))
-    if samples <= beyond <= int(_BEYOND_S / each):
-        return beyond + 1
+def larger_batch(few: int, seconds: float) -> int:
+    """The samples of a trial of many, as one of few took so many seconds; 0 where these are few."""
+    samples = min(MANY, int(few * _MANY_S / max(seconds, 1e-6)))
     return samples if samples > 2 * few else 0
+
+
+def may_be_tried(samples: int, few: int, seconds: float) -> bool:
+    """Whether a trial of so many samples is worth its time, as one of few took so many seconds.
+
+    Its size is one by which a rule that is known tells batches apart.
+    """
+    return samples * seconds <= _KNOWN_S * few
 
 
 LARGEST_COPIED = 1 << 30

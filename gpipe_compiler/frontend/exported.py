@@ -34,11 +34,11 @@ from gpipe_compiler.frontend.free_sizes import (
     FreePlaces,
     NotedSizes,
     asking_first,
-    largest_compared,
     noting_sizes,
     read_sizes,
     refuse_fixed,
     ties,
+    trial_sizes,
     wanted,
     write_fixed,
 )
@@ -201,7 +201,7 @@ class ExportedMode:
             unlike=unlike,
             inputs=sizes.inputs,
             requires=sizes.requires,
-            beyond=largest_compared(entry.signature, self._placeholders),
+            trial_sizes=trial_sizes(entry.signature, self._placeholders, self.trace.sizes.asked),
         )
         return asking_first(lowered)
 

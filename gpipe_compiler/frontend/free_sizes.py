@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
@@ -88,10 +88,12 @@ class NotedSizes:
     Attributes:
         fixed: by the symbol of a size, the line that turned it into a number.
         guards: by what they compared.
+        asked: what the user's own code compared, and no function that it called.
     """
 
     fixed: dict[Any, SourceLocation] = field(default_factory=dict)
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
+    asked: set[Any] = field(default_factory=set)
 
     def where(self, guard: Any) -> str:
         """The line that compared something, with what stands there."""
@@ -115,6 +117,8 @@ def noting_sizes() -> Iterator[NotedSizes]:
         where = calling_line()
         if where is not None:
             noted.guards.setdefault(guard, where)
+        if is_asked_by_user():
+            noted.asked.add(guard)
         logged(environment, prefix, guard, *rest, **named)
 
     with (
@@ -248,13 +252,15 @@ def _number_of(value: object) -> float | None:
 _ORDERS = frozenset({"<", "<=", ">", ">="})
 
 
-def largest_compared(signature: Signature, placeholders: Sequence[fx.Node]) -> int:
-    """The largest number of samples that a trace has held theirs against; 0 for none.
-
-    What torch compares with other sizes, to see whether they are equal, is none.
+def trial_sizes(
+    signature: Signature, placeholders: Sequence[fx.Node], asked: Collection[Any]
+) -> tuple[int, ...]:
+    """Numbers of samples for which a model may be another program than its trace, in order.
 
     Args:
         placeholders: of the inputs, in order.
+        asked: the conditions that are the user's own. What torch compares, to see whether sizes
+            are equal, tells no batch from another.
     """
     sizes: list[Any] = [
         known.shape[source.batch_dim]
@@ -263,17 +269,20 @@ def largest_compared(signature: Signature, placeholders: Sequence[fx.Node]) -> i
     ]
     symbolic = [size for size in sizes if _is_symbolic(size)]
     if not symbolic:
-        return 0
+        return ()
     symbols = {symbol for size in symbolic for symbol in expression_of(size).free_symbols}
     environment: ShapeEnv = symbolic[0].node.shape_env
-    conditions = (environment.replace(guard.expr) for guard in environment.guards)
-    numbers = [
-        int(number)
-        for condition in conditions
-        if condition.free_symbols <= symbols and getattr(condition, "rel_op", "") in _ORDERS
-        for number in condition.atoms(sympy.Integer)
-    ]
-    return max((number for number in numbers if number <= LARGEST_BATCH), default=0)
+    found: set[int] = set()
+    for guard in environment.guards:
+        condition = environment.replace(guard.expr)
+        numbers = {int(number) for number in condition.atoms(sympy.Integer)}
+        if not condition.free_symbols <= symbols:
+            continue
+        if getattr(condition, "rel_op", "") in _ORDERS:
+            found.update(number + 1 for number in numbers)
+        elif guard.expr in asked:
+            found.update(numbers)
+    return tuple(sorted(number for number in found if SMALLEST < number <= LARGEST_BATCH))
 
 
 def asking_first(graph: Graph) -> Graph:

@@ -60,9 +60,29 @@ def model_frames(stack: Iterable[traceback.FrameSummary]) -> list[traceback.Fram
     return found
 
 
+_HERE = str(Path(__file__).parent)
+
+
 def calling_line() -> SourceLocation | None:
     """The user's line that is being executed inside the traced model."""
     return _innermost(_frames(sys._getframe(1)))
+
+
+_OF_SIZES = (
+    "torch/__init__.py",
+    "torch/fx/experimental/",
+    "torch/utils/_sympy/",
+    "torch/_logging/",
+)
+"""Where torch answers what is asked of a size that is free."""
+
+
+def is_asked_by_user() -> bool:
+    """Whether the user's own line asks torch about a size, and no function that it calls."""
+    files = (file for file, _, _ in _frames(sys._getframe(1)))
+    outside = (file for file in files if not any(part in file for part in (*_OF_SIZES, _HERE)))
+    asking = next(outside, None)
+    return asking is not None and is_users(asking)
 
 
 def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:

@@ -63,12 +63,12 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         loss = dataclasses.replace(loss, value=value.name)
     unlike = {**evaluation.unlike, **train.unlike}
     requires = tuple(dict.fromkeys((*train.requires, *evaluation.requires)))
-    beyond = max(train.beyond, evaluation.beyond)
+    trials = tuple(sorted({*train.trial_sizes, *evaluation.trial_sizes}))
     if not merging.different:
-        same = (unlike, requires, beyond) == (train.unlike, train.requires, train.beyond)
+        same = (unlike, requires, trials) == (train.unlike, train.requires, train.trial_sizes)
         if same:
             return train
-        return train.replace(unlike=unlike, requires=requires, beyond=beyond)
+        return train.replace(unlike=unlike, requires=requires, trial_sizes=trials)
     ops = always_contiguous((*ops, *merging.selections))
     ops, outputs = merge_shape_queries(ops, outputs)
     merged = train.replace(
@@ -80,7 +80,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         tensors={**train.tensors, **merging.new_tensors},
         unlike=unlike,
         requires=requires,
-        beyond=beyond,
+        trial_sizes=trials,
     )
     return check(merged, after="merging train and eval mode")
 

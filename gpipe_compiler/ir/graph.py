@@ -29,7 +29,7 @@ T = TypeVar("T")
 _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
-        *("module_classes", "repeats", "beyond"),
+        *("module_classes", "repeats", "trial_sizes"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -255,8 +255,8 @@ class Graph:
             modules), by path: the names of their classes.
         unlike: the precisions in which the model is another program than this graph, and why.
         requires: what the model demands of the sizes that are free (those in `inputs`).
-        beyond: the largest number with which the model compared that of the samples while it was
-            traced; 0 for none.
+        trial_sizes: numbers of samples for which the model may be another program, by what it
+            compared theirs with while it was traced.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -281,7 +281,7 @@ class Graph:
     output_terms: Mapping[str, tuple[OutputTerm, ...]] = field(default_factory=dict)
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     requires: tuple[Requirement, ...] = ()
-    beyond: int = 0
+    trial_sizes: tuple[int, ...] = ()
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)

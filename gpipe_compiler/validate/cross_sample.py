@@ -15,7 +15,7 @@ from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import (
     MANY,
     EvenDraws,
-    larger_batch,
+    may_be_tried,
     with_other_weights,
 )
 from gpipe_compiler.ir import Graph, Input, Mode, Op
@@ -139,8 +139,10 @@ def _first_numbering(graph: Graph) -> Op | None:
         return None
     started = time.process_time()
     op = _mixing_among(graph, _SAMPLES, {})
-    count = larger_batch(_SAMPLES, time.process_time() - started, beyond)
-    return _mixing_among(graph, count, {}) if op is None and count > beyond else op
+    seconds = time.process_time() - started
+    if op is not None or not may_be_tried(beyond + 1, _SAMPLES, seconds):
+        return op
+    return _mixing_among(graph, beyond + 1, {})
 
 
 def _mixing_among(graph: Graph, count: int, other: Mapping[str, torch.Tensor]) -> Op | None:

@@ -109,11 +109,19 @@ def test_a_branch_on_data_is_refused_with_every_frontends_reason():
     assert "torch.where" in text
 
 
-@pytest.mark.parametrize(("most", "tried"), [(20, 129), (1000, 1001)])
-def test_a_branch_on_a_number_of_samples_beyond_the_example_is_refused(most, tried):
+@pytest.mark.parametrize(
+    ("is_other", "tried"),
+    [
+        (lambda samples: samples > 20, 21),
+        (lambda samples: samples > 1000, 1001),
+        (lambda samples: samples in (32, 64), 32),
+        (lambda samples: 150 < samples < 200, 151),
+    ],
+)
+def test_a_branch_on_a_number_of_samples_beyond_the_example_is_refused(is_other, tried):
     class Model(nn.Module):
         def forward(self, x):
-            return x * 2 if x.shape[0] > most else x
+            return x * 2 if is_other(x.shape[0]) else x
 
     with pytest.raises(TraceError, match=f"batch {tried}: output is off"):
         trace(Subject("s", Model(), (torch.randn(4, 4),), training=False))
@@ -127,7 +135,7 @@ def test_a_branch_that_changes_no_number_is_taken():
 
     graph = trace(Subject("s", Model(), (torch.randn(4, 4),), training=False))
 
-    assert graph.beyond == 500
+    assert graph.trial_sizes == (501,)
 
 
 def test_the_graph_is_refused_when_python_state_decides_what_is_computed():

@@ -139,6 +139,12 @@ def where_none(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor
     return torch.where(number == 0, torch.zeros((), dtype=x.dtype), tokens(model, x, labels, mask))
 
 
+def if_any(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    counts = mask > 0
+    total = (nll(model, x, labels) * counts).sum()
+    return torch.where(~counts.any(), 0.0, total / counts.sum().clamp(min=1))
+
+
 def one_at_least(model: Tagger, x: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     number = (mask > 0).sum()
     total = (nll(model, x, labels) * (mask > 0)).sum()
@@ -156,7 +162,7 @@ WEIGHTED: dict[str, LossOf] = {
     for made in (
         *(tokens, shifted, by_class, module, smoothed, scaled, summed, masked, clamped, guarded),
         *(mean_by_mean, inside, edited, alike, stacked),
-        *(chosen, where_any, where_none, one_at_least),
+        *(chosen, where_any, where_none, if_any, one_at_least),
     )
 }
 
@@ -182,6 +188,7 @@ BY_HAND: dict[str, list[float]] = {
     "chosen": [2, 0, 3, 1],
     "where_any": [1.5, 0, 2.25, 0.125],
     "where_none": [3, 1, 2, 0],
+    "if_any": [2, 0, 3, 1],
     "one_at_least": [2, 0, 3, 1],
 }
 """The weight of every single sample of LABELS and MASK."""

@@ -316,6 +316,24 @@ def switched_off(output: Tensor, target: Tensor) -> Tensor:
     return loss * (loss > 1e-3)  # refused: switched_off
 
 
+def of_hard_ones(output: Tensor, target: Tensor) -> Tensor:
+    """The example's are all of them; those that are learnt soon are not."""
+    losses = F.cross_entropy(output, target, reduction="none")
+    return losses[losses > 1e-3].mean()  # refused: of_hard_ones
+
+
+def of_unsure_ones(output: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(output, target, reduction="none")
+    unsure = (losses.detach() > 1e-3).float()  # refused: of_unsure_ones
+    return (losses * unsure).sum() / unsure.sum().clamp(min=1)
+
+
+def of_the_best_two(output: Tensor, target: Tensor) -> Tensor:
+    """Two of every sample, whatever the model computes."""
+    best = (output >= output.topk(2).values[:, -1:]).float()
+    return (output.square() * best).sum() / best.sum() + F.cross_entropy(output, target)
+
+
 def variance(output: Tensor, target: Tensor) -> Tensor:
     """A penalty of the deviation over the batch, as VICReg has it."""
     deviation = output.var(0).sqrt()  # refused: variance
@@ -525,4 +543,7 @@ CASES = (
     not_of_parts("not_nan", not_nan, with_some, code=1),
     not_of_parts("above_nothing", above_nothing, shares, code=1),
     not_of_parts("switched_off", switched_off, code=1),
+    not_of_parts("of_hard_ones", of_hard_ones, code=1),
+    not_of_parts("of_unsure_ones", of_unsure_ones, code=1),
+    simple("of_the_best_two", of_the_best_two, manners=FP32_ONLY),
 )
