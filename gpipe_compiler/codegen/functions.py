@@ -143,7 +143,7 @@ def spell(function: object, imports: Imports) -> str | None:
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
     if isinstance(function, OwnFunction):
-        return f"{imports.own(function.written.module)}.{function.cls.__name__}.apply"
+        return f"{imports.own(function.written.module)}.{function.spelling}"
     if function is checkpoint:
         imports.checkpoint()
         return "checkpoint"

@@ -177,7 +177,7 @@ def own_files(graph: Graph) -> dict[str, str]:
     }
 
 
-_OWN_FILE = '"""Functions with a backward of their own, as the model has them."""\n\n# ruff: noqa\n'
+_OWN_FILE = '"""What the model computes in functions that are called whole."""\n\n# ruff: noqa\n'
 
 
 def copy_runtime(package: ModuleType, folder: Path) -> None:

@@ -42,6 +42,7 @@ from gpipe_compiler.frontend.free_sizes import (
     wanted,
     write_fixed,
 )
+from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
@@ -234,6 +235,7 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
             torch.set_grad_enabled(gradients),
             watch.watching(),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
+            gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
             # By itself a reentrant checkpoint is traced without gradients.
             activations_kept(trains=entry.has_loss),
         ):

@@ -1,11 +1,12 @@
-"""Functions with a backward of the user's own, which a graph holds whole."""
+"""Functions that a graph holds whole: with a backward of their own, or made by the compiler."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,21 +34,30 @@ class OwnFunction(torch._ops.HigherOrderOperator):
     """Calls `cls.apply`: in a trace by torch.export it is an operator, in a graph a function.
 
     Attributes:
-        cls: the torch.autograd.Function.
+        cls: the torch.autograd.Function, or a function that is called itself.
         written: where it stands for a package.
+        text: the whole of the file that makes it, where the compiler has written that.
     """
 
-    def __init__(self, cls: type[torch.autograd.Function], written: Written) -> None:
-        super().__init__(f"own_{cls.__name__}")  # type: ignore[no-untyped-call]  # of torch
-        self.cls, self.written = cls, written
+    def __init__(self, cls: Any, written: Written, text: str = "") -> None:
+        name = cls.__name__.lower() if text else f"own_{cls.__name__}"
+        super().__init__(name)  # type: ignore[no-untyped-call]  # of torch
+        self.cls, self.written, self.text = cls, written, text
+
+    @property
+    def spelling(self) -> str:
+        """How its file calls it."""
+        return f"{self.cls.__name__}.apply" if isinstance(self.cls, type) else self.cls.__name__
 
     def __call__(self, /, *args: object) -> object:
         """What the user's function gives."""
-        made: object = self.cls.apply(*args)  # type: ignore[no-untyped-call]  # of torch
+        made: object = getattr(self.cls, "apply", self.cls)(*args)
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
         """As the one object that stands for its class."""
+        if self.text:
+            return function_of_text, (self.cls.__name__, self.text)
         return own_function, (self.cls, self.written)
 
 
@@ -55,6 +65,15 @@ class OwnFunction(torch._ops.HigherOrderOperator):
 def own_function(cls: type[torch.autograd.Function], written: Written) -> OwnFunction:
     """The one object that stands for a class."""
     return OwnFunction(cls, written)
+
+
+@cache
+def function_of_text(name: str, text: str) -> OwnFunction:
+    """The class or function of a name that a file makes, which the compiler has written."""
+    made: dict[str, Any] = {"__name__": name}
+    exec(compile(text, f"<{name}>", "exec"), made)
+    file = f"own_{name.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return OwnFunction(made[name], Written(f".{file}", ((file, ((0, text),)),)), text)
 
 
 def own_functions(graph: Graph) -> Iterator[OwnFunction]:

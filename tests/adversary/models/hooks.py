@@ -78,8 +78,60 @@ class TensorHook(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         if hidden.requires_grad:
-            hidden.register_hook(lambda g: g * 0.5)  # refused: of_an_activation
+            hidden.register_hook(lambda g: g * 0.5)
         return self.last(self.middle(hidden).tanh())
+
+
+class ManyTensorHooks(Two):
+    """Clipped, masked by a buffer and by what the forward computes, of tensors used before, or
+    written to after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keep", (torch.rand(8) > 0.3).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        gate = hidden.mean(-1, keepdim=True).sigmoid()
+        hooked = hidden.requires_grad
+        if hooked:
+            hidden.register_hook(lambda g: g.clamp(-1e-2, 1e-2))
+        more = self.middle(hidden) + hidden
+        if hooked:
+            more.register_hook(lambda g: torch.where(gate > 0.5, g * self.keep, -g))
+        out = self.last(more.tanh())
+        if hooked:
+            out.register_hook(lambda g: 2 * g + 0 * out)
+        out.mul_(1.5)
+        return out
+
+
+class MixingHook(Two):
+    """A gradient that is normalised over the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda g: g / (g.norm() + 1e-3))
+        return self.last(self.middle(hidden).tanh())
+
+
+def with_changed_gradients() -> nn.Module:
+    """By hooks of modules, one after another, of tensors that others read too."""
+    model = TensorHook()
+    model.middle.register_full_backward_hook(lambda m, given, got: (given[0] * 0.5,))
+    model.middle.register_full_backward_hook(lambda m, given, got: (given[0].clamp(-0.01, 0.01),))
+    model.middle.register_full_backward_pre_hook(lambda m, got: (got[0] * 3,))
+    return model
+
+
+def with_gradients_of_others() -> nn.Module:
+    """Guided backpropagation."""
+    model = Two()
+    model.middle.register_full_backward_hook(
+        lambda m, given, got: (given[0] * got[0].relu(),)  # refused: of_others
+    )
+    return model
 
 
 class Checkpointed(Two):
@@ -206,9 +258,17 @@ CASES = (
         with_parameter_hook,
         expect=Refused(1, ("middle.weight", "hook"), ("Pipeline().named_parameters()",)),
     ),
+    simple("of_an_activation", TensorHook),
+    simple("of_activations", ManyTensorHooks, manners=FP32_ONLY, quick=True),
+    simple("changed_gradients", with_changed_gradients),
     simple(
-        "of_an_activation", TensorHook, expect=Refused(1, ("register_hook()",), ("y.detach()",))
+        "mixing_hook",
+        MixingHook,
+        expect=Refused(
+            3, ("together",), ("--per-microbatch",), accept="--microbatches 1", at_line=False
+        ),
     ),
+    simple("of_others", with_gradients_of_others, expect=Refused(1, ("of others",), ("backward",))),
     simple("checkpoint", lambda: Checkpointed(False), quick=True),
     simple("checkpoint_reentrant", lambda: Checkpointed(True)),
     simple("checkpoint_sequential", Sequentially),

@@ -1,0 +1,276 @@
+"""Carries what hooks do to gradients through a trace: each becomes a function with a backward.
+
+A hook runs while it is traced, on a gradient that has no numbers. What it computes is written down
+as the backward of a torch.autograd.Function whose forward gives its argument; what it reads of the
+forward pass is an argument too. So a cut may lie on either side of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    set_proxy_slot,
+)
+from torch.utils.hooks import RemovableHandle
+
+from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.written_bodies import file_text, function_text
+from gpipe_compiler.ir.own_functions import OwnFunction, function_of_text
+
+_Hook = Callable[..., Any]
+
+_OF = "gpipe_compiler_hook_of"
+"""Key of node.meta: the node whose gradient goes through a hook."""
+
+_CLASS = '''class Hooked(torch.autograd.Function):
+    """A copy of its argument, whose gradient goes through a hook of the model."""
+
+    @staticmethod
+    def forward(ctx, x, *read):
+        ctx.save_for_backward(*read)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return hook(gradient, *ctx.saved_tensors), *(None for _ in ctx.saved_tensors)
+'''
+
+_WAY_OUT = (
+    "write it as a torch.autograd.Function whose forward gives its argument and whose backward "
+    "does what the hook does"
+)
+
+
+@contextlib.contextmanager
+def gradient_hooks_carried() -> Iterator[None]:
+    """Lets what is traced inside hold what hooks of tensors and modules do to gradients.
+
+    Raises:
+        TraceError: for a hook that cannot be written down.
+    """
+    with (
+        mock.patch.object(torch.Tensor, "register_hook", _hook_tensor),
+        mock.patch.object(nn.modules.module, "BackwardHook", _ModuleHooks),
+    ):
+        yield
+
+
+_HOOK_TENSOR = torch.Tensor.register_hook
+
+
+def _hook_tensor(tensor: torch.Tensor, hook: _Hook) -> RemovableHandle:
+    """Stands for `tensor.register_hook(hook)`."""
+    mode = get_proxy_mode()
+    if mode is None:
+        handle: RemovableHandle = _HOOK_TENSOR(tensor, hook)  # type: ignore[no-untyped-call]  # of torch
+        return handle
+    if tensor.requires_grad:
+        _put(mode.tracer, tensor, hook)
+    return RemovableHandle(OrderedDict())
+
+
+def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> None:
+    """Sends the gradient of a tensor through a hook, wherever the tensor is used."""
+    carried, read = _written(tracer, tensor, hook)
+    if carried is None:
+        return
+    slot = get_proxy_slot(tensor, tracer)
+    # Hooks run in the order in which they were registered: the last one is the nearest to the op.
+    node: fx.Node = slot.proxy.node.meta.get(_OF, slot.proxy.node)
+    users = [user for user in node.users if _takes_gradient(user)]
+    if users and read:
+        raise TraceError(
+            "a hook on the gradient of a tensor that was used before it was registered reads other "
+            "tensors: they cannot be there in time",
+            location=calling_line(),
+            hint="register the hook right after the line that makes the tensor",
+        )
+    proxies = [get_proxy_slot(other, tracer).proxy for other in read]
+    proxy = tracer.create_proxy("call_function", carried, (slot.proxy, *proxies), {})
+    proxy.node.args = (node, *proxy.node.args[1:])
+    proxy.node.meta.update({"val": tensor, _OF: node})
+    if users:
+        node.append(proxy.node)
+    for user in users:
+        user.replace_input_with(node, proxy.node)
+    if slot.proxy.node is node:
+        set_proxy_slot(tensor, tracer, dataclasses.replace(slot, proxy=proxy))
+
+
+def _traced(hook: _Hook, gradient: torch.Tensor) -> fx.GraphModule:
+    body: fx.GraphModule = reenter_make_fx(hook)(gradient)  # type: ignore[no-untyped-call]  # of torch
+    return body
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    """Whether gradients may come through a node; what it holds of its value does not say."""
+    made = node.meta.get("val")
+    return not isinstance(made, torch.Tensor | int | torch.SymInt) or (
+        isinstance(made, torch.Tensor) and (made.is_floating_point() or made.is_complex())
+    )
+
+
+def _written(
+    tracer: Any, tensor: torch.Tensor, hook: _Hook
+) -> tuple[OwnFunction | None, list[torch.Tensor]]:
+    """The function that stands for a hook, and the tensors of the forward pass that it reads; None
+    for a hook that changes nothing."""
+    with disable_proxy_modes_tracing():
+        gradient = torch.empty_like(tensor, requires_grad=False)
+        body = _traced(hook, gradient)
+
+        def known(other: torch.Tensor) -> bool:
+            return get_proxy_slot(other, tracer, None) is not None
+
+        return written_hook(body, gradient, known)
+
+
+def written_hook(
+    body: fx.GraphModule, gradient: torch.Tensor, known: Callable[[torch.Tensor], bool]
+) -> tuple[OwnFunction | None, list[torch.Tensor]]:
+    """As `_written`, of a hook that was traced for a gradient.
+
+    Args:
+        known: whether a tensor that it reads can be an argument.
+    """
+    (output,) = (node for node in body.graph.nodes if node.op == "output")
+    (returned,) = output.args
+    placeholder = next(node for node in body.graph.nodes if node.op == "placeholder")
+    if returned is None or returned is placeholder:
+        return None, []
+    made = returned.meta["val"] if isinstance(returned, fx.Node) else None
+    if not isinstance(made, torch.Tensor) or made.shape != gradient.shape:
+        raise TraceError(
+            "a hook on a gradient returns something else than a tensor of its size",
+            location=calling_line(),
+            hint=_WAY_OUT,
+        )
+    read: dict[int, tuple[torch.Tensor, fx.Node]] = {}
+    for node in [node for node in body.graph.nodes if node.op == "get_attr"]:
+        tensor = getattr(body, str(node.target))
+        if not known(tensor):
+            continue
+        if id(tensor) not in read:
+            with body.graph.inserting_after(placeholder):
+                read[id(tensor)] = tensor, body.graph.placeholder(f"read_{len(read)}")
+            read[id(tensor)][1].meta["val"] = tensor
+        node.replace_all_uses_with(read[id(tensor)][1])
+        body.graph.erase_node(node)
+    # Placeholders are put right after the gradient, so that the last one comes first.
+    text = file_text(function_text("hook", body), _CLASS)
+    return function_of_text("Hooked", text), [tensor for tensor, _ in reversed(read.values())]
+
+
+class _ModuleHooks:
+    """Stands for torch's `BackwardHook`, which calls those of one call of a module."""
+
+    def __init__(
+        self, module: nn.Module, hooks: Sequence[_Hook], pre_hooks: Sequence[_Hook]
+    ) -> None:
+        self._module, self._hooks, self._pre_hooks = module, tuple(hooks), tuple(pre_hooks)
+        self._given: list[torch.Tensor] = []
+        self._inputs: tuple[object, ...] = ()
+
+    def setup_input_hook(self, args: Any) -> Any:
+        """The arguments, by themselves: a module that a hook follows has views of them."""
+        self._inputs = args
+        self._given, made = _views(args)
+        return made
+
+    def setup_output_hook(self, result: Any) -> Any:
+        """What the module returns."""
+        results = result if isinstance(result, tuple) else (result,)
+        after, views = _views(results)
+        mode = get_proxy_mode()
+        if mode is None or not after:
+            return result
+        for hook in self._pre_hooks:
+            self._each(mode.tracer, after, results, hook)
+        if self._given:
+            got = tuple(_gradient(item) for item in results)
+            for hook in self._hooks:
+                self._each(mode.tracer, self._given, self._inputs, hook, got)
+        return views if isinstance(result, tuple) else views[0]
+
+    def _each(
+        self,
+        tracer: Any,
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[object],
+        hook: _Hook,
+        *others: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """Sends the gradient of each tensor through a hook that is given those of all.
+
+        Args:
+            places: what the gradients stand for, tensors without one included.
+            others: gradients that the hook is given besides.
+        """
+        wanted = [place for place, item in enumerate(places) if _is_followed(item)]
+        gradients = [_gradient(item) for item in places]
+        for own, tensor in zip(wanted, tensors, strict=True):
+
+            def alone(gradient: torch.Tensor) -> Any:
+                given = tuple(gradient if i == own else g for i, g in enumerate(gradients))  # noqa: B023  # called in this round
+                changed = hook(self._module, given, *others)
+                return None if changed is None else changed[own]  # noqa: B023  # as above
+
+            foreign = {id(g) for i, g in enumerate(gradients) if i != own}
+            foreign.update(id(other) for got in others for other in got)
+            _refuse_foreign(tensor, alone, foreign, hook)
+            _put(tracer, tensor, alone)
+
+
+def _refuse_foreign(tensor: torch.Tensor, alone: _Hook, foreign: set[int], hook: _Hook) -> None:
+    """Refuses a hook of a module that makes one gradient of others."""
+    with disable_proxy_modes_tracing():
+        gradient = torch.empty_like(tensor, requires_grad=False)
+        body = _traced(alone, gradient)
+    read = (n for n in body.graph.nodes if n.op == "get_attr" and n.users)
+    if any(id(getattr(body, str(node.target))) in foreign for node in read):
+        raise TraceError(
+            "a backward hook of a module makes the gradient of one tensor of those of others: they "
+            "may be in another stage",
+            location=definition(hook),
+            hint=_WAY_OUT,
+        )
+
+
+def _is_followed(item: object) -> bool:
+    return isinstance(item, torch.Tensor) and item.requires_grad
+
+
+def _gradient(item: object) -> torch.Tensor | None:
+    """One without numbers, for a tensor that has one."""
+    if not isinstance(item, torch.Tensor) or not item.requires_grad:
+        return None
+    with disable_proxy_modes_tracing():
+        return torch.empty_like(item, requires_grad=False)
+
+
+def _views(items: Any) -> tuple[list[torch.Tensor], Any]:
+    """Views of the tensors that require gradients, and the items with these in their place."""
+    made: list[torch.Tensor] = []
+
+    def view(item: object) -> object:
+        if not isinstance(item, torch.Tensor) or not item.requires_grad:
+            return item
+        made.append(item.view_as(item))
+        return made[-1]
+
+    found = [view(item) for item in items]
+    return made, tuple(found) if type(items) is tuple else type(items)(*found)
