@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
@@ -252,12 +252,14 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
 def tracing_settings() -> Iterator[None]:
     """How torch is set while it traces: quiet, and with `torch.einsum` as one call.
 
-    Failures are explained here; when it fails, torch.export prints the graph so far on stderr.
+    Failures are explained here; when it fails, torch.export prints the graph so far on stderr, and
+    torch 2.11 leaves its hook on assignments to buffers to every module of the process.
     Where opt_einsum is installed, torch has it choose the order of contractions by the sizes, the
     batch among them: the package finds its own, as the model does at every call.
     """
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
-    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order:
+    hooks_restored = mock.patch.dict(nn.modules.module._global_buffer_registration_hooks)
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored:
         yield
 
 

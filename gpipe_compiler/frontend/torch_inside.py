@@ -47,6 +47,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "track_tensor_tree",
     ),
     "torch.fx.experimental": ("_config",),
+    "torch.nn.modules.module": ("_global_buffer_registration_hooks",),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.utils": ("_device",),

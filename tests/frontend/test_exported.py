@@ -362,6 +362,14 @@ def test_what_cannot_be_traced_is_named_with_line_and_advice(name):
     assert hint in caught.value.hint
 
 
+def test_a_refused_trace_leaves_nothing_on_other_modules():
+    before = dict(nn.modules.module._global_buffer_registration_hooks)
+    with pytest.raises(TraceError):
+        trace_export(Subject("m", ByValue(), (torch.randn(4, 6),), training=False), False)
+
+    assert dict(nn.modules.module._global_buffer_registration_hooks) == before
+
+
 def test_transformer_mask_is_explained():
     with pytest.raises(TraceError, match="whether it is causal") as caught:
         trace_export(
