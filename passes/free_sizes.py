@@ -267,7 +267,8 @@ class _Run:
             for op in graph.ops:
                 if op.mode is other:
                     continue
-                reads = tuple(environment[name] for name in op.inputs)
+                # What it reads in the other mode alone is not there.
+                reads = tuple(environment.get(name) for name in op.inputs)
                 spec = graph.modules[op.call.module] if isinstance(op.call, ModuleCall) else None
                 known = self._ran.get(op.name)
                 if known is None or not known.fits(op, reads, spec):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,14 @@ def explained(error: Exception) -> TraceError:
 
 
 def refuse_fixed_batch(
-    entry: Entry, placeholders: Sequence[fx.Node], lines: Sequence[SourceLocation] = ()
+    entry: Entry,
+    placeholders: Sequence[fx.Node],
+    line_of_size: Callable[[Any], SourceLocation | None] = lambda _: None,
 ) -> None:
     """Checks that the batch is free to vary in the traced graph.
 
     Args:
-        lines: the user's lines that fixed a size, as far as they were noted.
+        line_of_size: the user's line that fixed a size, as far as it was noted.
 
     Raises:
         TraceError: when the model works for the traced batch size only; with the line that needs
@@ -104,7 +106,7 @@ def refuse_fixed_batch(
         size: Any = value.shape[source.batch_dim]
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
-        where = next(iter(lines), None) or _fixing_line(value)
+        where = line_of_size(size) or _fixing_line(value)
         code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
             f"the model works for a batch of {int(size)} only{code}: dimension "

@@ -186,7 +186,7 @@ class ExportedMode:
         """The graph in which these dimensions are free; to be asked for once."""
         module, entry = self.trace.program.graph_module, self.entry
         sizes = self._sizes(places)
-        refuse_fixed_batch(entry, self._placeholders, [*self.trace.sizes.fixed.values()])
+        refuse_fixed_batch(entry, self._placeholders, self.trace.sizes.line_of)
         refuse_fixed(entry.must, sizes, self.trace.sizes)
         graphs = self._graphs
         if self.trace.free:

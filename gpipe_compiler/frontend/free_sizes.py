@@ -95,6 +95,14 @@ class NotedSizes:
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
     asked: set[Any] = field(default_factory=set)
 
+    def line_of(self, size: Any) -> SourceLocation | None:
+        """The line that fixed a size, by itself or together with others."""
+        if not isinstance(size, torch.SymInt):
+            return next(iter(self.fixed.values()), None)
+        symbol = size.node._expr  # before it was replaced by what it was found to be
+        guards = (line for guard, line in self.guards.items() if symbol in guard.free_symbols)
+        return self.fixed.get(symbol) or next(guards, None)
+
     def where(self, guard: Any) -> str:
         """The line that compared something, with what stands there."""
         found = self.guards.get(guard)
@@ -212,6 +220,13 @@ def _fix_others(
                     fixed.update(expression.free_symbols)
     for symbol in fixed & numbers.keys():
         environment._set_replacement(symbol, sympy.Integer(numbers[symbol]), "fixed")
+    for guard in environment.guards if fixed else ():
+        equation = environment.replace(guard.expr)
+        if isinstance(equation, sympy.Eq) and len(equation.free_symbols) == 1:
+            (symbol,) = equation.free_symbols
+            difference = sympy.expand(equation.lhs - equation.rhs)
+            if symbol in numbers and difference != 0 and difference.is_polynomial(symbol):
+                environment._set_replacement(symbol, sympy.Integer(numbers[symbol]), "fixed")
 
 
 def write_fixed(graphs: Iterable[fx.Graph]) -> None:

@@ -389,6 +389,31 @@ def test_a_size_that_is_returned_as_a_number_stays_fixed_and_no_other(tmp_path: 
             assert {**pipe((wide,)), "y": 0} == {**model(wide), "y": 0}
 
 
+class OtherInTraining(nn.Module):
+    """Reads one value in train mode, and another in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y = torch.tanh(y) / x.shape[1] if self.training else torch.sigmoid(y)
+        return self.second(y)
+
+
+def test_both_modes_are_run_at_sizes_that_are_free(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = OtherInTraining(), torch.randn(SAMPLES, 5, 4)
+    package = package_of(model, (x, x.cos()), F.mse_loss, tmp_path / "made", stages=2)
+    long = torch.randn(SAMPLES, 9, 4)
+    with package.Pipeline() as pipe:
+        expected = F.mse_loss(model(long), long.cos()).detach()
+        torch.testing.assert_close(pipe.step((long,), long.cos()), expected)
+        pipe.eval()
+        torch.testing.assert_close(pipe((long,)), model.eval()(long).detach())
+
+
 class Prefix(nn.Module):
     """Adds the first rows of a table of positions; takes the root of the length."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.exported import trace_export
-from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.options import LossChoice
 
 
@@ -350,11 +350,12 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("free", [Wish(), Wish(everything=True)], ids=["fixed", "free"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_traced_is_named_with_line_and_advice(name):
+def test_what_cannot_be_traced_is_named_with_line_and_advice(name, free):
     make, problem, code, hint = REFUSED[name]
     with pytest.raises(TraceError) as caught:
-        trace_export(Subject("m", make(), (torch.randn(4, 6),), training=False), False)
+        trace_export(Subject("m", make(), (torch.randn(4, 6),), training=False, free=free), False)
 
     assert problem in caught.value.problem
     assert code in caught.value.location.code
