@@ -32,7 +32,7 @@ from baselines import balanced, memory, score
 from published import TABLES, Recompute, Row, Table
 from tables import machine, markdown
 
-from gpipe_compiler.frontend.symbolic import trace_fx
+from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import Cut, cut
@@ -92,9 +92,9 @@ class Priced:
 def price(table: Table) -> dict[int, Priced]:
     """The model at every size of micro-batch that the table needs.
 
-    torch.fx traces it without a comparison with the model, which the tests of the examples make.
+    It is traced without a comparison with the model, which the tests of the examples make.
     """
-    graph = trace_fx(table.build(), training=True)
+    graph = trace_export(table.build(), training=True)
     found = {}
     for size in sorted({row.size for row in table.rows}):
         described = annotate(graph, size)

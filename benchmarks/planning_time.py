@@ -62,7 +62,7 @@ def one(ops: int, stages: int, schedule: ScheduleKind, *, repeats: bool) -> dict
     """The figures of one plan, in this process."""
     model = net(ops, repeats=repeats)
     x = torch.empty(MICROBATCHES * 4, 64, device="meta")
-    graph = trace(model, x, target=0, loss_fn=lambda out, _: out.sum(), frontend=Frontend.FX)
+    graph = trace(model, x, target=0, loss_fn=lambda out, _: out.sum(), frontend=Frontend.EXPORT)
     cluster = Cluster.of(DEFAULT_HOST, Link(12e9, 1e-6))
     policy = Policy(schedule=schedule)
     planner = Planner(graph, cluster)

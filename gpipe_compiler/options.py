@@ -28,7 +28,6 @@ class Frontend(Enum):
     """The ways to trace a model, by the name a user types."""
 
     AUTO = "auto"
-    FX = "fx"
     EXPORT = "export"
     DYNAMO = "dynamo"
 

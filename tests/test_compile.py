@@ -26,7 +26,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def graph(model: nn.Module) -> gpc.Graph:
     return gpc.trace(
-        model, torch.ones(8, 4), frontend=gpc.Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+        model, torch.ones(8, 4), frontend=gpc.Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
     )
 
 

@@ -31,7 +31,7 @@ from gpipe_compiler.validate.plain_run import MiniBatchStatistics
 OPTIONS = CompileOptions(
     stages=2,
     microbatches=4,
-    frontend=Frontend.FX,
+    frontend=Frontend.EXPORT,
     cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS),
 )
 BATCH = 8

@@ -150,12 +150,18 @@ def _einsum(call: AtenCall) -> WrittenCall | None:
     return WrittenCall(torch.einsum, (call["equation"], *call["tensors"]))
 
 
+def brackets(indices: Sequence[Argument]) -> Argument:
+    """What stands in the brackets of `x[:, indices]`.
+
+    Args:
+        indices: as the operator has them: None is a whole dimension.
+    """
+    entries = tuple(slice(None) if entry is None else entry for entry in indices)
+    return entries[0] if len(entries) == 1 else entries
+
+
 def _index(call: AtenCall) -> WrittenCall | None:
-    """`x[:, indices]`; None in the list of the operator is a whole dimension."""
-    entries = tuple(slice(None) if entry is None else entry for entry in call["indices"])
-    return WrittenCall(
-        operator.getitem, (call["self"], entries[0] if len(entries) == 1 else entries)
-    )
+    return WrittenCall(operator.getitem, (call["self"], brackets(call["indices"])))
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ Source of the functions' arguments: torch/nn/functional.py.
 
 from __future__ import annotations
 
+import builtins
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,6 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
+
+from gpipe_compiler.runtime.core.random import draws
 
 Argument = Any
 """An argument of a torch.fx call: a node, a constant, or a nest of them."""
@@ -96,10 +101,52 @@ def _same(value: Argument, default: Argument) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
+IDLE = "gpipe_compiler_idle"
+"""Key of node.meta: whether the call of a module neither writes to a tensor nor draws."""
+
+_PURE = frozenset({operator.getitem, builtins.getattr, torch.tensor})
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+
+
+def writes(func: Any) -> bool:
+    """Whether a kernel may write to a tensor.
+
+    Normalisation writes running statistics though its schema does not say so.
+    """
+    name = str(func)
+    return bool(func._schema.is_mutable) or "batch_norm" in name or "instance_norm" in name
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node may do more than give its value: write to a tensor, or draw numbers."""
+    target = node.target
+    if node.op == "get_attr" or isinstance(node.meta.get("val"), _NUMBERS):
+        return False
+    if node.op == "call_module":
+        return not node.meta.get(IDLE, False)
+    if isinstance(target, torch._ops.OpOverload):
+        return writes(target) or draws(target, node.args, node.kwargs)
+    if str(target) in REGIONS:
+        bodies = [
+            getattr(node.graph.owning_module, str(item.target), None)
+            for item in node.args
+            if isinstance(item, fx.Node) and item.op == "get_attr"
+        ]
+        graphs = [body.graph for body in bodies if isinstance(body, fx.GraphModule)]
+        inner = [item for graph in graphs for item in graph.nodes]
+        return any(map(has_effect, (n for n in inner if n.op not in ("placeholder", "output"))))
+    return node.op != "call_function" or target not in _PURE
+
+
+REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+"""Operators that run a graph of their own in another mode."""
+
+
 Rule = Callable[[AtenCall], "WrittenCall | None"]
 """How one operator is written; None where this call of it has no better form."""
 
 
+_PAIR = ("input1", "input2", "target")
 _REDUCTIONS = ("none", "mean", "sum")
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -149,13 +196,22 @@ def _elu(call: AtenCall) -> WrittenCall | None:
     return WrittenCall(F.elu, call.positional(), {"inplace": True} if call.name == "elu_" else {})
 
 
-def _loss(function: Callable[..., Any], *names: str) -> Rule:
-    """A loss of an input and a target, with a reduction."""
+def _loss(
+    function: Callable[..., Any], *names: str, of: Sequence[str] = ("self", "target")
+) -> Rule:
+    """A loss with a reduction, of an input and a target.
+
+    torch's own functions of the operators' names reduce nothing unless they are told.
+
+    Args:
+        names: of further arguments.
+        of: the operator's names of what the loss is of.
+    """
 
     def rule(call: AtenCall) -> WrittenCall | None:
         reduction = _REDUCTIONS[call["reduction"]]
         kwargs = call.given(*names) | ({} if reduction == "mean" else {"reduction": reduction})
-        return WrittenCall(function, (call["self"], call["target"]), kwargs)
+        return WrittenCall(function, tuple(call[name] for name in of), kwargs)
 
     return rule
 
@@ -246,6 +302,18 @@ FUNCTIONS: Mapping[str, Rule] = {
     "binary_cross_entropy": _loss(F.binary_cross_entropy, "weight"),
     "binary_cross_entropy_with_logits": _loss(
         F.binary_cross_entropy_with_logits, "weight", "pos_weight"
+    ),
+    "kl_div": _loss(F.kl_div, "log_target"),
+    "hinge_embedding_loss": _loss(F.hinge_embedding_loss, "margin"),
+    "cosine_embedding_loss": _loss(F.cosine_embedding_loss, "margin", of=_PAIR),
+    "margin_ranking_loss": _loss(F.margin_ranking_loss, "margin", of=_PAIR),
+    "triplet_margin_loss": _loss(
+        F.triplet_margin_loss, "margin", "p", "eps", "swap", of=("anchor", "positive", "negative")
+    ),
+    "ctc_loss": _loss(
+        F.ctc_loss,
+        *("blank", "zero_infinity"),
+        of=("log_probs", "targets", "input_lengths", "target_lengths"),
     ),
     "max_pool1d": _pool(F.max_pool1d),
     "max_pool2d": _pool(F.max_pool2d),

@@ -22,8 +22,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from gpipe_compiler.frontend.aten import write
-from gpipe_compiler.frontend.aten_functions import WrittenCall, bind
+from gpipe_compiler.frontend.aten import brackets, write
+from gpipe_compiler.frontend.aten_functions import WrittenCall, bind, has_effect
 from gpipe_compiler.frontend.casts import is_asked_for, speaking_cast
 from gpipe_compiler.ir.symbolic import same_shape
 
@@ -107,7 +107,7 @@ def _is_literal(tensor: torch.Tensor) -> bool:
 
 
 def drop_checks(graph: fx.Graph) -> None:
-    """Removes assertions, and sizes that nothing reads any more."""
+    """Removes assertions, and what nothing reads and has no effect."""
     for node in list(graph.nodes):
         name = _name(node)
         if name in _SAME:
@@ -121,10 +121,7 @@ def drop_checks(graph: fx.Graph) -> None:
         elif name in _CHECKS or node.target in (torch._check, torch._assert):
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
-        is_size = isinstance(
-            node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float
-        )
-        if node.op == "call_function" and is_size and not node.users:
+        if node.op not in ("placeholder", "output") and not node.users and not has_effect(node):
             graph.erase_node(node)
 
 
@@ -350,6 +347,13 @@ def _merge_front(graph: fx.Graph, run: Sequence[fx.Node]) -> int:
 def _write_stores(graph: fx.Graph) -> None:
     """Writes `x[:, 0] = y` where a part of x is there only to be written to."""
     for node in list(graph.nodes):
+        if _name(node) == "aten::index_put_" and len(node.args) == 3 and not node.kwargs:
+            base, indices, value = node.args
+            assert isinstance(base, fx.Node)
+            assert isinstance(indices, list | tuple)
+            node.replace_all_uses_with(base)
+            node.target, node.args = operator.setitem, (base, brackets(indices), value)
+            continue
         stores = _name(node) in ("aten::copy_", "aten::fill_")
         if not stores or node.users or len(node.args) != 2 or node.kwargs:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -30,16 +30,8 @@ from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
-_Tracer = Callable[[Subject, bool, Precision], Graph]
-
-_ORDER = (Frontend.EXPORT, Frontend.FX, Frontend.DYNAMO)
+_ORDER = (Frontend.EXPORT, Frontend.DYNAMO)
 """By how many of 69 real models each traces right."""
-
-_TRACERS: Mapping[Frontend, tuple[str, str]] = {
-    Frontend.FX: ("gpipe_compiler.frontend.symbolic", "trace_fx"),
-    Frontend.DYNAMO: ("gpipe_compiler.frontend.captured", "trace_dynamo"),
-}
-"""Of one mode; imported when used: dynamo alone takes seconds to import."""
 
 
 def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
@@ -160,9 +152,9 @@ def _in_both_modes(frontend: Frontend, subject: Subject, precision: Precision) -
                 raise
             graphs = _exported(subject.with_free(Wish()), modes, precision)
     else:
-        module, name = _TRACERS[frontend]
-        tracer: _Tracer = getattr(importlib.import_module(module), name)
-        graphs = [tracer(subject, training, precision) for training in modes]
+        # Imported when used: dynamo takes seconds to import.
+        captured = importlib.import_module("gpipe_compiler.frontend.captured")
+        graphs = [captured.trace_dynamo(subject, training, precision) for training in modes]
     return merge(*graphs) if subject.training else graphs[0]
 
 

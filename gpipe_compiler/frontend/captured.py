@@ -70,7 +70,7 @@ def trace_dynamo(subject: Subject, training: bool, precision: Precision = Precis
     aten_to_python(graphs)
     lowered = lower(module.graph, module, entry)
     return lowered.replace(
-        unlike=in_others(entry, precision, reads_types=False),
+        unlike=in_others(entry, precision),
         trial_sizes=trial_sizes(entry.signature, inputs, ()),
     )
 
@@ -144,7 +144,7 @@ def _capture_function() -> Callable[..., Callable[..., Any]]:
     except (ImportError, AttributeError) as error:
         raise TraceError(
             f"torch {torch.__version__} has no dynamo_graph_capture_for_export",
-            hint="use --frontend export or fx, or torch 2.11 and later",
+            hint="use --frontend export, or torch 2.11 and later",
         ) from error
     return function
 

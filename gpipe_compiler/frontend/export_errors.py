@@ -18,7 +18,7 @@ from gpipe_compiler.frontend.locate import is_users, line_of, location
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
-_OTHER_FRONTENDS = "try another frontend (--frontend fx, --frontend dynamo)"
+_OTHER_FRONTENDS = "try another frontend (--frontend dynamo)"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.errors import GPipeCompilerError, TraceError
@@ -54,7 +55,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
-from gpipe_compiler.ir.symbolic import general
+from gpipe_compiler.ir.symbolic import general, same_shape
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
@@ -234,6 +235,7 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
             _user_lines(),
             torch.set_grad_enabled(gradients),
             watch.watching(),
+            _assignments_written(),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
             gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
             # By itself a reentrant checkpoint is traced without gradients.
@@ -260,6 +262,29 @@ def tracing_settings() -> Iterator[None]:
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
     hooks_restored = mock.patch.dict(nn.modules.module._global_buffer_registration_hooks)
     with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored:
+        yield
+
+
+@contextlib.contextmanager
+def _assignments_written() -> Iterator[None]:
+    """Has what forward assigns to a buffer written into that buffer, as no trace holds the rest."""
+    original = nn.Module.__setattr__
+
+    def assign(module: nn.Module, name: str, value: Any) -> None:
+        buffer = vars(module).get("_buffers", {}).get(name)
+        if (
+            isinstance(value, torch.Tensor)
+            and isinstance(buffer, torch.Tensor)
+            and get_proxy_mode() is not None
+            and value.dtype == buffer.dtype
+            and same_shape(value.shape, buffer.shape)
+        ):
+            if value is not buffer:
+                buffer.copy_(value)
+        else:
+            original(module, name, value)
+
+    with mock.patch.object(nn.Module, "__setattr__", assign):
         yield
 
 

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from gpipe_compiler.dispatching import PlainDispatchMode
+from gpipe_compiler.frontend.aten_functions import writes
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import read_signature
-from gpipe_compiler.frontend.simplify_graph import writes
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject

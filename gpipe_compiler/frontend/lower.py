@@ -98,7 +98,7 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         tensors={**entry.states.tensors, **lowering.constant_tensors},
         example=dict(entry.signature.named()),
     )
-    return check(simplify_graph(raw, entry), after="the frontend")
+    return check(simplify_graph(raw), after="the frontend")
 
 
 def local_path(path: str) -> str:

@@ -243,18 +243,16 @@ def only_in(precision: Precision) -> Account:
     return Account(dict.fromkeys(others, f"it was traced in {precision.value}, where it differs"))
 
 
-def in_others(entry: Entry, precision: Precision, *, reads_types: bool) -> Mapping[Precision, str]:
+def in_others(entry: Entry, precision: Precision) -> Mapping[Precision, str]:
     """The precisions that a graph without notes of its calls is not for, and why.
 
     Args:
         precision: one that the graph was traced in alone, or fp32.
-        reads_types: whether the graph reads types when it runs, as the model does.
     """
     if precision is not Precision.FP32:
         return only_in(precision).unlike
     found = account(entry)
-    follows = not reads_types and bool(found.follows)
-    return _BAKED if found.asked or follows else found.unlike
+    return _BAKED if found.asked or found.follows else found.unlike
 
 
 def _replaced(graph: fx.Graph, nodes: Sequence[fx.Node], source: fx.Node, item: Follow) -> bool:

@@ -22,6 +22,7 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpipe_compiler.frontend.aten_functions import IDLE, has_effect
 from gpipe_compiler.frontend.casts import READS
 from gpipe_compiler.frontend.modules import is_plain
 from gpipe_compiler.frontend.recompute import CHECKPOINT
@@ -236,6 +237,7 @@ class _Group:
             node = self.graph.create_node("call_module", self.call.path, args, kwargs)
             node.meta = _meta_of_call(body[-1], self.call.path)
             node.meta["val"] = tree_map(self._value_of, self.call.result)
+            node.meta[IDLE] = not any(map(has_effect, body))
             self._bind(node, self.call.result, set(results))
         for old in reversed(self.nodes):
             if not old.users:

@@ -1,9 +1,10 @@
 """Chooses the stages: the cut of a problem into consecutive down-sets with the shortest step.
 
 The time of a step is `simulate/step.py`'s. The search looks at few places to cut, and then at those
-about the best (`cut/ground.py`). With `prove` it goes on: through all down-sets where they are not
-too many, else by an integer program (`cut/certificate.py`) that says how far the cut can be from
-the best, and sometimes finds a better one.
+about the best: what it takes does not grow with the square of the nodes. With `prove` it goes on:
+through all down-sets where they are not too many, else by an integer program
+(`cut/certificate.py`) that says how far the cut can be from the best, and sometimes finds a better
+one.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, seat_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
-from gpipe_compiler.passes.cut.ground import Ground, Known, Looked, quick
+from gpipe_compiler.passes.cut.ground import Ground, Known
 from gpipe_compiler.passes.cut.orders import (
     down_sets,
+    masks_between,
     prefixes,
     topological_orders,
 )
@@ -39,6 +41,13 @@ MOST_DOWN_SETS = 20_000
 
 PER_SOLVER = 15
 """So many numbers worked out here take as long as one that the integer program touches."""
+
+
+ROUNDS = 6
+"""How often the places about the best cut are looked at, at most."""
+
+CLOSER = 8
+"""So many times closer to the best cut the places of every round are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +153,14 @@ def cut(
     return _Cutter(ground, setting, work).best(hint, prove=prove, search=search)
 
 
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """What a search has seen: a lower bound on all cuts, 0 for none, and how many places."""
+
+    bound_s: float
+    looked: int
+
+
 class _Cutter:
     """One run of the cut."""
 
@@ -183,36 +200,61 @@ class _Cutter:
         if hint:
             solver.consider(hint)
             if solver.found and not search:
-                return self._cut(Looked(0.0, 1), prove=False)
+                return self._cut(_Looked(0.0, 1), prove=False)
         if solver.brief:
             for stage_of in classic_cuts(self.graph, stages):
                 solver.consider(stage_of)  # unless a constraint rules it out
-        found = quick(self.ground, solver.lineups[0], self)
+        found = self._quick(solver.lineups[0])
         if prove and not solver.reaches(max(found.bound_s, self.simple_s)):
             found = self._proof(found)
         if not solver.found:
             raise self._nothing()
         return self._cut(found, prove=prove)
 
+    def _quick(self, lineup: DeviceOrder) -> _Looked:
+        """Searches all places to cut where they are few, else some, and those about the best cut.
+
+        Args:
+            lineup: whose links count where places are chosen.
+        """
+        ground, graph = self.ground, self.graph
+        space = ground.first(lineup)
+        if ground.few is not None:
+            return _Looked(self._family(space, whole=True), len(ground.few))
+        places, looked, share = ground.places(lineup), 0, 1.0
+        for turn in range(ROUNDS):
+            before = self._rank
+            looked += space.size
+            self._family(space)
+            if not self.solver.found:
+                self._family(Space(graph, places.everywhere(len(places.rows) * graph.size)))
+            settled = turn > 1 and not self._rank < (before[0], before[1] * (1 - 1e-6))
+            if not self.solver.found or settled:
+                break
+            share /= CLOSER
+            best = masks_between(graph, self.solver.score.stage_of)
+            family = {*best, *places.near(best, share, ground.most // 2)}
+            space = Space(graph, family | places.beside(best, ground.most))
+        return _Looked(0.0, looked)
+
     @property
-    def rank(self) -> tuple[float, float]:
-        """See `Searched`."""
+    def _rank(self) -> tuple[float, float]:
+        """Excess and objective of the best cut so far, the less the better."""
         if not self.solver.found:
             return math.inf, math.inf
         return self.solver.score.rank(self.setting.objective)
 
-    @property
-    def stage_of(self) -> Sequence[int]:
-        """See `Searched`."""
-        return self.solver.score.stage_of if self.solver.found else ()
+    def _family(self, space: Space, *, whole: bool = False) -> float:
+        """Searches these places to cut; returns a lower bound on all cuts there.
 
-    def family(self, space: Space, *, whole: bool) -> float:
-        """See `Searched`."""
+        Args:
+            whole: whether they are all that there are.
+        """
         if not any(lineup.limited for lineup in self.solver.lineups):
             space.limit(self.solver.longest_stage())
         return self.solver.search(space, last=whole)
 
-    def _proof(self, found: Looked) -> Looked:
+    def _proof(self, found: _Looked) -> _Looked:
         """The search of all there is, or a bound where that is too much.
 
         Args:
@@ -224,11 +266,11 @@ class _Cutter:
         if masks is None:
             if solver.found and not solver.reaches(self.simple_s):
                 self.simple_s = max(self.simple_s, self._certified())
-            return Looked(0.0, found.looked)
+            return _Looked(0.0, found.looked)
         bound = solver.search(self._whole(masks), last=True)
         if not solver.reaches(max(bound, self.simple_s)):
             self._rows()
-        return Looked(bound, len(masks))
+        return _Looked(bound, len(masks))
 
     def _rows(self) -> None:
         """Cuts along single orders of the nodes: where the search of all gave up, these may not.
@@ -281,7 +323,7 @@ class _Cutter:
             hint="ask for fewer stages" + (", or drop a constraint" if names else ""),
         )
 
-    def _cut(self, found: Looked, *, prove: bool) -> Cut:
+    def _cut(self, found: _Looked, *, prove: bool) -> Cut:
         score, value = self.solver.score, self.solver.value
         known = found.bound_s if self.complete and self.solver.least_excess else 0.0
         # Plain numbers: a plan tells them as JSON, which knows none of numpy's truths.

@@ -1,21 +1,19 @@
-"""What cuts of one problem share, and the search of it in little time.
+"""What cuts of one problem share.
 
 A plan under a memory limit takes dozens of cuts. They differ in the limits and in what is
-recomputed; the contracted graph and the places to cut it are the same. Few places are looked at,
-and then those about the best cut: what it takes does not grow with the square of the nodes.
+recomputed; the contracted graph and the places to cut it are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.frontier import frontier
-from gpipe_compiler.passes.cut.orders import Places, down_sets, masks_between
+from gpipe_compiler.passes.cut.orders import Places, down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.space import Space
 
@@ -135,68 +133,3 @@ def _asked(graph: Contracted, stages: int) -> set[int]:
         found.add(sum(1 << node for node, (_, last) in pairs if last < boundary))
         found.add(sum(1 << node for node, (first, _) in pairs if first < boundary))
     return found
-
-
-ROUNDS = 6
-"""How often the places about the best cut are looked at, at most."""
-
-CLOSER = 8
-"""So many times closer to the best cut the places of every round are."""
-
-
-class Searched(Protocol):
-    """A search for good cuts, family by family."""
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """Excess and objective of the best cut so far, the less the better."""
-        ...
-
-    @property
-    def stage_of(self) -> Sequence[int]:
-        """The best cut so far, the stage of every node of the problem; empty for none."""
-        ...
-
-    def family(self, space: Space, *, whole: bool) -> float:
-        """Searches these places to cut; returns a lower bound on all cuts there.
-
-        Args:
-            whole: whether they are all that there are.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """What a search has seen: a lower bound on all cuts, 0 for none, and how many places."""
-
-    bound_s: float
-    looked: int
-
-
-def quick(ground: Ground, lineup: DeviceOrder, searched: Searched) -> Looked:
-    """Searches a problem.
-
-    Args:
-        lineup: whose links count where places are chosen.
-    """
-    space = ground.first(lineup)
-    if ground.few is not None:
-        return Looked(searched.family(space, whole=True), len(ground.few))
-    graph, most, places = ground.graph, ground.most, ground.places(lineup)
-    looked, share = 0, 1.0
-    for turn in range(ROUNDS):
-        before = searched.rank
-        looked += space.size
-        searched.family(space, whole=False)
-        if not searched.stage_of:
-            everything = places.everywhere(len(places.rows) * graph.size)
-            searched.family(Space(graph, everything), whole=False)
-        settled = turn > 1 and not searched.rank < (before[0], before[1] * (1 - 1e-6))
-        if not searched.stage_of or settled:
-            break
-        share /= CLOSER
-        best = masks_between(graph, searched.stage_of)
-        family = {*best, *places.near(best, share, most // 2)}
-        space = Space(graph, family | places.beside(best, most))
-    return Looked(0.0, looked)

@@ -38,7 +38,7 @@ class Outcome:
     plan: Plan
     directory: Path | None
     validation: object
-    frontend: Frontend = Frontend.FX
+    frontend: Frontend = Frontend.EXPORT
     not_validated: str = ""
     frontier: Frontier | None = None
     batch: str = ""
@@ -211,7 +211,7 @@ class TestCompilePrints:
         cli.compile_command(["model.py", "--stages", "2"])
 
         out = capsys.readouterr().out
-        for line in ("stages 2", "ops 2", "parameters 10", "traced by fx", "bubble 33.3%"):
+        for line in ("stages 2", "ops 2", "parameters 10", "traced by export", "bubble 33.3%"):
             assert line in " ".join(out.split())
         assert "900 ms (proved optimal)" in out
         assert "output: 1 tensor, largest difference 1e-07" in out
@@ -234,7 +234,7 @@ class TestCompilePrints:
         printed = capsys.readouterr()
         document = json.loads(printed.out)
         assert document["directory"] == str(Path.cwd() / "model_x2")
-        assert document["frontend"] == "fx"
+        assert document["frontend"] == "export"
         assert document["plan"]["prediction"]["step_s"] == 0.9
         assert document["validation"] == {
             "passed": True,
@@ -338,7 +338,7 @@ class TestCompileFails:
 class TestForReal:
     """With the compiler itself, up to the plan."""
 
-    COMMAND = ("model.py", "--frontend", "fx", "--dry-run", "--stages")
+    COMMAND = ("model.py", "--dry-run", "--stages")
 
     def test_a_dry_run_writes_nothing(self, workplace: Path, capsys: Printed) -> None:
         assert cli.compile_command([*self.COMMAND, "1", "--json"]) == 0

@@ -53,7 +53,7 @@ class Blocks(nn.Module):
 def graph() -> Graph:
     torch.manual_seed(0)
     return trace(
-        Blocks(), torch.randn(BATCH, 16), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+        Blocks(), torch.randn(BATCH, 16), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
     )
 
 
@@ -147,7 +147,7 @@ def test_nothing_is_told_twice_of_a_plan_that_does_so_already(graph: Graph) -> N
 
 
 def test_inference_has_no_remedies_of_training(graph: Graph) -> None:
-    infer = trace(Blocks(), torch.randn(BATCH, 16), training=False, frontend=Frontend.FX)
+    infer = trace(Blocks(), torch.randn(BATCH, 16), training=False, frontend=Frontend.EXPORT)
     planner = bench_of(infer)
     made = planned(planner, Policy())
     told = dataclasses.replace(made, what_if=what_if(planner, made, Policy()))

@@ -220,7 +220,7 @@ def emitted(tmp_path: Path) -> Callable[..., Emitted]:
     The stages recompute in so many segments, where some are asked for.
     """
 
-    def make(label: str, frontend: str, count: int, segments: int = 0) -> Emitted:
+    def make(label: str, count: int, segments: int = 0) -> Emitted:
         torch.manual_seed(0)
         case = models.CASES[label]
         model = case.build()
@@ -228,7 +228,6 @@ def emitted(tmp_path: Path) -> Callable[..., Emitted]:
         graph = graph_of(
             copy.deepcopy(model),
             *case.args(),
-            frontend=Frontend(frontend),
             target=target,
             loss_fn=case.loss_fn,
             name=label,

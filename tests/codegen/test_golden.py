@@ -29,7 +29,7 @@ def test_the_text_of_a_package(
     request: pytest.FixtureRequest,
 ) -> None:
     """Every emitted source file is, word for word, the one in the golden folder."""
-    directory = emitted(label, "fx", 3, segments).directory
+    directory = emitted(label, 3, segments).directory
     texts = {path.name: path.read_text() for glob in FILES for path in directory.glob(glob)}
     folder = GOLDEN / folder_name
     if request.config.getoption("--rewrite-golden", default=False):

@@ -12,36 +12,21 @@ import torch
 from torch import Tensor, nn
 
 CASES = [
-    ("conv_net", "fx"),
-    ("conv_net", "export"),
-    ("decoder", "fx"),
-    ("decoder", "export"),
-    ("operators", "fx"),
-    ("operators", "export"),
-    ("recurrent", "fx"),
-    ("recurrent", "export"),
-    ("modes", "fx"),
-    ("modes", "export"),
-    ("regions", "export"),
-    ("names", "fx"),
-    ("names", "export"),
-    ("inception", "fx"),
-    ("inception", "export"),
+    *("conv_net", "decoder", "operators", "recurrent", "modes", "regions", "names", "inception"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("label", "frontend", "count", "segments"),
+    ("label", "count", "segments"),
     [
-        *((*case, 3, 0) for case in CASES),
-        *((*case, 2, 3) for case in CASES),
-        ("conv_net", "fx", 1, 0),
-        ("decoder", "fx", 1, 0),
+        *((case, 3, 0) for case in CASES),
+        *((case, 2, 3) for case in CASES),
+        ("conv_net", 1, 0),
+        ("decoder", 1, 0),
     ],
 )
 def test_stages_in_a_row_equal_the_model(
     label: str,
-    frontend: str,
     count: int,
     segments: int,
     emitted: Callable[..., Any],
@@ -51,7 +36,7 @@ def test_stages_in_a_row_equal_the_model(
 
     Stages with segments are here without the engine, which keeps BatchNorm from counting twice.
     """
-    package = emitted(label, frontend, count, segments)
+    package = emitted(label, count, segments)
     case, model = package.case, package.model
     args = case.args()
     target = case.target() if case.target is not None else None
@@ -112,7 +97,7 @@ def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
 
 def test_a_package_needs_no_compiler(emitted: Callable[..., Any]) -> None:
     """No emitted file names gpipe_compiler."""
-    directory: Path = emitted("conv_net", "fx", 2).directory
+    directory: Path = emitted("conv_net", 2).directory
 
     naming = [
         path.name

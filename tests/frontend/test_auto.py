@@ -11,7 +11,7 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, RegionCall
-from gpipe_compiler.options import Frontend, LossChoice
+from gpipe_compiler.options import LossChoice
 
 
 class Small(nn.Module):
@@ -29,11 +29,10 @@ def classes(count, size=4):
     return torch.randint(0, count, (size,))
 
 
-@pytest.mark.parametrize("frontend", [Frontend.AUTO, Frontend.FX, Frontend.EXPORT])
-def test_frontends_give_the_same_modules_and_modes(frontend):
+def test_calls_of_modules_are_found_and_run_in_both_modes():
     subject = Subject("s", Small(), (torch.randn(4, 4),), {}, classes(4), F.cross_entropy)
 
-    graph = trace(subject, frontend)
+    graph = trace(subject)
 
     assert [c.module for c in (op.call for op in graph.ops) if isinstance(c, ModuleCall)] == [
         "linear",
@@ -105,7 +104,7 @@ def test_a_branch_on_data_is_refused_with_every_frontends_reason():
     text = str(caught.value)
     assert caught.value.location is not None
     assert "if x.sum() > 0" in caught.value.location.code
-    assert all(f"{name}: " in text for name in ("export", "fx", "dynamo"))
+    assert all(f"{name}: " in text for name in ("export", "dynamo"))
     assert "torch.where" in text
 
 
@@ -145,8 +144,7 @@ def test_the_graph_is_refused_when_python_state_decides_what_is_computed():
             self.linear = nn.Linear(4, 4)
 
         def forward(self, x):
-            torch_tracing = isinstance(x, torch.fx.Proxy) or torch.compiler.is_compiling()
-            return self.linear(x) * (2 if torch_tracing else 3)
+            return self.linear(x) * (2 if torch.compiler.is_compiling() else 3)
 
     with pytest.raises(TraceError, match="differs from the model"):
         trace(Subject("s", Model(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES))

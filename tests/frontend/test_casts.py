@@ -213,10 +213,9 @@ def test_a_graph_traced_in_fp32_is_the_model_in_every_precision(block):
 
 
 @pytest.mark.parametrize("block", [Llama, Gemma, Residual])
-@pytest.mark.parametrize("frontend", [Frontend.FX, Frontend.DYNAMO])
-def test_every_frontend_says_which_precisions_its_graph_is_for(block, frontend):
+def test_dynamo_says_which_precisions_its_graph_is_for(block):
     model = rows(block)
-    graph, _ = choose(subject_of(model), frontend)
+    graph, _ = choose(subject_of(model), Frontend.DYNAMO)
     x = torch.randn(6, DIM)
 
     assert Precision.FP32 not in graph.unlike

@@ -16,7 +16,6 @@ from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, Ref, StateRef
 from gpipe_compiler.options import LossChoice
 
@@ -49,7 +48,7 @@ def subject():
 
 @pytest.fixture
 def graph(subject):
-    return merge(trace_fx(subject, True), trace_fx(subject, False))
+    return merge(trace_export(subject, True), trace_export(subject, False))
 
 
 def change(graph: Graph, name: str, **changes: object) -> Graph:
@@ -159,7 +158,7 @@ def test_models_on_meta_are_held_against_shapes():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     subject = Subject("toy", model, (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = merge(trace_fx(subject, True), trace_fx(subject, False))
+    graph = merge(trace_export(subject, True), trace_export(subject, False))
     call = FunctionCall(torch.sum, (Ref("linear_0"), 0))
     name = graph.ops[1].name
 
@@ -179,7 +178,7 @@ def test_a_model_that_cannot_be_trained_is_at_fault_itself():
             return y
 
     subject = Subject("toy", Broken(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = merge(trace_fx(subject, True), trace_fx(subject, False))
+    graph = merge(trace_export(subject, True), trace_export(subject, False))
 
     with pytest.raises(ModelError, match="raises RuntimeError in a training step"):
         differences(graph, subject)
@@ -201,7 +200,7 @@ class Batches(nn.Module):
 
 def test_a_model_of_even_batches_is_compared_at_two_of_them():
     subject = Subject("toy", Batches(), (torch.randn(4, 4),), training=False)
-    right = trace_fx(subject, False)
+    right = trace_export(subject, False)
     call = FunctionCall(torch.reshape, (Ref("x"), (2, 4)))
     wrong = change(right, right.ops[-1].name, call=call)
     subject.model.taken = (2, 4)
@@ -219,7 +218,7 @@ def test_a_model_of_even_batches_is_compared_at_two_of_them():
 
 def test_a_model_of_one_batch_size_is_told():
     subject = Subject("toy", Batches(), (torch.randn(1, 4),), training=False)
-    graph = trace_fx(subject, False)
+    graph = trace_export(subject, False)
     subject.model.taken = (2,)
 
     with pytest.warns(UserWarning, match=r"no batch of 3 or 4 samples \(ValueError: too") as told:
@@ -231,21 +230,21 @@ class Assigning(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("mean", torch.zeros(1))
 
     def forward(self, x):
         y = self.linear(x)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.mean = y.detach().mean(0)
         return y
 
 
-def test_a_buffer_that_is_assigned_is_explained():
+def test_a_buffer_that_is_assigned_another_shape_is_explained():
     subject = Subject("toy", Assigning(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
     graph = merge(trace_export(subject, True), trace_export(subject, False))
 
     (text,) = differences(graph, subject)
 
-    assert "buffer mean is off by" in text
+    assert "buffer mean is (1,)" in text
     assert "write into it instead" in text
 
 
@@ -283,14 +282,13 @@ class ShiftedScores(nn.Module):
         return self.norm(self.rows(h)) + self.factor * self.small * x[:, :1]
 
 
-@pytest.mark.parametrize("frontend", [trace_fx, trace_export])
-def test_gradients_that_are_rounding_alone_may_differ(frontend, monkeypatch):
+def test_gradients_that_are_rounding_alone_may_differ(monkeypatch):
     """In another order of sums nothing is left of them that is equal."""
     torch.manual_seed(0)
     subject = Subject(
         "toy", ShiftedScores(), (torch.randn(4, 4),), target=torch.randn(4, 3), loss_fn=F.mse_loss
     )
-    graph = merge(frontend(subject, True), frontend(subject, False))
+    graph = merge(trace_export(subject, True), trace_export(subject, False))
     run = check._run_graph
 
     def noisy(*args, **options):
@@ -314,7 +312,7 @@ def test_a_small_gradient_is_no_rounding():
     subject = Subject(
         "toy", model, (torch.randn(4, 4),), target=torch.randn(4, 3), loss_fn=F.mse_loss
     )
-    graph = merge(trace_fx(subject, True), trace_fx(subject, False))
+    graph = merge(trace_export(subject, True), trace_export(subject, False))
     (op,) = [op for op in graph.ops if StateRef("small") in getattr(op.call, "args", ())]
     twice = FunctionCall(op.call.function, (2e-7, StateRef("small")))
 

@@ -105,12 +105,11 @@ def subject(loss: LossOf) -> Subject:
     return Subject(loss.__name__, model, (torch.randn(8, 4),), loss_fn=loss, target=target)
 
 
-@pytest.mark.parametrize("frontend", [Frontend.FX, Frontend.EXPORT])
 @pytest.mark.parametrize("loss", [*BENT, *RIGHT])
-def test_only_what_is_proven_is_accused(loss: LossOf, frontend: Frontend) -> None:
+def test_only_what_is_proven_is_accused(loss: LossOf) -> None:
     """Of the accused, the plain loss of a batch is none of its halves', summed or averaged."""
     given = subject(loss)
-    graph = trace(given.model, given.args, target=given.target, loss_fn=loss, frontend=frontend)
+    graph = trace(given.model, given.args, target=given.target, loss_fn=loss)
     found = never_additive(weigh_loss(annotate(graph, 2)))
 
     assert (found is not None) is (loss in BENT)
@@ -129,7 +128,7 @@ def test_only_what_is_proven_is_accused(loss: LossOf, frontend: Frontend) -> Non
 
 @pytest.mark.parametrize("loss", [root, balance])
 def test_they_are_refused_with_their_line_before_anything_runs(loss: LossOf) -> None:
-    options = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX)
+    options = CompileOptions(stages=2, microbatches=4, frontend=Frontend.EXPORT)
 
     with pytest.raises(ModelError, match="not that of its micro-batches") as raised:
         compile_subject(subject(loss), options, None)

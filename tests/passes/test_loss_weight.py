@@ -48,7 +48,7 @@ from gpipe_compiler.passes.loss_weight import different_means, weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.validate.loss_splitting import loss_shares
 
-FRONTENDS = (Frontend.FX, Frontend.EXPORT)
+FRONTENDS = (Frontend.EXPORT, Frontend.DYNAMO)
 
 Parts = dict[str, Tensor]
 
@@ -89,7 +89,7 @@ def test_weights_are_those_counted_by_hand(label: str, frontend: Frontend) -> No
 @pytest.mark.parametrize("label", ["tokens", "smoothed", "masked", "summed"])
 def test_only_what_it_takes_is_computed(label: str) -> None:
     """From the labels or the mask, without flattening them, and from nothing else."""
-    graph, _ = weighed(label, Frontend.FX)
+    graph, _ = weighed(label, Frontend.EXPORT)
     assert graph.loss is not None
     weight = graph.loss.weight
     assert weight is not None
@@ -229,7 +229,7 @@ def test_others_go_by_samples(loss: LossOf, size: int) -> None:
 
     What one sample comes to is no total of all, even where the micro-batch has one sample.
     """
-    graph, _ = traced(loss, Frontend.FX, size)
+    graph, _ = traced(loss, Frontend.EXPORT, size)
 
     found = weigh_loss(graph).loss
     assert found is not None
@@ -240,21 +240,21 @@ def test_others_go_by_samples(loss: LossOf, size: int) -> None:
 @pytest.mark.parametrize("loss", [unlike, with_auxiliary])
 def test_different_means_are_named(loss: LossOf) -> None:
     """By the ops that take them."""
-    graph, _ = traced(loss, Frontend.FX)
+    graph, _ = traced(loss, Frontend.EXPORT)
 
     assert len(different_means(graph)) == 2
 
 
 @pytest.mark.parametrize("loss", [tokens, alike, squares, total])
 def test_one_mean_is_not_different(loss: LossOf) -> None:
-    graph, _ = traced(loss, Frontend.FX)
+    graph, _ = traced(loss, Frontend.EXPORT)
 
     assert different_means(graph) == ()
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.11 does not have it")
 def test_a_fused_loss_counts_its_targets() -> None:
-    graph, _ = traced(linear, Frontend.FX)
+    graph, _ = traced(linear, Frontend.EXPORT)
 
     loss: Any = weigh_loss(graph).loss
     weight = loss.weight
@@ -276,7 +276,7 @@ def test_a_loss_function_beside_the_model() -> None:
     loss_fn = nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), ignore_index=1)
     target = torch.tensor([0, 1, 2, 2])
     subject = Subject("row", nn.Linear(4, 3), (torch.randn(4, 4),), {}, target, loss_fn)
-    graph = weigh_loss(annotate(trace(subject, Frontend.FX), 2))
+    graph = weigh_loss(annotate(trace(subject, Frontend.EXPORT), 2))
 
     assert weight_of(graph, {"target": target}) == 0.5 + 2 + 2
 
@@ -286,7 +286,7 @@ def test_a_mean_is_never_taken_for_a_sum() -> None:
     mask = torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]).double()
     model = Tagger(clamped).double()
     call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": mask}
-    graph = annotate(trace(Subject("tagger", model, (), call), Frontend.FX), 2)
+    graph = annotate(trace(Subject("tagger", model, (), call), Frontend.EXPORT), 2)
     assert graph.loss is not None
     assert graph.loss.reduction is Reduction.SUM
 

@@ -43,7 +43,7 @@ def graph() -> Graph:
         torch.randn(8, 16),
         target=torch.randn(8, 4),
         loss_fn=nn.MSELoss(),
-        frontend=Frontend.FX,
+        frontend=Frontend.EXPORT,
     )
 
 

@@ -54,7 +54,9 @@ def test_a_plan_is_the_best_whatever_the_speed_of_this_machine(
     torch.manual_seed(0)
     widths = [8, 64, 256, 16, 128, 8, 32]
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    graph = trace(nn.Sequential(*layers), torch.randn(64, 8), frontend=Frontend.FX, training=False)
+    graph = trace(
+        nn.Sequential(*layers), torch.randn(64, 8), frontend=Frontend.EXPORT, training=False
+    )
     cluster = local.local_cluster()
 
     made = plan(graph, stages=2, microbatches=4, cluster=cluster)

@@ -99,7 +99,7 @@ def test_steps_are_tied_no_more(fill: Callable[[nn.Linear, Tensor, Tensor, int],
 
 def traced(model: nn.Module) -> Graph:
     x = torch.randn(4, STEPS, WIDTH)
-    graph = trace(model, x, target=x, loss_fn=nn.MSELoss(), frontend=Frontend.FX)
+    graph = trace(model, x, target=x, loss_fn=nn.MSELoss(), frontend=Frontend.EXPORT)
     return annotate(graph, 4)
 
 

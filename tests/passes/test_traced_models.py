@@ -77,7 +77,7 @@ def subject(model: str) -> Subject:
 
 @pytest.fixture(
     scope="module",
-    params=[(m, f) for m in ("residual", "attention") for f in (Frontend.FX, Frontend.EXPORT)],
+    params=[(m, f) for m in ("residual", "attention") for f in (Frontend.EXPORT, Frontend.DYNAMO)],
     ids=lambda pair: f"{pair[0]}-{pair[1].value}",
 )
 def traced(request) -> tuple[str, Graph]:

@@ -37,7 +37,7 @@ def test_ops_in_place_forbid_no_cut(stages: int) -> None:
     """The step is that without ops in place, and every stage writes what it has made itself."""
     torch.manual_seed(0)
     model, x, target = Chain(), torch.randn(64, 8), torch.randint(4, (64,))
-    graph = trace(model, x, target=target, loss_fn=F.cross_entropy, frontend=Frontend.FX)
+    graph = trace(model, x, target=target, loss_fn=F.cross_entropy, frontend=Frontend.EXPORT)
     planner = Planner(graph, Cluster.of(DEFAULT_HOST, Link(1e12, 0.0)))
 
     def planned(*, in_place: bool) -> Plan:

@@ -15,9 +15,9 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.frontend.auto import choose
+from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.symbolic import trace_fx
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Policy
 from gpipe_compiler.passes.cost import roofline
@@ -61,7 +61,7 @@ def traced(training: bool = True) -> Graph:
     tokens = torch.randint(16, (BATCH, 5))
     loss = loss_fn if training else None
     subject = Subject("tied", Tied(), (tokens,), {}, tokens if training else None, loss, training)
-    graph = trace_fx(subject, training)
+    graph = trace_export(subject, training)
     if not graph.example:
         signature = read_signature(subject, on_meta=False)
         found = zip(signature.inputs, signature.examples, strict=True)
@@ -252,7 +252,7 @@ def test_what_ties_most_of_the_work_together_is_told_with_its_line(writes: bool)
     made = plan(
         trace(model, x, target=x, loss_fn=F.mse_loss), stages=3, microbatches=2, cluster=CLUSTER
     )
-    text = plain_text(summary_table(made, "fx", None))
+    text = plain_text(summary_table(made, "export", None))
 
     if not writes:
         assert made.tied == ""

@@ -53,7 +53,7 @@ class Bottlenecks(nn.Module):
 def graph() -> Graph:
     torch.manual_seed(0)
     return trace(
-        Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+        Bottlenecks(), torch.randn(64, 4), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
     )
 
 
@@ -194,7 +194,7 @@ class Normalised(nn.Module):
 def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
     """It has all micro-batches whole for its backward, unless it recomputes in segments."""
     graph = trace(
-        Normalised(), torch.randn(64, 4), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+        Normalised(), torch.randn(64, 4), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
     )
     exact = Policy(batchnorm=BatchNorm.EXACT)
     none = planned(graph, exact, stages=2)
@@ -215,7 +215,7 @@ def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
 
 
 def test_inference_recomputes_nothing() -> None:
-    graph = trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.FX, training=False)
+    graph = trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.EXPORT, training=False)
 
     made = planned(graph, Policy(remat=RematChoice.FULL))
 
@@ -231,7 +231,7 @@ def test_a_schedule_that_cannot_normalise_the_whole_batch_is_refused() -> None:
 def test_older_plans_are_read() -> None:
     """What was written before there was a choice is a plan without it."""
     graph = trace(
-        nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.FX, loss=LossChoice.SUM_OF_SQUARES
+        nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
     )
     made = plan(graph, stages=1, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, LINK))
     fields = json.loads(made.to_json())

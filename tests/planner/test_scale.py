@@ -152,7 +152,7 @@ def test_an_op_of_unequal_layers_is_run_and_made_a_few_times(layers: int, stages
     net = nn.Sequential(
         *(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths))
     )
-    graph = trace(net, torch.ones(8, 8), loss=LossChoice.SUM_OF_SQUARES, frontend=Frontend.FX)
+    graph = trace(net, torch.ones(8, 8), loss=LossChoice.SUM_OF_SQUARES, frontend=Frontend.EXPORT)
     ran, made = Counter[str](), Counter[str]()
     run_all, construct = DryRun.run, interpret.construct
 

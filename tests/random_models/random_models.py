@@ -138,7 +138,7 @@ Run = Callable[[RandomModel, int, Step, Pools], None]
 PREPARE: dict[str, Prepare] = {}
 RUN: dict[str, Run] = {}
 REGIONS = frozenset({"no_grad", "autocast"})
-"""Steps that only torch.export can trace."""
+"""Steps that compute in another mode than the rest."""
 WRONGLY_EXPORTED = frozenset({"recurrent"} if torch.__version__ < "2.13" else ())
 """Steps that torch's own export fails on: in 2.11 states of an nn.LSTM get a dimension more there.
 Left to itself the compiler then takes another frontend."""

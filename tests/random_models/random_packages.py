@@ -25,10 +25,11 @@ from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 import gpipe_compiler.runtime.train.command  # noqa: F401  # the runtime of every package here, whole
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
+from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.options import LossChoice, Policy, RematChoice
+from gpipe_compiler.options import Frontend, LossChoice, Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
@@ -121,6 +122,12 @@ def subject_of(recipe: Recipe, layout: Layout) -> Subject:
     loss = LossChoice.SUM_OF_SQUARES if recipe.loss == "none" else LossChoice.MODEL
     training = layout.training
     return Subject("random", model, call.args, call.kwargs, call.target, loss_fn, training, loss)
+
+
+def traced(subject: Subject) -> Graph:
+    """Its graph, not compared with the model: packages are."""
+    with mock.patch.object(auto, "differences", return_value=[]):
+        return auto.trace(subject, Frontend.EXPORT)
 
 
 def plan_of(graph: Graph, layout: Layout) -> Plan:

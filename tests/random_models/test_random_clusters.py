@@ -20,12 +20,11 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from random_models import REGIONS, RUN, Recipe, Step, recipes
-from random_packages import Layout, subject_of
+from random_packages import Layout, subject_of, traced
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
-from gpipe_compiler.frontend.auto import trace
-from gpipe_compiler.options import Constraints, Frontend, Policy, RematChoice
+from gpipe_compiler.options import Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.plan import Plan
@@ -235,7 +234,7 @@ def _held(plan: Plan, order: Sequence[Compute], split: bool) -> int:
 def hold(recipe: Recipe, asked: Asked) -> str:
     """Plans a model, and compares the plan with all others."""
     subject = subject_of(recipe, Layout(1, 12 * asked.policy.data_parallel, size=1))
-    planner = Planner(trace(subject, Frontend.FX), asked.cluster)
+    planner = Planner(traced(subject), asked.cluster)
     policy = asked.policy
     free = dataclasses.replace(policy, remat=RematChoice.NONE)
     try:
@@ -379,7 +378,7 @@ LIMITLESS = Cluster.of(Device("flat", 1e6, 1e6, 10**9, 0.0), Link(1e6, 0.0))
 def test_problem_and_plan_count_alike(recipe: Recipe) -> None:
     """What the search counts of a stage in memory is what its plan counts."""
     try:
-        graph = trace(subject_of(recipe, Layout(1, 12, size=1)), Frontend.FX)
+        graph = traced(subject_of(recipe, Layout(1, 12, size=1)))
         facts = Planner(graph, LIMITLESS).prepare(3, Policy()).facts
     except (ModelError, PlanError):
         return

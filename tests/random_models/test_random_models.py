@@ -11,14 +11,12 @@ from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from random_models import REGIONS, RUN, TYPED, WRONGLY_EXPORTED, Recipe, Step, recipes
-from random_packages import Layout, device_counts, layouts, package_of, plan_of, subject_of
+from random_models import RUN, TYPED, WRONGLY_EXPORTED, Recipe, Step, recipes
+from random_packages import Layout, device_counts, layouts, package_of, plan_of, subject_of, traced
 from safetensors.torch import save_file
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Precision
@@ -30,10 +28,10 @@ from gpipe_compiler.validate.package import reference_of
 SEED = 3
 
 
-def hold(recipe: Recipe, layout: Layout, frontend: Frontend = Frontend.FX) -> None:
+def hold(recipe: Recipe, layout: Layout) -> None:
     """Compiles a recipe and compares the package with the model."""
     subject = subject_of(recipe, layout)
-    plan = plan_of(trace(subject, frontend), layout)
+    plan = plan_of(traced(subject), layout)
     with package_of(plan) as (package, directory):
         rows = differences(subject, plan, package, directory, one_device=layout.one_device)
     faults = [f"{row.what}: {fault}" for row in rows for fault in row.faults]
@@ -55,12 +53,12 @@ def differences(
         return check_pipeline(pipe, directory / "weights", inputs, target, [reference])
 
 
-def accept(recipe: Recipe, layout: Layout, frontend: Frontend) -> None:
+def accept(recipe: Recipe, layout: Layout) -> None:
     """Holds a drawn example; a model that does not run by itself is no example."""
-    if frontend is Frontend.EXPORT and layout.precision is not Precision.FP32:
+    if layout.precision is not Precision.FP32:
         assume(TYPED.isdisjoint(step.kind for step in recipe.steps))
     try:
-        hold(recipe, layout, frontend)
+        hold(recipe, layout)
     except ModelError as error:
         assume("the model raises" not in error.problem)
         raise
@@ -68,86 +66,62 @@ def accept(recipe: Recipe, layout: Layout, frontend: Frontend) -> None:
 
 EVERY_KIND = sorted(RUN)
 EXPORT_KINDS = [kind for kind in EVERY_KIND if kind not in WRONGLY_EXPORTED]
-FX_KINDS = [kind for kind in EVERY_KIND if kind not in REGIONS]
-FEW = settings(max_examples=20, derandomize=True, deadline=None, database=None)
+FEW = settings(max_examples=10, derandomize=True, deadline=None, database=None)
 MANY = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 
 @FEW
-@given(recipes(FX_KINDS, 7), layouts)
+@given(recipes(EXPORT_KINDS, 7), layouts)
 def test_random_model_equals_its_package(recipe: Recipe, layout: Layout) -> None:
-    accept(recipe, layout, Frontend.FX)
-
-
-@settings(FEW, max_examples=5)
-@given(recipes(EXPORT_KINDS, 6), layouts)
-def test_random_model_that_was_exported_equals_its_package(recipe: Recipe, layout: Layout) -> None:
-    accept(recipe, layout, Frontend.EXPORT)
+    accept(recipe, layout)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # hundreds of examples
 @MANY
-@given(recipes(FX_KINDS, 12), layouts)
+@given(recipes(EXPORT_KINDS, 12), layouts)
 def test_many_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:
-    accept(recipe, layout, Frontend.FX)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)  # hundreds of examples
-@settings(MANY, max_examples=100)
-@given(recipes(EXPORT_KINDS, 10), layouts)
-def test_many_exported_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:
-    accept(recipe, layout, Frontend.EXPORT)
+    accept(recipe, layout)
 
 
 @pytest.mark.parametrize(
-    ("steps", "options", "layout", "frontend"),
+    ("steps", "options", "layout"),
     [
         pytest.param(
-            [("write_old", 0, 4, 2)], {"seed": 1}, Layout(1, 1), "fx", id="written input returned"
+            [("write_old", 0, 4, 2)], {"seed": 1}, Layout(1, 1), id="written input returned"
         ),
         pytest.param(
             [("write_old", 0, 4, 2), ("cast",), ("linear",)],
             {"output": "input"},
             Layout(3, 2, cut=1),
-            "fx",
             id="written input read by a later stage and returned",
         ),
-        pytest.param(
-            [("linear",)], {"output": "twice"}, Layout(1, 2), "fx", id="a mask is an output"
-        ),
+        pytest.param([("linear",)], {"output": "twice"}, Layout(1, 2), id="a mask is an output"),
         pytest.param(
             [("linear",)],
             {"loss": "own"},
             Layout(2, 4, training=False),
-            "fx",
             id="an output is the mean over the batch",
         ),
         pytest.param(
             [("linear",), ("running", 0, 0, 2), ("linear",)],
             {},
             Layout(2, 2, cut=0),
-            "fx",
             id="a buffer is written in eval mode too",
         ),
-        pytest.param(
-            [("autocast", 1, 4, 0), ("linear",)], {}, Layout(1, 1), "export", id="unread region"
-        ),
+        pytest.param([("autocast", 1, 4, 0), ("linear",)], {}, Layout(1, 1), id="unread region"),
         pytest.param(
             [("no_grad", 4, 0, 2), ("add", 0, 2, 1), ("no_grad", 1, 3, 1)],
             {"call": "extra", "seed": 1},
             Layout(1, 1),
-            "export",
             id="a value used in a region and, unread, outside of it",
         ),
         pytest.param(
             [("flatten", 2, 0, 1), ("drop_path", 0, 5, 2), ("running", 1, 0, 0)],
             {},
             Layout(2, 1, size=3),
-            "export",
             id="a stage of nothing but a mask of the batch's size",
         ),
         pytest.param(
@@ -157,13 +131,12 @@ def test_many_exported_random_models_equal_their_packages(recipe: Recipe, layout
             ],
             {"output": "tensor", "call": "none"},
             Layout(4, 1),
-            "fx",
             id="dropout gives its argument back in eval mode, which is written later",
         ),
     ],
 )
 def test_models_that_once_went_wrong(
-    steps: list[tuple[object, ...]], options: dict[str, object], layout: Layout, frontend: str
+    steps: list[tuple[object, ...]], options: dict[str, object], layout: Layout
 ) -> None:
     recipe = Recipe(tuple(Step(*step) for step in steps), **options)
-    hold(recipe, layout, Frontend(frontend))
+    hold(recipe, layout)

@@ -53,7 +53,7 @@ def leaves(module: nn.Module) -> Counter[str]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_notes_agree_with_the_emitted_stage(stage: int, tmp_path: Path) -> None:
-    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.FX)
+    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.EXPORT)
     made = plan(graph, stages=2, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, GLOO))
     folder = emit(made, tmp_path / "skipping_x2")
 
@@ -70,7 +70,7 @@ def test_notes_agree_with_the_emitted_stage(stage: int, tmp_path: Path) -> None:
 
 
 def test_source_lines_are_the_users(tmp_path: Path) -> None:
-    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.FX)
+    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.EXPORT)
 
     made = plan(graph, stages=2, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, GLOO))
 

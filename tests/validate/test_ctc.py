@@ -16,7 +16,6 @@ from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 STEPS, CLASSES, LONGEST = 10, 6, 4
@@ -59,16 +58,13 @@ def batch(samples: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("loss_fn", [by_function, by_module])
-@pytest.mark.parametrize("frontend", [Frontend.AUTO, Frontend.FX])
 @pytest.mark.usefixtures("in_process")
-def test_any_batch_trains_as_in_one_piece(loss_fn: Any, frontend: Frontend, tmp_path: Path) -> None:
+def test_any_batch_trains_as_in_one_piece(loss_fn: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Listener()
     x, target = batch(8, 0)
     given = Subject("listener", model, (x,), target=target, loss_fn=loss_fn)
-    made = compile_subject(
-        given, CompileOptions(2, 4, frontend=frontend, cluster=CLUSTER), tmp_path / "package"
-    )
+    made = compile_subject(given, CompileOptions(2, 4, cluster=CLUSTER), tmp_path / "package")
     assert made.validation is not None
     assert made.validation.passed, str(made.validation)
     package = load_package(tmp_path / "package")

@@ -36,7 +36,7 @@ from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.package import validate
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
-OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX, cluster=CLUSTER)
+OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.EXPORT, cluster=CLUSTER)
 VOCABULARY = 11
 
 
@@ -311,7 +311,7 @@ def test_the_command_refuses_and_accepts(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(machine_arguments, "devices_named", lambda name: CLUSTER)
     Path("towers.py").write_text(textwrap.dedent(MODEL))
-    words = ["towers.py", "-k", "2", "-m", "4", "--frontend", "fx"]
+    words = ["towers.py", "-k", "2", "-m", "4"]
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         refused = cli.compile_command(words)

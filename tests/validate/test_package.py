@@ -27,7 +27,7 @@ from gpipe_compiler.validate.package import Validation, validate
 OPTIONS = CompileOptions(
     stages=2,
     microbatches=2,
-    frontend=Frontend.FX,
+    frontend=Frontend.EXPORT,
     cluster=Cluster.of(DEFAULT_HOST, Link(1e18, 0.0)),
 )
 

@@ -243,7 +243,7 @@ def test_what_plain_pytorch_rejects_is_said(tmp_path: Path) -> None:
         loss_fn=F.mse_loss,
     )
     made = compile_subject(
-        subject, dataclasses.replace(OPTIONS, frontend=Frontend.FX), tmp_path / "x"
+        subject, dataclasses.replace(OPTIONS, frontend=Frontend.EXPORT), tmp_path / "x"
     )
 
     assert made.validation is not None
@@ -266,7 +266,7 @@ def test_model_that_takes_the_example_alone_says_so(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     subject = Subject("one", model, args=(torch.randn(8, 6),), target=example, loss_fn=loss_fn)
     made = compile_subject(
-        subject, dataclasses.replace(OPTIONS, frontend=Frontend.FX), tmp_path / "x"
+        subject, dataclasses.replace(OPTIONS, frontend=Frontend.EXPORT), tmp_path / "x"
     )
 
     assert made.validation is not None

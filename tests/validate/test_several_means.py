@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Frontend
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
-OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.FX, cluster=CLUSTER)
+OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.EXPORT, cluster=CLUSTER)
 LENGTH, CLASSES, WIDTH = 5, 7, 6
 IGNORED = -100
 
@@ -188,18 +188,14 @@ def test_any_batch_trains_as_in_one_piece(loss: LossOf, tmp_path: Path) -> None:
         assert found.loss == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("frontend", [Frontend.EXPORT, Frontend.FX])
 @pytest.mark.usefixtures("in_process")
-def test_a_loss_function_and_a_model_that_returns_nothing_but_its_loss(
-    frontend: Frontend, tmp_path: Path
-) -> None:
-    options = dataclasses.replace(OPTIONS, frontend=frontend)
+def test_a_loss_function_and_a_model_that_returns_nothing_but_its_loss(tmp_path: Path) -> None:
     model = subject(two_heads, own=True).model
     model.own = lambda *given: {"loss": two_heads(*given)}
     alone = Subject("alone", model, example())
     for number, given in enumerate((subject(two_heads, own=False), alone)):
         folder = tmp_path / f"package_{number}"
-        made = compile_subject(given, options, folder)
+        made = compile_subject(given, OPTIONS, folder)
         assert made.validation is not None
         assert made.validation.passed, str(made.validation)
         package = load_package(folder)

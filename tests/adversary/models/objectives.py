@@ -506,7 +506,7 @@ CASES = (
         "checked",
         checked,
         numbers,
-        expect=Refused(1, ("makes a Python number",), ("keep it a tensor",)),
+        expect=Refused(1, ("decides by the values of a tensor",), ("torch.where",)),
     ),
     simple("bounded_where_it_lies", bounded_where_it_lies),
     simple("explained", explained, numbers),

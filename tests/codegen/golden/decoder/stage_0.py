@@ -1,8 +1,9 @@
-"""Stage 0 of decoder, the 1st of 3: wte to attentions.0.qkv."""
+"""Stage 0 of decoder, the 1st of 3: wte to attentions.0."""
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -15,18 +16,15 @@ class AttentionPart(nn.Module):
         self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # models.py:58-65
-        batch = x.size(0)
-        length = x.size(1)
-        dim = x.size(2)
+        # models.py:59-65
+        shape = x.shape[:2]
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        floor_div = dim // 2
-        q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
-        k = k.view(batch, length, 2, floor_div).transpose(1, 2)
-        v = v.view(batch, length, 2, floor_div).transpose(1, 2)
-        scores = q @ k.transpose(-2, -1) / floor_div**0.5  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
-        softmax = scores.softmax(dim=-1)
+        q = q.view(*shape, 2, 4).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(*shape, 2, 4).transpose(1, 2)
+        v = v.view(*shape, 2, 4).transpose(1, 2)
+        scores = q @ k.transpose(-2, -1) / 2.0  # (B, 2, 6, 6)
+        scores = scores.masked_fill(~self.mask, -math.inf)
+        softmax = F.softmax(scores, dim=-1)
         return v, softmax
 
 
@@ -49,6 +47,6 @@ class Stage0(nn.Module):
             softmax: (B, 2, 6, 6) float32, for stage 1.
         """
         # models.py:82
-        x = self.wte(ids) + self.wpe[: ids.size(1)]  # (B, 6, 8)
+        x = self.wte(ids) + self.wpe[:6]  # (B, 6, 8)
         v, softmax = self.attentions["0"](x)
         return x, v, softmax

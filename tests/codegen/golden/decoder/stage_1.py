@@ -1,4 +1,4 @@
-"""Stage 1 of decoder, the 2nd of 3: attentions.0 to attentions.1.qkv."""
+"""Stage 1 of decoder, the 2nd of 3: attentions.0 to attentions.1."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,13 +9,10 @@ class AttentionPart(nn.Module):
         super().__init__()
         self.out = nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, softmax: Tensor, v: Tensor) -> Tensor:
-        # models.py:58-66
-        batch = x.size(0)
-        length = x.size(1)
-        dim = x.size(2)
+    def forward(self, softmax: Tensor, v: Tensor) -> Tensor:
+        # models.py:65-66
         mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(softmax.shape[0], 6, 8))  # (B, 6, 8)
         return out
 
 
@@ -25,15 +22,12 @@ class AttentionPart2(nn.Module):
         self.qkv = nn.Linear(8, 24)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # models.py:58-63
-        batch = x.size(0)
-        length = x.size(1)
-        dim = x.size(2)
+        # models.py:59-63
+        shape = x.shape[:2]
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        floor_div = dim // 2
-        q = q.view(batch, length, 2, floor_div).transpose(1, 2)  # (B, 2, 6, 4)
-        k = k.view(batch, length, 2, floor_div).transpose(1, 2)
-        v = v.view(batch, length, 2, floor_div).transpose(1, 2)
+        q = q.view(*shape, 2, 4).transpose(1, 2)  # (B, 2, 6, 4)
+        k = k.view(*shape, 2, 4).transpose(1, 2)
+        v = v.view(*shape, 2, 4).transpose(1, 2)
         k = k.transpose(-2, -1)  # (B, 2, 4, 6)
         return q, v, k
 
@@ -58,6 +52,6 @@ class Stage1(nn.Module):
             transpose: (B, 2, 4, 6) float32, for stage 2.
         """
         # models.py:84
-        x = x + self.attentions["0"](x, softmax, v)  # (B, 6, 8)
+        x = x + self.attentions["0"](softmax, v)  # (B, 6, 8)
         q, v, transpose = self.attentions["1"](x)
         return x, q, v, transpose

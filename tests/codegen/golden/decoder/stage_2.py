@@ -15,16 +15,12 @@ class AttentionPart(nn.Module):
         self.out = nn.Linear(8, 8)
         self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
 
-    def forward(self, x: Tensor, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
-        # models.py:58-66
-        batch = x.size(0)
-        length = x.size(1)
-        dim = x.size(2)
-        floor_div = dim // 2
-        scores = q @ transpose / floor_div**0.5  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
-        mixed = F.dropout(scores.softmax(dim=-1), p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, dim))  # (B, 6, 8)
+    def forward(self, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
+        # models.py:63-66
+        scores = q @ transpose / 2.0  # (B, 2, 6, 6)
+        scores = scores.masked_fill(~self.mask, -math.inf)
+        mixed = F.dropout(F.softmax(scores, dim=-1), p=0.0, training=self.training) @ v
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(q.shape[0], 6, 8))  # (B, 6, 8)
         return out
 
 
@@ -48,7 +44,7 @@ class Stage2(nn.Module):
             lm_head_out: (B, 6, 11) float32, for the caller.
         """
         # models.py:84-85
-        x = x + self.attentions["1"](x, q, transpose, v)  # (B, 6, 8)
+        x = x + self.attentions["1"](q, transpose, v)  # (B, 6, 8)
         lm_head_out: Tensor = self.lm_head(self.norm(x))  # (B, 6, 11)
         return lm_head_out
 

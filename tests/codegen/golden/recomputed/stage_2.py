@@ -22,29 +22,30 @@ class Stage2(nn.Module):
             relu_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
-            head_out: (B, 5) float32, for the caller.
+            flatten: (B, 5) float32, for the caller.
         """
-        # models.py:44
+        # models.py:208
         relu_out = checkpoint(self.blocks["1"], relu_out, conv2_out, use_reentrant=False)
-        head_out: Tensor = checkpoint(self.segment_1, relu_out, use_reentrant=False)  # (B, 5)
-        return head_out
+        flatten: Tensor = checkpoint(self.segment_1, relu_out, use_reentrant=False)  # (B, 5)
+        return flatten
 
     def segment_1(self, relu_out: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        # models.py:43-44
+        # models.py:43-208
         x = self.pool(relu_out).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
+        head_out = head_out.flatten(0, -2)
         return head_out
 
-    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
+    def loss(self, flatten: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            head_out: (B, 5) float32, what forward returned.
+            flatten: (B, 5) float32, what forward returned.
             target: (B,) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(head_out.flatten(0, -2), target.flatten())
+        loss = F.cross_entropy(flatten, target.flatten())
         return loss
 
 
