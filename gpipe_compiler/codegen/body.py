@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
-from gpipe_compiler.codegen.expressions import ExpressionWriter, context_of, reads_in_order, repeat
+from gpipe_compiler.codegen.expressions import (
+    ExpressionWriter,
+    context_of,
+    outer_argument,
+    reads_in_order,
+    repeat,
+)
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
 from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
@@ -40,6 +46,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.forms import states_read
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
@@ -377,7 +384,10 @@ class _Scribe:
         block = made.body
         results = op.result if isinstance(op.result, tuple) else (op.result,) * len(block.outputs)
         bound = [self.writer.argument(argument) for argument in made.args]
-        inner = replace(self.writer, variables=dict(zip(block.inputs, bound, strict=True)))
+        around = self.writer.variables
+        given = {key: around[key] for key in map(outer_argument, states_read(op)) if key in around}
+        within = {**given, **dict(zip(block.inputs, bound, strict=True))}
+        inner = replace(self.writer, variables=within)
         ops = drop_dead(block.ops, value_names(block.outputs))
         uses = Uses.of(ops, tuple(value_names(block.outputs)))
         variables = Variables(self.names, uses.last, lambda _: None)
