@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,19 +137,29 @@ def _first_numbering(graph: Graph) -> Op | None:
     beyond = largest_compared(graph)
     if beyond < _SAMPLES or on_meta(graph):
         return None
+    read = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
+    ends = read.union(graph.output_values)
     started = time.process_time()
-    op = _mixing_among(graph, _SAMPLES, {})
+    op = _mixing_among(graph, _SAMPLES, {}, ends)
     seconds = time.process_time() - started
     if op is not None or not may_be_tried(beyond + 1, _SAMPLES, seconds):
         return op
-    return _mixing_among(graph, beyond + 1, {})
+    return _mixing_among(graph, beyond + 1, {}, ends)
 
 
-def _mixing_among(graph: Graph, count: int, other: Mapping[str, torch.Tensor]) -> Op | None:
+def _mixing_among(
+    graph: Graph,
+    count: int,
+    other: Mapping[str, torch.Tensor],
+    ends: Collection[str] | None = None,
+) -> Op | None:
     """The first op that makes rows which are wrong, among so many samples.
 
     Args:
         other: as for `_values`.
+        ends: values of which one has to be wrong, unless some samples have no rows anywhere; what
+            lies before them may have its rows in another order. None where it is known that
+            samples meet.
     """
     parts = _PARTS if count == _SAMPLES else (_PARTS[1], range(1, count))
     try:
@@ -161,7 +171,8 @@ def _mixing_among(graph: Graph, count: int, other: Mapping[str, torch.Tensor]) -
             ]
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
         return None
-    return next((op for op in (values.root() for values in both) if op is not None), None)
+    wrong = [values for values in both if ends is None or values.differ_at(ends)]
+    return next((op for op in (values.root() for values in wrong) if op is not None), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +204,19 @@ class _Both:
             op = maker
         return None
 
+    def differ_at(self, ends: Collection[str]) -> bool:
+        """Whether one of these values is wrong, or any has not as many rows as its samples."""
+        without_rows = (self._lacks_rows(name) for op in self.graph.ops for name in op.outputs)
+        return any(map(self.is_wrong, ends)) or any(without_rows)
+
+    def _lacks_rows(self, name: str) -> bool:
+        """Whether a value has rows of some of its samples only, told apart by their numbers."""
+        one, known = self.whole.get(name), self.graph.values[name]
+        if known.batch_dim is None or not known.splittable or not isinstance(one, torch.Tensor):
+            return False
+        planned = known.shape[known.batch_dim] * self.samples
+        return one.shape[known.batch_dim] * self.graph.batch_size != planned
+
     def _has_changed(self, name: str) -> bool:
         """Whether a value without a batch dimension is another for some of the samples."""
         one, other, known = self.whole.get(name), self.part.get(name), self.graph.values[name]
@@ -207,6 +231,8 @@ class _Both:
         if known.batch_dim is None or not isinstance(one, torch.Tensor):
             return False
         assert isinstance(other, torch.Tensor)
+        if self._lacks_rows(name):
+            return True
         rows, rest = divmod(one.shape[known.batch_dim], self.samples)
         if rest:
             return False  # one row for several samples: the next values show it

@@ -152,8 +152,8 @@ class FirstEight(nn.Module):
             case "number":
                 x = x * (1 + x.shape[0] // 16)  # refused: scaled_by_sixteens
             case "far mask":
-                kept = torch.arange(len(x)) < 500  # refused: first_five_hundred_masked
-                x = x * kept[:, None]
+                kept = torch.arange(len(x)) < 500
+                x = x * kept[:, None]  # refused: first_five_hundred_masked
             case "far slice":
                 x = x.clone()  # refused: last_ones_cleared
                 x[500:] = 0

@@ -334,6 +334,10 @@ def of_the_best_two(output: Tensor, target: Tensor) -> Tensor:
     return (output.square() * best).sum() / best.sum() + F.cross_entropy(output, target)
 
 
+def of_the_first(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[:400], target[:400])  # refused: of_the_first
+
+
 def variance(output: Tensor, target: Tensor) -> Tensor:
     """A penalty of the deviation over the batch, as VICReg has it."""
     deviation = output.var(0).sqrt()  # refused: variance
@@ -543,6 +547,21 @@ CASES = (
     not_of_parts("not_nan", not_nan, with_some, code=1),
     not_of_parts("above_nothing", above_nothing, shares, code=1),
     not_of_parts("switched_off", switched_off, code=1),
+    Case(
+        "of_the_first",
+        Body,
+        rows,
+        of_the_first,
+        classes,
+        sizes=(8, 500),
+        manners=FP32_ONLY,
+        expect=Refused(
+            1,
+            ("takes the samples of a batch together",),
+            ("--per-microbatch", "--microbatches 1"),
+            accept="--per-microbatch",
+        ),
+    ),
     not_of_parts("of_hard_ones", of_hard_ones, code=1),
     not_of_parts("of_unsure_ones", of_unsure_ones, code=1),
     simple("of_the_best_two", of_the_best_two, manners=FP32_ONLY),
