@@ -46,7 +46,7 @@ class _Round:
         born: the blocks that came up to the end of the forward.
     """
 
-    born: tuple[int, ...]
+    born: range
     received: Mapping[str, int]
     returned: Mapping[str, int]
     forward: tuple[StorageEvent, ...]
@@ -132,7 +132,7 @@ class _Stage:
         self.watch.rest()
         del received, found, loss
         events, kept = self.watch.take(), self.watch.alive()
-        born = tuple(range(first, len(self.watch.born)))
+        born = range(first, len(self.watch.born))
         heard = _Round(born, names, returned, events, kept)
         if self.part.training:
             self._backward(run, heard, forms)

@@ -1,6 +1,7 @@
 """What a run on real tensors takes of the host's memory, as torch's own allocator tells it.
 
-Nothing of the compiler is in it: the profiler records every allocation, and which op it is for.
+Nothing that the compiler knows is in it: the profiler records every allocation, and which op it is
+for.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+
+from gpipe_compiler.no_gc import uncollected
 
 Delta = tuple[int, ...]
 """Bytes of blocks that come (positive) or go (negative), next to each other in time, in order of
@@ -31,9 +34,12 @@ def measured(actions: Iterable[tuple[str, Callable[[], object]]]) -> dict[str, l
     They run one after the other, and those without a name are not told. What a kernel takes and
     gives back within itself (workspaces) is left out, a kernel being an op that dispatch does not
     take apart into others; so are states of generators, and single numbers, as which torch wraps
-    those of Python.
+    those of Python. Garbage of whoever ran before is not collected meanwhile.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with (
+        uncollected(),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
+    ):
         for name, action in actions:
             with record_function(f"{_MARK}{name}"):
                 action()
