@@ -50,13 +50,6 @@ from foreign.model import foreign
 
 globals().update(foreign({name!r}).user_file())
 """
-SITE = """\
-# Of every process: torchvision's operators, which emitted code may need that imports a library.
-import sys
-
-sys.path.insert(0, {here!r})
-import foreign
-"""
 
 
 @dataclass(frozen=True)
@@ -80,20 +73,14 @@ class Ended:
     seconds: float
 
 
-def run(words: list[str], limit_s: int, folder: Path) -> Ended:
-    """Runs a process; its limit is of processor time, and thrice as long by the clock.
-
-    Args:
-        folder: of modules for it.
-    """
+def run(words: list[str], limit_s: int) -> Ended:
+    """Runs a process; its limit is of processor time, and thrice as long by the clock."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-    paths = (str(folder), environment.get("PYTHONPATH", ""))
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         ended = subprocess.run(
             words,
@@ -119,17 +106,14 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
         folder = (keep / re.sub(r"\W+", "_", name)) if keep else Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         file, package = folder / "model.py", folder / "package"
-        site = folder / "site"
-        site.mkdir(exist_ok=True)
-        (site / "sitecustomize.py").write_text(SITE.format(here=str(HERE)), encoding="utf-8")
         file.write_text(USER_FILE.format(name=name, here=str(HERE)), encoding="utf-8")
         words = ["-m", "gpipe_compiler", str(file), "--stages", "2", "--force", "-o", str(package)]
-        made = run([sys.executable, *words], limit_s, site)
+        made = run([sys.executable, *words], limit_s)
         (folder / "output.txt").write_text(made.text, encoding="utf-8")
         if made.code != 0 or TRACEBACK in made.text:
             return Row(name, *_failed(made), round(made.seconds, 1))
         lines = sum(len(f.read_text().splitlines()) for f in package.glob("stage_*.py"))
-        found = run([sys.executable, __file__, "--judge", name, str(package)], limit_s, site)
+        found = run([sys.executable, __file__, "--judge", name, str(package)], limit_s)
         row = Row(name, "right", "", round(made.seconds, 1), round(found.seconds, 1), lines)
         if found.code is None:
             return dataclasses.replace(row, outcome="late", why="the judge")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -312,7 +313,9 @@ def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:
     return -F.cosine_similarity(*output).mean()
 
 
-def simple(name: str, model: type[nn.Module], inputs: object = rows, **options: object) -> Case:
+def simple(
+    name: str, model: Callable[[], nn.Module], inputs: object = rows, **options: object
+) -> Case:
     return Case(name, model, inputs, F.cross_entropy, classes, **options)
 
 
@@ -356,15 +359,16 @@ class LookedUp(nn.Module):
 class MovingTarget(nn.Module):
     """A target of moving averages, which forward assigns to `.data`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, always: bool = False) -> None:
         super().__init__()
+        self.always = always
         self.online, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
         self.target = nn.Linear(6, 6).requires_grad_(False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # refused: moves_apart
         with torch.no_grad():
             pairs = zip(self.target.parameters(), self.online.parameters(), strict=True)
-            for slow, fast in pairs if self.training else ():
+            for slow, fast in pairs if self.training or self.always else ():
                 slow.data = slow.data * 0.9 + fast.data * 0.1
             goal = self.target(x)
         return self.last(self.online(x).tanh() * goal)
@@ -444,6 +448,11 @@ CASES = (
     ),
     simple("tied", Tied, quick=True),
     simple("looked_up", LookedUp, options="--stages 1"),
+    simple(
+        "moves_apart",
+        lambda: MovingTarget(always=True),
+        expect=Refused(1, ("samples of a batch together",), ("--microbatches 1",)),
+    ),
     simple("moving_target", MovingTarget, options="--microbatches 1"),
     simple("reads_within", ReadsWithin, options="--stages 1"),
     Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
