@@ -17,6 +17,7 @@ from gpipe_compiler.errors import (
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces
+from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS
@@ -78,7 +79,8 @@ def choose(
             if frontend is not Frontend.AUTO and isinstance(error, TraceError):
                 raise
             met.append((candidate, error))
-    raise _all_failed(met, definition(type(subject.model).forward))
+    drawn = decided_by_draws(subject) if any(_BY_VALUES in e.problem for _, e in met) else None
+    raise drawn or _all_failed(met, definition(type(subject.model).forward))
 
 
 def trace_with(
@@ -225,6 +227,9 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 """What no frontend follows: how what they say of the user's line reads; in words; the way out."""
 
+
+_BY_VALUES = "decides by the values of a tensor"
+"""In what frontends say of a branch on the data."""
 
 _ANOTHER = "try another frontend"
 

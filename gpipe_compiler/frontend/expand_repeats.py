@@ -31,6 +31,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import called, map_result, ops_within, with_arguments
+from gpipe_compiler.ir.own_functions import OwnFunction
 
 ToName = Callable[[str], str]
 
@@ -162,9 +163,15 @@ def _checkpoints(graph: Graph, part: slice) -> list[int | str]:
 
 
 def _kind(op: Op) -> Hashable:
-    inner = [(one.mode, called(one.call)) for one in ops_within(op)]
+    inner = [(one.mode, _called(one)) for one in ops_within(op)]
     regions = [repr(one.call.context) for one in ops_within(op) if isinstance(one.call, RegionCall)]
     return tuple(inner), tuple(regions), len(op.outputs)
+
+
+def _called(op: Op) -> Hashable:
+    """What an op calls; of what differs in its backward alone, the function itself."""
+    function = getattr(op.call, "function", None)
+    return function if isinstance(function, OwnFunction) else called(op.call)
 
 
 @dataclass

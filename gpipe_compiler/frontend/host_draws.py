@@ -1,20 +1,24 @@
-"""Refuses models that draw numbers on the host, of Python or NumPy, to decide what they compute."""
+"""Refuses models that draw numbers to decide in Python what they compute, whoever draws them."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.errors import ModelError, SourceLocation
-from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import is_users, location
+from gpipe_compiler.errors import ModelError, SourceLocation, TraceError
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.locate import calling_line, is_users, location
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.runtime.core.random import may_draw
 
 _TRIES = 24
 """Runs with other numbers, of a model that draws: what it skips may be rare."""
@@ -113,3 +117,66 @@ def _line_of_change(run: Callable[[], object]) -> SourceLocation | None:
     finally:
         sys.settrace(before)
     return found[0] if found else location(*last) if last else None
+
+
+_DECIDES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("__bool__", "__float__", "__int__", "__index__", "item", "tolist")
+)
+"""Methods by which Python is given the numbers of a tensor."""
+
+
+class _Decisions(TorchFunctionMode):
+    """Notes where Python is given numbers that follow from draws of torch, and from no input.
+
+    Attributes:
+        line: the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: SourceLocation | None = None
+        self._drawn: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs one function of torch."""
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        drawn = all(id(tensor) in self._drawn for tensor in given)
+        if func in _DECIDES and drawn and self.line is None:
+            self.line = calling_line()
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and drawn and (given or may_draw(func)):
+            self._drawn[id(made)] = made
+        return made
+
+
+def decided_by_draws(subject: Subject) -> TraceError | None:
+    """Why a model cannot be traced that lets a draw of torch decide what it runs.
+
+    None for any other.
+    """
+    entry = make_entry(subject, training=True)
+    if not subject.training or entry.states.on_meta:
+        return None
+    entry.model = isolated(entry.model).train()
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), _Decisions() as decisions:
+            entry(*entry.signature.samples(2))
+    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace tells
+        return None
+    if decisions.line is None:
+        return None
+    return TraceError(
+        "the model draws numbers by torch to decide in Python what it runs, as LayerDrop does: a "
+        "stage would hold what one draw led to",
+        location=decisions.line,
+        hint="set the chance to 0 (layerdrop=0.0), or draw for every sample and choose by "
+        "torch.where, as stochastic depth does; for inference alone --mode infer takes the model "
+        "as it is",
+    )

@@ -28,6 +28,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch._C._autograd": ("_get_sequence_nr",),
     "torch._dispatch.python": ("enable_python_dispatcher",),
+    "torch._higher_order_ops.utils": ("reenter_make_fx",),
     "torch._library.custom_ops": ("OPDEFS",),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
     "torch._prims_common": ("is_non_overlapping_and_dense_or_false",),
@@ -44,12 +45,15 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.fx.experimental.proxy_tensor": (
         "disable_proxy_modes_tracing",
         "get_proxy_mode",
+        "get_proxy_slot",
+        "set_proxy_slot",
         "track_tensor_tree",
     ),
     "torch.fx.experimental": ("_config",),
     "torch.nn.modules.module": ("_global_buffer_registration_hooks",),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
+    "torch.nn.modules.module": ("BackwardHook",),
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
     "torch.utils._pytree": (

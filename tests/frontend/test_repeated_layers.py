@@ -596,7 +596,15 @@ class Exported(Stack):
         return self.last(x)
 
 
-@pytest.mark.parametrize("cls", [Doubling, Prehooked, Exported])
+def test_a_hook_between_two_layers_is_held_where_it_is() -> None:
+    graph, _ = choose(subject_of(Doubling(layers())), Frontend.EXPORT)
+    (hooked,) = (op for op in graph.ops if "hooked" in op.name)
+
+    (given,) = hooked.inputs
+    assert graph.producer[given].module.startswith("layers.7")
+
+
+@pytest.mark.parametrize("cls", [Prehooked, Exported])
 def test_what_leaves_no_kernel_is_refused(cls: type[Stack]) -> None:
     with pytest.raises(TraceError):
         choose(subject_of(cls(layers())), Frontend.EXPORT)

@@ -89,6 +89,10 @@ def by_numpy() -> float:
     return float(np.random.rand())  # refused: dropped_by_numpy
 
 
+def by_torch() -> Tensor:
+    return torch.rand([])
+
+
 class Dropped(nn.Module):
     """LayerDrop as wav2vec 2.0 has it."""
 
@@ -99,7 +103,7 @@ class Dropped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.training and self.draw() < 0.5:
+            if self.training and self.draw() < 0.5:  # refused: dropped_by_torch
                 continue
             x = x + layer(x).tanh()
         return self.head(x)
@@ -167,6 +171,12 @@ CASES = (
     simple("reentrant_inference", lambda: Checkpointed(True), options="--mode infer"),
     simple("dropped_by_random", lambda: Dropped(by_random), expect=HOST),
     simple("dropped_by_numpy", lambda: Dropped(by_numpy), expect=HOST),
+    simple(
+        "dropped_by_torch",
+        lambda: Dropped(by_torch),
+        expect=Refused(1, ("by torch to decide in Python", "LayerDrop"), ("layerdrop=0.0",)),
+    ),
+    simple("dropped_inference", lambda: Dropped(by_torch), options="--mode infer"),
     simple("never_dropped", lambda: Dropped(lambda: 0.5 + random.random())),
     Case(
         "penalises",
