@@ -15,7 +15,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         *("_assert", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
         "_safe_softmax",
     ),
-    "torch.Tensor": ("_use_count",),
+    "torch.Tensor": ("_make_subclass", "_use_count"),
     "torch.UntypedStorage": ("_cdata",),
     "torch._C": (
         "DisableTorchFunction",
@@ -50,10 +50,9 @@ USED: Mapping[str, tuple[str, ...]] = {
         "track_tensor_tree",
     ),
     "torch.fx.experimental": ("_config",),
-    "torch.nn.modules.module": ("_global_buffer_registration_hooks",),
+    "torch.nn.modules.module": ("BackwardHook", "_global_buffer_registration_hooks"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
-    "torch.nn.modules.module": ("BackwardHook",),
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
     "torch.utils._pytree": (
