@@ -24,6 +24,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "_current_autograd_node",
         "_current_graph_task_id",
         "_jit_get_schemas_for_operator",
+        "_set_throw_on_mutable_data_ptr",
         "_storage_Use_Count",
     ),
     "torch._C._autograd": ("_get_sequence_nr",),
