@@ -120,6 +120,10 @@ def language_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
+ODD_HALVES = ((9, 31), (5, 5)) if torch.__version__ >= (2, 13) else ()
+"""torch 2.11 leaves a guard on `ceil_mode` that asks for even ones; others are refused there."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its inputs and target at any sizes.
@@ -175,7 +179,7 @@ CASES: Mapping[str, Case] = {
         lambda h, w: (torch.randn(SAMPLES, 3, h, w), torch.randint(0, 3, (SAMPLES,))),
         F.cross_entropy,
         (16, 12),
-        ((16, 12), (12, 16), (9, 31), (5, 5)),
+        ((16, 12), (12, 16), *ODD_HALVES),
     ),
 }
 
