@@ -248,7 +248,7 @@ CASES = (
     Case("soft_targets", body, rows, F.cross_entropy, lambda n: chances(n).softmax(-1)),
     Case("class_weights", body, rows, weighted, classes),
     Case("ignored_rows", body, rows, F.cross_entropy, classes, later_target=some_ignored),
-    Case("tokens", body, steps, of_tokens, tokens, later_target=padded, quick=True),
+    Case("tokens", body, steps, of_tokens, tokens, later_target=padded),
     Case(
         "flattened_target",
         body,
