@@ -66,6 +66,7 @@ MANY = settings(
 )
 
 
+@pytest.mark.slow
 @FEW
 @given(recipes(KINDS, 7), training_layouts, trainings)
 def test_random_model_trains_as_in_the_plain_loop(
