@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Frontend
@@ -286,5 +286,7 @@ def test_loss_that_micro_batches_do_not_give_on_other_values_is_refused(tmp_path
     target[0] = torch.tensor([2.0, 3.0, 4.0, 5.0, 6.0, 0.0])
     subject = Subject("one", model, args=(torch.randn(8, 6),), target=target, loss_fn=loss_fn)
 
-    with pytest.raises(ValidationError):
+    with pytest.raises(ModelError, match="bends a mean over the batch, by clamp") as caught:
         compile_subject(subject, OPTIONS, tmp_path / "x")
+    assert caught.value.location is not None
+    assert caught.value.location.file == __file__
