@@ -208,7 +208,7 @@ class PlainLoop:
         self.step_number += train
         total = torch.stack(losses).sum() if losses else torch.full_like(loss.detach(), math.nan)
         joined = {name: torch.cat([part[name] for part in outputs]) for name in outputs[0]}
-        return Ran(total, joined)
+        return Ran(total, joined | {"loss": total} if self._own else joined)
 
     @property
     def _own(self) -> bool:

@@ -60,13 +60,12 @@ EXPORT_KINDS = [kind for kind in EVERY_KIND if kind not in WRONGLY_EXPORTED]
 OFTEN = ["batch_norm", "running", "dropout", "tied", "frozen"] * 8
 """What training goes wrong with."""
 KINDS = [*OFTEN, *EXPORT_KINDS]
-FEW = settings(max_examples=3, derandomize=True, deadline=None, database=None)
+FEW = settings(max_examples=8, derandomize=True, deadline=None, database=None)
 MANY = settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 
-@pytest.mark.slow
 @FEW
 @given(recipes(KINDS, 7), training_layouts, trainings)
 def test_random_model_trains_as_in_the_plain_loop(
