@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.dispatching import DispatchWatch
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
@@ -198,11 +200,20 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
                 _like(result) if result.is_contiguous() else torch.empty_like(result)
                 for result in results
             ]
-            if trained and arguments.leaves:
-                with of_inputs:
-                    differentiate(results, arguments.leaves, gradients, again=True)
-            with backward:
-                differentiate(results, leaves, gradients)
+            try:
+                if trained and arguments.leaves:
+                    with of_inputs:
+                        differentiate(results, arguments.leaves, gradients, again=True)
+                with backward:
+                    differentiate(results, leaves, gradients)
+            except DataDependentOutputException as error:
+                raise ModelError(
+                    f"the backward of {isolated.op.name} takes Python values from tensors: it "
+                    "cannot be planned",
+                    location=isolated.op.source,
+                    hint="compute with tensors in it: torch.where or clamp in place of if, max and "
+                    "float()",
+                ) from error
     return OpKernels(
         tuple(forward.kernels),
         tuple(backward.kernels),

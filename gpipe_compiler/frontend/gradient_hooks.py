@@ -112,7 +112,10 @@ def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> None:
 
 
 def _traced(hook: _Hook, gradient: torch.Tensor) -> fx.GraphModule:
-    body: fx.GraphModule = reenter_make_fx(hook)(gradient)  # type: ignore[no-untyped-call]  # of torch
+    def called(given: torch.Tensor) -> Any:
+        return hook(given)  # methods and partials have more arguments than torch would count
+
+    body: fx.GraphModule = reenter_make_fx(called)(gradient)  # type: ignore[no-untyped-call]  # of torch
     return body
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.ir.graph import Graph
-from gpipe_compiler.ir.ops import FunctionCall, ops_within
+from gpipe_compiler.ir.ops import FunctionCall, Op, ops_within
 
 Files: TypeAlias = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
@@ -79,7 +79,12 @@ def function_of_text(name: str, text: str) -> OwnFunction:
 def own_functions(graph: Graph) -> Iterator[OwnFunction]:
     """Those that a graph calls, regions included."""
     for op in graph.ops:
-        for inner in ops_within(op):
-            call = inner.call
-            if isinstance(call, FunctionCall) and isinstance(call.function, OwnFunction):
-                yield call.function
+        yield from own_functions_of(op)
+
+
+def own_functions_of(op: Op) -> Iterator[OwnFunction]:
+    """Those that an op calls, or the region that it is."""
+    for inner in ops_within(op):
+        call = inner.call
+        if isinstance(call, FunctionCall) and isinstance(call.function, OwnFunction):
+            yield call.function

@@ -22,6 +22,7 @@ from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph, Input, Mode, Op
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.ir.own_functions import own_functions, own_functions_of
 from gpipe_compiler.passes.batch_rules import largest_compared
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -31,6 +32,7 @@ from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 from gpipe_compiler.runtime.train.data import resized
 from gpipe_compiler.validate.float_types import double
+from gpipe_compiler.validate.mixing_backward import function_that_mixes
 
 _SAMPLES, _PARTS = 6, ((4, 0), (1, 2, 3, 5))
 """Samples with which the op at fault is looked for, and those that run apart from the others."""
@@ -74,10 +76,13 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
     Raises:
         ModelError: naming the line of the op at fault.
     """
-    if on_meta(graph) or not any(map(_differs_in_training, graph.ops)):
-        return
     joint = plan.batchnorm is BatchNorm.EXACT and mixing_ops(graph) - graph.loss_only
-    if joint or batchnorm_ops(graph, model) or effects(graph).state_writes:
+    if on_meta(graph) or joint:
+        return
+    _refuse_mixing_backward(graph)
+    if not any(map(_differs_in_training, graph.ops)):
+        return
+    if batchnorm_ops(graph, model) or effects(graph).state_writes:
         return
     op = _first_in_training(graph)
     if op is not None:
@@ -88,6 +93,38 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
             hint="compile with --microbatches 1, or accept with --per-microbatch that every "
             "micro-batch is taken by itself",
         )
+
+
+def _refuse_mixing_backward(graph: Graph) -> None:
+    """Refuses a hook, or a function with a backward of its own, that takes gradients together.
+
+    Raises:
+        ModelError: naming the line that calls it.
+    """
+    if not any(isinstance(function.cls, type) for function in own_functions(graph)):
+        return
+    wide = {name: double(tensor) for name, tensor in graph.tensors.items()}
+
+    def run(rows: Sequence[int]) -> object:
+        with torch.no_grad(), EvenDraws():
+            return _values(graph, wide, rows, _SAMPLES, training=True)
+
+    try:
+        with torch.random.fork_rng(), quiet():
+            torch.manual_seed(0)
+            function = function_that_mixes(run, _SAMPLES, _PARTS)
+    except Exception:  # noqa: BLE001  # whatever the user's ops raise
+        return
+    if function is None:
+        return
+    what = "a hook on gradients" if function.text else f"the backward of {function.cls.__name__}"
+    raise ModelError(
+        f"{what} takes the samples of a batch together: what it makes of some of their gradients "
+        "is not those rows of what it makes of all, or does not add up to it",
+        location=next(op.source for op in graph.ops if function in own_functions_of(op)),
+        hint="compile with --microbatches 1, or accept with --per-microbatch that every "
+        "micro-batch is taken by itself; a bound on the gradient of each sample is exact",
+    )
 
 
 def _differs_in_training(op: Op) -> bool:

@@ -112,8 +112,43 @@ class MixingHook(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).tanh()
         if hidden.requires_grad:
-            hidden.register_hook(lambda g: g / (g.norm() + 1e-3))
+            hidden.register_hook(lambda g: g / (g.norm() + 1e-3))  # refused: mixing_hook
         return self.last(self.middle(hidden).tanh())
+
+
+class BoundsAll(Two):
+    """Bounds what no gradient of the example exceeds: the norm over the batch, within a
+    checkpoint, by a method."""
+
+    def bounded(self, gradient: Tensor) -> Tensor:
+        return gradient * (50 / (gradient.norm() + 1e-6)).clamp(max=1)
+
+    def part(self, x: Tensor) -> Tensor:
+        hidden = self.middle(x)
+        if hidden.requires_grad:
+            hidden.register_hook(self.bounded)  # refused: bounds_all
+        return hidden.tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.part, self.first(x).tanh(), use_reentrant=False)
+        return self.last(hidden)
+
+
+class BoundsEach(BoundsAll):
+    """The same of each sample, with a bound that many exceed."""
+
+    def bounded(self, gradient: Tensor) -> Tensor:
+        return gradient * (0.02 / (gradient.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1)
+
+
+class BoundsWeight(Two):
+    """Bounds entries of a sum over samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.last.weight.tanh()
+        if weight.requires_grad:
+            weight.register_hook(lambda g: g.clamp(-30, 30))  # refused: bounds_weight
+        return F.linear(self.middle(self.first(x).tanh()), weight)
 
 
 def with_changed_gradients() -> nn.Module:
@@ -247,6 +282,7 @@ def simple(name: str, model: object, **options: object) -> Case:
     return Case(name, model, rows, F.cross_entropy, classes, **options)
 
 
+ONE_PIECE = ({}, {"remat": "full"})
 CASES = (
     simple("forward", with_forward_hook),
     simple("pre", with_pre_hook),
@@ -264,10 +300,22 @@ CASES = (
     simple(
         "mixing_hook",
         MixingHook,
-        expect=Refused(
-            3, ("together",), ("--per-microbatch",), accept="--microbatches 1", at_line=False
-        ),
+        manners=ONE_PIECE,
+        expect=Refused(1, ("together",), ("--per-microbatch",), accept="--microbatches 1"),
     ),
+    simple(
+        "bounds_all",
+        BoundsAll,
+        manners=ONE_PIECE,
+        expect=Refused(1, ("a hook", "together"), ("--per-microbatch",), accept="--microbatches 1"),
+    ),
+    simple(
+        "bounds_weight",
+        BoundsWeight,
+        manners=ONE_PIECE,
+        expect=Refused(1, ("a hook", "together"), ("each sample",), accept="--microbatches 1"),
+    ),
+    simple("bounds_each", BoundsEach, manners=FP32_ONLY),
     simple("of_others", with_gradients_of_others, expect=Refused(1, ("of others",), ("backward",))),
     simple("checkpoint", lambda: Checkpointed(False), quick=True),
     simple("checkpoint_reentrant", lambda: Checkpointed(True)),

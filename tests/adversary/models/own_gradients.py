@@ -199,6 +199,40 @@ class InPlace(Two):
         return self.last(hidden.tanh())
 
 
+class Bounded(torch.autograd.Function):
+    """Bounds the norm of all gradients, which those of the example do not exceed."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient / (gradient.norm() / 20).clamp(min=1)
+
+
+class BoundedByValue(torch.autograd.Function):
+    """The same by numbers of Python's."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient / max(1.0, float(gradient.norm()) / 20)
+
+
+class Bounds(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Bounded.apply(self.body(x)))  # refused: clips_all
+
+
+class BoundsByValue(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(BoundedByValue.apply(self.body(x)))  # refused: clips_by_value
+
+
 class Local(Two):
     """A function that nobody else can write down."""
 
@@ -271,5 +305,16 @@ CASES = (
     simple("in_blocks", Blocks),
     Case("in_the_loss", Two, rows, through, classes, manners=FP32_ONLY),
     simple("per_tensor", PerTensor, sizes=(8,), expect=MIXES),
+    simple(
+        "clips_all",
+        Bounds,
+        manners=({}, {"remat": "full"}),
+        expect=Refused(1, ("Bounded", "together"), ("each sample",), accept="--microbatches 1"),
+    ),
+    simple(
+        "clips_by_value",
+        BoundsByValue,
+        expect=Refused(1, ("BoundedByValue", "Python values"), ("torch.where",)),
+    ),
     simple("local", Local, expect=Refused(1, ("Gated", "gate"), ("top of a file",))),
 )
