@@ -34,7 +34,7 @@ from gpipe_compiler.passes.loss_functions import (
     mean_over_targets,
     reduction_of,
 )
-from gpipe_compiler.passes.selections import mask_of_mean
+from gpipe_compiler.passes.selections import mask_of_mean, takes_by_number
 from gpipe_compiler.passes.verbs import MOVES, number_of, verb
 
 
@@ -122,6 +122,10 @@ _FILLED = frozenset(
 def never_additive(graph: Graph) -> Bent | None:
     """Why micro-batches cannot give the loss of an annotated graph; None where that is open."""
     assert graph.loss is not None
+    loss_ops = (op for op in graph.ops if op.name in graph.loss_only)
+    numbering = next((op for op in loss_ops if takes_by_number(graph, op)), None)
+    if numbering is not None:
+        return Bent(numbering, "it takes some of what a mask selects, by their numbers")
     last = _dependences(graph).get(graph.loss.value)
     return last if isinstance(last, Bent) else None
 

@@ -1,11 +1,14 @@
-"""Means over what a mask selects, and over what is not nan."""
+"""Means over what a mask selects, and what is taken of it by number."""
 
 from __future__ import annotations
+
+import sys
 
 import torch
 
 from gpipe_compiler.ir import Graph, Op, Reduction, Ref, called
 from gpipe_compiler.passes.loss_functions import reduction_of
+from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.passes.verbs import verb
 
 
@@ -22,7 +25,7 @@ def mask_of_mean(graph: Graph, op: Op) -> Ref | None:
 def _mask_behind(graph: Graph, value: str) -> Ref | None:
     """The mask that selects the rows of a value, each of which is computed from rows alike."""
     op = graph.producer.get(value)
-    if op is None or graph.values[value].splittable:
+    if op is None or graph.values[value].splittable or takes_by_number(graph, op):
         return None
     found = _selected_by(graph, op)
     if found is not None:
@@ -42,3 +45,19 @@ def _selected_by(graph: Graph, op: Op) -> Ref | None:
     known = graph.values.get(mask.name) if isinstance(mask, Ref) else None
     batched = known is not None and known.batch_dim is not None and known.splittable
     return mask if batched and known is not None and known.dtype is torch.bool else None
+
+
+def takes_by_number(graph: Graph, op: Op) -> bool:
+    """Whether an op takes some of the rows that are selected by their numbers: `x[mask][:64]`."""
+    if called(op.call) != "getitem" or not isinstance(source := op.call.args[0], Ref):
+        return False
+    index = op.call.args[1]
+    first = index[0] if isinstance(index, tuple) and index else index
+    numbers = (first.start, first.stop, first.step) if isinstance(first, slice) else (first,)
+    # All rows are those from 0 to the largest number, one by one.
+    named = any(type(item) is int and abs(item) < sys.maxsize for item in numbers)
+    if not named or (numbers[0] in (0, None) and numbers[1:] in ((None, None), (None, 1))):
+        return False
+    known = graph.values[source.name]
+    selected = source.name in graph.batched and not known.splittable
+    return selected and selection_behind(graph, source.name) is not None

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils.hooks import RemovableHandle
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.aten_functions import writes
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.frontend.written_bodies import file_text, function_text
@@ -153,7 +154,9 @@ def written_hook(
     (output,) = (node for node in body.graph.nodes if node.op == "output")
     (returned,) = output.args
     placeholder = next(node for node in body.graph.nodes if node.op == "placeholder")
-    if returned is None or returned is placeholder:
+    changes = returned is not None and returned is not placeholder
+    _refuse_writes(body, changes=changes)
+    if not changes:
         return None, []
     made = returned.meta["val"] if isinstance(returned, fx.Node) else None
     if not isinstance(made, torch.Tensor) or made.shape != gradient.shape:
@@ -176,6 +179,35 @@ def written_hook(
     # Placeholders are put right after the gradient, so that the last one comes first.
     text = file_text(function_text("hook", body), _CLASS)
     return function_of_text("Hooked", text), [tensor for tensor, _ in reversed(read.values())]
+
+
+def _refuse_writes(body: fx.GraphModule, *, changes: bool) -> None:
+    """Refuses what a hook writes to tensors of the model, or to a gradient without a new one.
+
+    Args:
+        changes: whether it returns a gradient that it has made.
+    """
+    for node in body.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload) or not writes(node.target):
+            continue
+        written = _memory_of(node.args[0])
+        of_model = written.op == "get_attr"
+        if of_model or (written.op == "placeholder" and not changes):
+            what = "a tensor of the model" if of_model else "the gradient that it is given"
+            raise TraceError(
+                f"a hook on a gradient writes into {what}",
+                location=calling_line(),
+                hint="return a new tensor from the hook; keep what it counts out of the model",
+            )
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a node gives, by itself or a part of it."""
+    while isinstance(node.target, torch._ops.OpOverload):
+        if not any(made.alias_info for made in node.target._schema.returns):
+            break
+        (node, *_) = (item for item in node.args if isinstance(item, fx.Node))
+    return node
 
 
 class _ModuleHooks:

@@ -30,12 +30,25 @@ class Hooked(nn.Module):
         return y
 
 
-def test_a_hook_on_a_value_is_refused_by_its_line():
-    with pytest.raises(TraceError, match="register_hook") as caught:
-        trace(Hooked(), torch.randn(4, 8), target=torch.randn(4, 4), loss_fn=F.mse_loss)
+def test_a_hook_that_draws_is_refused_by_its_line():
+    class Noisy(Hooked):
+        def forward(self, x):
+            y = self.layer(x)
+            if y.requires_grad:
+                y.register_hook(lambda gradient: gradient * torch.rand_like(gradient))
+            return y
+
+    with pytest.raises(TraceError, match="draws random numbers") as caught:
+        trace(Noisy(), torch.randn(4, 8), target=torch.randn(4, 4), loss_fn=F.mse_loss)
 
     assert "test_taken.py" in str(caught.value)
-    assert "detach()" in str(caught.value.hint)
+    assert "hand it in" in str(caught.value.hint)
+
+
+def test_a_hook_on_a_value_is_a_function_of_the_graph():
+    graph = trace(Hooked(), torch.randn(4, 8), target=torch.randn(4, 4), loss_fn=F.mse_loss)
+
+    assert len([op for op in graph.ops if "hooked" in op.name]) == 1
 
 
 def test_where_nothing_is_trained_a_hook_on_a_gradient_does_nothing():

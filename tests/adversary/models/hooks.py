@@ -151,6 +151,36 @@ class BoundsWeight(Two):
         return F.linear(self.middle(self.first(x).tanh()), weight)
 
 
+class WritingHook(Two):
+    """Plain PyTorch goes on with what is written into the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def halve(gradient: Tensor) -> None:
+            gradient[:, :4].mul_(0.5)
+
+        hidden = self.first(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(halve)  # refused: writing
+        return self.last(self.middle(hidden).tanh())
+
+
+class CountingHook(Two):
+    """The norm of a gradient is kept in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("norm", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def keep(gradient: Tensor) -> None:
+            self.norm.copy_(gradient.norm())
+
+        hidden = self.first(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(keep)  # refused: counting
+        return self.last(self.middle(hidden).tanh())
+
+
 def with_changed_gradients() -> nn.Module:
     """By hooks of modules, one after another, of tensors that others read too."""
     model = TensorHook()
@@ -316,6 +346,8 @@ CASES = (
         expect=Refused(1, ("a hook", "together"), ("each sample",), accept="--microbatches 1"),
     ),
     simple("bounds_each", BoundsEach, manners=FP32_ONLY),
+    simple("writing", WritingHook, expect=Refused(1, ("writes into the gradient",), ("return",))),
+    simple("counting", CountingHook, expect=Refused(1, ("a tensor of the model",), ("return",))),
     simple("of_others", with_gradients_of_others, expect=Refused(1, ("of others",), ("backward",))),
     simple("checkpoint", lambda: Checkpointed(False), quick=True),
     simple("checkpoint_reentrant", lambda: Checkpointed(True)),

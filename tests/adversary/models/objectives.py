@@ -293,6 +293,12 @@ def of_selected_elements(output: Tensor, target: tuple[Tensor, Tensor]) -> Tenso
     return losses.masked_select(counts).mean()
 
 
+def of_first_selected(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    """The example has fewer."""
+    losses, counts = masked(output, target)
+    return losses[counts][:64].mean()  # refused: of_first_selected
+
+
 def not_nan(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     losses, counts = masked(output, target)
     return losses.where(counts, float("nan")).nanmean()  # refused: not_nan
@@ -544,6 +550,7 @@ CASES = (
     simple("of_selected", of_selected, with_some, later_target=with_counts),
     simple("of_selected_elements", of_selected_elements, with_some, later_target=with_counts),
     simple("above_nothing_of_classes", above_nothing_of_classes),
+    not_of_parts("of_first_selected", of_first_selected, with_some, code=1),
     not_of_parts("not_nan", not_nan, with_some, code=1),
     not_of_parts("above_nothing", above_nothing, shares, code=1),
     not_of_parts("switched_off", switched_off, code=1),
