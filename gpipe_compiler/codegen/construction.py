@@ -238,7 +238,11 @@ class Construction:
                 continue
             if own not in holder.keyed or holder is root:
                 made = self._module(item, given)
-                yield from lay_out(made, prefix=f"{_below(root, item.place)} = ", indent=2)
+                place = _below(root, item.place)
+                if self._is_opened(item):
+                    self.file.imports.any_type()
+                    place += ": Any"
+                yield from lay_out(made, prefix=f"{place} = ", indent=2)
             if not self._has_class(item):
                 yield from self._members(root, item, given)
             elif item.prefix[:-1] in self.of_path and root.prefix[:-1] not in self.of_path:
@@ -257,6 +261,16 @@ class Construction:
             self.holders.get(item.prefix[:-1]) is item
             and item.spec is None
             and _has_attributes(item)
+        )
+
+    def _is_opened(self, item: ModuleNode) -> bool:
+        """Whether methods look into what it holds by keys, of which type checkers know nothing."""
+        inside = (inner for inner in item.keyed.values() if inner.prefix[:-1] not in self.of_path)
+        return any(
+            part.spec is not None or any(s.name not in self.state.unread for _, s in part.tensors())
+            for inner in inside
+            if inner.spec is None
+            for part in inner.all()
         )
 
     def _module(self, item: ModuleNode, given: Arguments) -> Expression:
@@ -341,7 +355,7 @@ class Construction:
             path = holder.prefix[:-1]
             user = self.graph.module_classes.get(path, "")
             named = user and not hasattr(nn, user)
-            wanted = class_name(user if named else path.rpartition(".")[2])
+            wanted = class_name(user if named else _singular(path))
             known = self.file.names.take_numbered(f"{wanted}Part" if self.split(path) else wanted)
             self.file.containers[key] = known
             self.file.classes.append(class_lines(f"{known}(nn.{base})", buffers, init, []))
@@ -353,6 +367,12 @@ def _has_attributes(holder: ModuleNode) -> bool:
     """Whether a module holds what is no item of an nn.ModuleDict."""
     kinds = (nn.Module, nn.ModuleDict)
     return holder.cls in kinds and any(own not in holder.keyed for own in holder.members)
+
+
+def _singular(path: str) -> str:
+    """`layer` for the module at `model.layers.3`, its own name for any other."""
+    around, _, last = path.rpartition(".")
+    return around.rpartition(".")[2].removesuffix("s") if last.isdecimal() else last
 
 
 def _reads(text: str, own: str) -> bool:

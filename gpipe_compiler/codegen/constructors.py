@@ -83,12 +83,16 @@ def state_of(
     """
     inner = [found.call for op in ops for found in ops_within(op)]
     called = dict.fromkeys(made.module for made in inner if isinstance(made, ModuleCall))
-    specs = [graph.modules[path] for path in called]
-    in_modules = {canonical for spec in specs for canonical in spec.state.values()}
     read = dict.fromkeys(name for op in ops for name in states_read(op))
+    in_called = {name for path in called for name in graph.modules[path].state.values()}
+    bare = dict.fromkeys(name for name in (*read, *also) if name not in in_called)
+    around = dict.fromkeys(name.rpartition(".")[0] for name in bare)
+    whole = (path for path in around if _holds_whole(graph, path, bare))
+    specs = [graph.modules[path] for path in (*called, *whole)]
+    in_modules = {canonical for spec in specs for canonical in spec.state.values()}
     unread = [name for name in dict.fromkeys(also) if name not in in_modules | read.keys()]
-    bare = ((item, graph.state[item]) for item in (*read, *unread) if item not in in_modules)
-    root = nested((*((spec.path, spec) for spec in specs), *bare), frozenset(methods))
+    others = ((item, graph.state[item]) for item in (*read, *unread) if item not in in_modules)
+    root = nested((*((spec.path, spec) for spec in specs), *others), frozenset(methods))
     modules = {item.spec.path: item.place for item in root.all() if item.spec is not None}
     places: dict[str, str] = {}
     originals: dict[str, str] = {}
@@ -112,6 +116,15 @@ def state_of(
         originals=originals,
         renamed={own: model for own, model in originals.items() if names.get(own, own) != model},
         unread=frozenset(unread),
+    )
+
+
+def _holds_whole(graph: Graph, path: str, held: Collection[str]) -> bool:
+    """Whether some tensors are all that a module of torch has, under its own names."""
+    spec = graph.modules.get(path)
+    names = {} if spec is None else spec.state
+    return bool(names) and all(
+        name in held and name == f"{path}.{local}" for local, name in names.items()
     )
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import UserStatement, statement_at
 from gpipe_compiler.ir import (
@@ -382,4 +384,14 @@ def argument_name(graph: Graph, value: str) -> str:
     if statement is None or inside or is_operand(graph, op, value):
         return plain_name(op, value)
     run = StatementRun(statement, False, (op.name,))
-    return wishes(op, run)[op.outputs.index(value)] or plain_name(op, value, statement)
+    wish = wishes(op, run)[op.outputs.index(value)]
+    return wish or _name_of_chain(graph, op, value) or plain_name(op, value, statement)
+
+
+def _name_of_chain(graph: Graph, op: Op, value: str) -> str:
+    """`to_logits_out` for what the last module of the nn.Sequential `to_logits` makes."""
+    chain = op.call.module.rpartition(".")[0] if isinstance(op.call, ModuleCall) else ""
+    readers = graph.consumers.get(value, ())
+    inside = any(f"{reader.module}.".startswith(f"{chain}.") for reader in readers)
+    known = graph.module_classes.get(chain) == nn.Sequential.__name__
+    return name_of_module(chain) if known and not inside else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -20,13 +20,13 @@ from gpipe_compiler.frontend.free_sizes import FreePlaces
 from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
-from gpipe_compiler.frontend.modules import CONTAINERS
+from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
 from gpipe_compiler.frontend.shorten import Shortened, shortened
-from gpipe_compiler.frontend.state import state_table
+from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.frontend.user_code import definition
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, ModuleSpec
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
@@ -129,10 +129,11 @@ def unchecked(subject: Subject, frontend: Frontend, precision: Precision) -> Gra
 
 
 def _with_modules(graph: Graph, model: nn.Module) -> Graph:
-    """The graph with every name of a module to its first, and with the names of classes."""
+    """The graph with what it says of the model's modules beside those that it calls."""
     first: dict[int, str] = {}
     named = dict(model.named_modules(remove_duplicate=False))
     return graph.replace(
+        modules={**graph.modules, **dict(_uncalled(graph, model))},
         paths={path: first.setdefault(id(module), path) for path, module in named.items()},
         module_classes={
             path: type(module).__name__
@@ -140,6 +141,17 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
             if path and (isinstance(module, nn.Sequential) or not isinstance(module, CONTAINERS))
         },
     )
+
+
+def _uncalled(graph: Graph, model: nn.Module) -> Iterator[tuple[str, ModuleSpec]]:
+    """The modules of torch whose state the graph has, and which it does not call."""
+    for path, module in model.named_modules():
+        own = [f"{path}.{local}" for local, _ in named_state(module)]
+        public = getattr(nn, type(module).__name__, None) is type(module)
+        if public and path not in graph.modules and own and graph.state.keys() >= set(own):
+            spec = rebuild(path, module)
+            if spec is not None:
+                yield path, spec
 
 
 @uncollected()

@@ -137,9 +137,9 @@ class _Check:
         layer = call.path.rpartition(".")[2].isdecimal()
         if inner and self._split(call.path) and not layer:
             return False  # its parts are read better without it; those of a layer go together
-        if len(call.parts) == 1 and not stateful:
-            return inner and layer and self._split(call.path)
         calls = inner or any(True for op in own for _ in _modules_called(op))
+        if len(call.parts) == 1 and not stateful:
+            return calls and (layer or not self._split(call.path))
         return len(call.parts) > SMALL or stateful or calls
 
     def _is_function(self, call: BlockCall) -> bool:

@@ -16,6 +16,7 @@ from gpipe_compiler.ir import (
     Op,
     StateKind,
 )
+from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
@@ -151,8 +152,8 @@ class CutFacts:
     def states(self) -> Mapping[str, tuple[str, ...]]:
         """For every op, the names of what a stage holds for it of the model's state.
 
-        An op needs its own and that of the duplicable ops that it needs; the first one in `kept`
-        has all that no op reads, which belongs to the model all the same.
+        An op needs its own and that of the duplicable ops that it needs. What no op reads belongs
+        to the model all the same: the first one in `kept` has it that runs nearest to its module.
         """
         graph = self.graph
         found: dict[str, tuple[str, ...]] = {}
@@ -168,13 +169,17 @@ class CutFacts:
             for value in self.effects.writes.get(op.name, ()):
                 writers.setdefault(value, []).append(op.name)
         read = {name for names in found.values() for name in names}
-        unread = [
-            name
-            for name, state in graph.state.items()
-            if name not in read and state.kind is not StateKind.CONSTANT
-        ]
-        first = (self.kept or graph.ops)[0].name
-        return found | {first: (*found[first], *unread)}
+        nearest: dict[str, str] = {}
+        for op in self.kept or graph.ops:
+            nearest.setdefault("", op.name)
+            for own in (op.module, *found[op.name]):
+                for path in prefixes(own):
+                    nearest.setdefault(path, op.name)
+        for name, state in graph.state.items():
+            if name not in read and state.kind is not StateKind.CONSTANT:
+                holder = [path for path in ("", *prefixes(name)) if path in nearest][-1]
+                found[nearest[holder]] = (*found[nearest[holder]], name)
+        return found
 
     @cached_property
     def modules(self) -> tuple[ModuleNodes, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,35 @@ class Odd(nn.Module):
         return self.second(x) * self.loss
 
 
+class Wrapped(nn.Module):
+    """Only calls a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Groups(nn.Module):
+    """Lists of lists; modules of torch that are read and not called, or neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = nn.ModuleList(
+            nn.ModuleList([nn.Linear(4, 4), Wrapped(), nn.LayerNorm(4)]) for _ in range(4)
+        )
+        self.mixer = nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear, wrapped, _ in self.groups:
+            x = x + wrapped(linear(x))
+        mixed = x @ self.mixer.weight.t() + self.mixer.bias
+        return mixed + x @ self.attention.in_proj_weight[:4] + self.attention.out_proj.bias
+
+
 def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
 
@@ -80,6 +111,35 @@ def test_stages_have_the_keys_and_the_numbers_of_the_model(
             assert torch.equal(buffer, buffers[name])
             if not torch.equal(buffer, expected.get(name, buffer)):
                 assert covers(spec.writes, name)
+
+
+def test_modules_of_torch_are_constructed_whole_near_what_they_belong_to(tmp_path: Path) -> None:
+    """Those that nothing calls, too; unread ones in the stage that has the rest of their list."""
+    torch.manual_seed(0)
+    model, x = Groups(), torch.rand(8, 4)
+    graph = gpc.trace(model, (x,), training=False)
+    pins = gpc.Constraints(pins=(("groups.1", 0), ("groups.2", 1)))
+    made = gpc.plan(graph, stages=2, microbatches=2, constraints=pins)
+    pipe = load_package(gpc.emit(made, tmp_path / "out")).Pipeline()
+
+    assert torch.allclose(pipe(x), model(x), atol=1e-6)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    texts = [(tmp_path / "out" / f"stage_{index}.py").read_text() for index in range(2)]
+    assert "self.mixer = nn.Linear(4, 4)" in texts[1]
+    assert "self.attention = nn.MultiheadAttention(4, 2)" in texts[1]
+    assert not any("nn.Parameter(" in text for text in texts)
+    options = ["--strict", "--no-error-summary", "--cache-dir", tmp_path / "cache"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "stage_0.py"],
+        cwd=tmp_path / "out",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    for stage in pipe.stages.values():
+        held = {tuple(name.split(".")[1:3]) for name in stage.state_dict() if "groups" in name}
+        assert {group for group, place in held if place == "2"} == {group for group, _ in held}
 
 
 def test_a_model_that_is_a_module_of_torch_keeps_its_names_apart(
