@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.frontend.user_code import definition
-from gpipe_compiler.ir import Graph, ModuleSpec
+from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
@@ -144,14 +144,20 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
 
 
 def _uncalled(graph: Graph, model: nn.Module) -> Iterator[tuple[str, ModuleSpec]]:
-    """The modules of torch whose state the graph has, and which it does not call."""
+    """The modules of torch whose state the graph has as they do, and which it does not call."""
     for path, module in model.named_modules():
-        own = [f"{path}.{local}" for local, _ in named_state(module)]
         public = getattr(nn, type(module).__name__, None) is type(module)
-        if public and path not in graph.modules and own and graph.state.keys() >= set(own):
-            spec = rebuild(path, module)
-            if spec is not None:
-                yield path, spec
+        if path in graph.modules or not public:
+            continue
+        own = [(graph.state.get(f"{path}.{local}"), held) for local, held in named_state(module)]
+        alike = (
+            state is not None
+            and (state.kind is StateKind.PARAMETER) is isinstance(held, nn.Parameter)
+            for state, held in own
+        )
+        spec = rebuild(path, module) if own and all(alike) else None
+        if spec is not None:
+            yield path, spec
 
 
 @uncollected()
