@@ -116,7 +116,7 @@ class _Check:
         self._templates = templates
         self._graph = methods.contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
-        self._modules = {module for op in ops for module in _modules_called(op)}
+        self._modules = frozenset(methods.contents.modules)
         self._split = methods.split
 
     def can_be(self, call: BlockCall) -> bool:
@@ -127,7 +127,7 @@ class _Check:
         if not (self._is_closed(call, own) and self._fits_modes(call)):
             return False
         if call.path in self._modules:
-            return False  # torch's own, called as such in the other mode
+            return False  # torch's own: it is constructed as such, and has no other class
         if is_chain(self._contents, call, self._templates):
             return True
         if self._contents.user(call.path) == nn.Sequential.__name__:

@@ -17,7 +17,7 @@ LITERAL_ELEMENTS = 16
 
 @dataclass(frozen=True)
 class Contents:
-    """The modules of torch that some ops call, and the states that they read.
+    """The modules of torch that some ops call or read whole, and the states that they read.
 
     Attributes:
         modules: paths, in order of first use.
