@@ -92,9 +92,7 @@ class MixtralExperts(nn.Module):
         del offsets
         weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
         inv_perm = torch.empty_like(perm)  # (32*B,)
-        arange = torch.arange(top_k_weights.shape[0] * 2, device=top_k_weights.device)
-        inv_perm.index_put_([perm], arange)
-        del arange
+        inv_perm[perm] = torch.arange(top_k_weights.shape[0] * 2, device=top_k_weights.device)
         weighted_out = weighted_out[inv_perm]  # (32*B, 32)
         final_hidden_states: Tensor = weighted_out.view(*top_k_weights.shape, 32).sum(1)
         final_hidden_states = final_hidden_states.to(torch.float32)
