@@ -175,14 +175,13 @@ class Op:
     checkpoint: str = ""
     origin: object = field(default=None, repr=False)
 
-    def __getstate__(self) -> list[object]:
-        """Pickles without `origin`, which refers to a tracer's whole graph."""
-        names = [item.name for item in dataclasses.fields(self)]
-        return [None if name == "origin" else getattr(self, name) for name in names]
+    def __reduce__(self) -> tuple[type[Op], tuple[object, ...]]:
+        """Pickles without `origin`, which refers to a tracer's whole graph.
 
-    def __setstate__(self, state: list[object]) -> None:
-        for item, value in zip(dataclasses.fields(self), state, strict=True):
-            object.__setattr__(self, item.name, value)
+        Dataclasses with slots have a `__getstate__` of their own before Python 3.11.4.
+        """
+        names = [item.name for item in dataclasses.fields(self)]
+        return Op, tuple(None if name == "origin" else getattr(self, name) for name in names)
 
     @property
     def outputs(self) -> tuple[str, ...]:
