@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Graph, MethodCall, StateRef
+from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.own_functions import own_functions
 from gpipe_compiler.options import Frontend
@@ -285,8 +285,11 @@ def lengths() -> Iterator[list[int]]:
 
 
 def text_of(graph: Graph) -> str:
-    """All that a graph says, its state and how modules are made included."""
-    return "\n".join([str(graph), repr(dict(graph.state)), repr(dict(graph.modules))])
+    """All that a graph says, its state and how the modules that it calls are made included."""
+    calls = (inner.call for op in graph.ops for inner in ops_within(op))
+    called = {call.module for call in calls if isinstance(call, ModuleCall)}
+    modules = {path: spec for path, spec in graph.modules.items() if path in called}
+    return "\n".join([str(graph), repr(dict(graph.state)), repr(modules)])
 
 
 def placed() -> nn.Module:
