@@ -1,4 +1,4 @@
-"""Writes traced bodies (of hooks, of branches and loops) down as functions of a package's file."""
+"""Writes traced hooks down as functions of a package's file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def function_text(name: str, module: fx.GraphModule) -> str:
     for used in sorted(
         {part.id for part in names} - local - _IMPORTS.keys() - vars(builtins).keys()
     ):
-        raise TraceError(f"a hook, branch or loop uses {used}, which a package cannot import")
+        raise TraceError(f"a hook on a gradient uses {used}, which a package cannot import")
     function.body = [statement for statement in function.body if not _releases(statement)]
     return ast.unparse(function) + "\n"
 
@@ -74,7 +74,7 @@ def _releases(statement: ast.stmt) -> bool:
 
 def _unwritable(node: fx.Node, why: str) -> TraceError:
     return TraceError(
-        f"the model computes {node.target} in a hook, branch or loop that is called whole, and "
+        f"the model computes {node.target} in a hook on a gradient, and "
         f"{why}: that cannot be written into a package",
         location=node.meta.get("source") or line_of_trace(node.stack_trace) or calling_line(),
         hint="compute it before, and hand it in",

@@ -1,4 +1,4 @@
-"""Functions that a graph holds whole: with a backward of their own, or made by the compiler."""
+"""Functions with a backward of their own that a graph holds whole: the user's, or hooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OwnFunction(torch._ops.HigherOrderOperator):
     """Calls `cls.apply`: in a trace by torch.export it is an operator, in a graph a function.
 
     Attributes:
-        cls: the torch.autograd.Function, or a function that is called itself.
+        cls: the torch.autograd.Function.
         written: where it stands for a package.
         text: the whole of the file that makes it, where the compiler has written that.
     """
@@ -47,11 +47,11 @@ class OwnFunction(torch._ops.HigherOrderOperator):
     @property
     def spelling(self) -> str:
         """How its file calls it."""
-        return f"{self.cls.__name__}.apply" if isinstance(self.cls, type) else self.cls.__name__
+        return f"{self.cls.__name__}.apply"
 
     def __call__(self, /, *args: object) -> object:
         """What the user's function gives."""
-        made: object = getattr(self.cls, "apply", self.cls)(*args)
+        made: object = self.cls.apply(*args)
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -69,7 +69,7 @@ def own_function(cls: type[torch.autograd.Function], written: Written) -> OwnFun
 
 @cache
 def function_of_text(name: str, text: str) -> OwnFunction:
-    """The class or function of a name that a file makes, which the compiler has written."""
+    """The class of a name that a file makes, which the compiler has written."""
     made: dict[str, Any] = {"__name__": name}
     exec(compile(text, f"<{name}>", "exec"), made)
     file = f"own_{name.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"

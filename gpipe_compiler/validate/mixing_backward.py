@@ -58,8 +58,7 @@ def _calls(run: Callable[[Sequence[int]], object], rows: Sequence[int]) -> list[
     original = OwnFunction.__call__
 
     def noting(function: OwnFunction, /, *args: object) -> object:
-        if isinstance(function.cls, type):
-            found.append(_Called(function, tuple(map(_copied, args))))
+        found.append(_Called(function, tuple(map(_copied, args))))
         return original(function, *args)
 
     with mock.patch.object(OwnFunction, "__call__", noting):
