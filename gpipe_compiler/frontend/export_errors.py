@@ -15,6 +15,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import is_users, line_of, location
+from gpipe_compiler.frontend.lower import is_transform, source_of
+from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
@@ -106,6 +108,9 @@ def refuse_fixed_batch(
         size: Any = value.shape[source.batch_dim]
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
+        transform = next(filter(is_transform, node.graph.nodes), None)
+        if transform is not None:
+            raise transformed(source_of(transform))
         where = line_of_size(size) or _fixing_line(value)
         code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(

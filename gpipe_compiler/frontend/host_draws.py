@@ -102,7 +102,7 @@ def _line_of_change(run: Callable[[], object]) -> SourceLocation | None:
     def look(frame: FrameType, _event: str, _arg: object) -> Any:
         nonlocal last
         code = frame.f_code
-        if found or not is_users(code.co_filename) or code.co_filename == random.__file__:
+        if found or not is_users(code.co_filename):
             return None
         if last is not None and host_state() != state:
             found.append(location(*last))

@@ -1,10 +1,11 @@
-"""Finds the user's line: the innermost frame that is neither torch's nor this compiler's."""
+"""Finds the user's line: the innermost frame that is not torch's, Python's or this compiler's."""
 
 from __future__ import annotations
 
 import linecache
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,12 +17,16 @@ from gpipe_compiler.errors import SourceLocation
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OWN = str(Path(__file__).parent.parent) + "/"
+_LIBRARY = sysconfig.get_path("stdlib") + "/"
+_INSTALLED = (_LIBRARY + "site-packages/", _LIBRARY + "dist-packages/")
 _ENTRY = _OWN + "frontend/entry.py"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 
 
 def is_users(file: str) -> bool:
-    """Whether a file holds model code: not torch, not this compiler, not generated."""
+    """Whether a file holds model code: not torch's, Python's, this compiler's, or generated."""
+    if file.startswith(_LIBRARY) and not file.startswith(_INSTALLED):
+        return False
     return not file.startswith((_TORCH, _OWN, "<")) or file == "<stdin>"
 
 

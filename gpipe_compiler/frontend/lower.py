@@ -173,7 +173,7 @@ class _Lowering:
             case "call_function":
                 args, kwargs = _attention_by_keyword(node.target, args, kwargs)
                 assert callable(node.target)  # fx guarantees it
-                if getattr(node.target, "__module__", "") == "torch._functorch.predispatch":
+                if is_transform(node):
                     raise transformed(source_of(node))
                 return FunctionCall(node.target, args, _without_defaults(node.target, kwargs))
             case "call_method":
@@ -322,6 +322,11 @@ def _region_parts(node: fx.Node) -> tuple[Context, fx.Node, tuple[Any, ...]]:
                 location=source_of(node),
                 hint="replace torch.cond, scan or while_loop by torch.where or a plain loop",
             )
+
+
+def is_transform(node: fx.Node) -> bool:
+    """Whether a node begins or ends a transform of torch.func."""
+    return getattr(node.target, "__module__", "") == "torch._functorch.predispatch"
 
 
 def source_of(node: fx.Node) -> SourceLocation | None:
