@@ -62,6 +62,7 @@ class Row:
     compile_s: float = 0.0
     judge_s: float = 0.0
     stage_lines: int = 0
+    commit: str = ""
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,14 @@ def judge(name: str, package: Path) -> dict[str, Any]:
         reference="whole" if whole else "micro-batches",
         manners=({},),
         random=draws,
+        rounding=True,
     )
     verdict = plain.judge(case, plain.load_package(package), case.reference)
     note = "eval mode, and training in two ways" if draws else ""
+    if verdict.rounded:
+        note = f"{len(verdict.rounded)} within what the model's own rounding moves: " + "; ".join(
+            verdict.rounded[:2]
+        )
     return {**dataclasses.asdict(verdict), "note": note}
 
 
@@ -194,6 +200,13 @@ def _draws(model: Any, call: Callable[[], object]) -> bool:
         before = torch.get_rng_state()
         call()
         return not torch.equal(before, torch.get_rng_state())
+
+
+def commit() -> str:
+    """Of the code that runs; with a plus where files differ from it."""
+    words = ("git", "-C", str(HERE), "describe", "--always", "--abbrev=7", "--exclude=*")
+    told = subprocess.run((*words, "--dirty=+"), check=True, text=True, stdout=subprocess.PIPE)
+    return told.stdout.strip()
 
 
 def chosen(patterns: Iterable[str]) -> list[str]:
@@ -213,12 +226,13 @@ def table(rows: list[Row]) -> str:
     seconds = sorted(row.compile_s for row in rows if row.outcome == "right") or [0.0]
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     lines = [
-        (r.name, r.outcome, f"{r.compile_s:.1f}", r.why.replace("|", "\\|")[:120]) for r in rows
+        (r.name, r.outcome, f"{r.compile_s:.1f}", r.commit, r.why.replace("|", "\\|")[:160])
+        for r in rows
     ]
     return (
         f"{len(rows)} models: {summary}. Processor seconds of a compile that is right: median "
         f"{seconds[len(seconds) // 2]:.1f}, largest {seconds[-1]:.1f}.\n\n"
-        + markdown(("model", "outcome", "seconds", "note"), lines)
+        + markdown(("model", "outcome", "seconds", "commit", "note"), lines)
     )
 
 
@@ -249,7 +263,8 @@ def main() -> None:
     for name in names:
         if name in rows or time.monotonic() > end:
             continue
-        rows[name] = measured(name, arguments.limit, arguments.keep)
+        row = measured(name, arguments.limit, arguments.keep)
+        rows[name] = dataclasses.replace(row, commit=commit())
         print(f"{name}: {rows[name].outcome} {rows[name].why[:150]}", file=sys.stderr, flush=True)
         if arguments.resume:
             with arguments.resume.open("a", encoding="utf-8") as file:

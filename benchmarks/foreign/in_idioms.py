@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from foreign import autograd_idioms
 from foreign.model import Foreign
 
 
@@ -555,6 +556,7 @@ MODELS: dict[str, Foreign] = {
     "seq2seq": Foreign(Recurrent, both(words(20, 7), words(20, 5)), _tokens, words(20, 5)),
     "kan": Foreign(Kan, randn(6), F.mse_loss, randn(4)),
     "critic": Foreign(Critic, randn(3, 16, 16), _hinge, words(4)),
+    **autograd_idioms.MODELS,
 }
 
 

@@ -154,9 +154,9 @@ def small(cls: Any, others: dict[str, object]) -> Any:
     plain = cls()
     settings = _shrunk(plain, others)
     for name in getattr(cls, "sub_configs", None) or {}:
-        nested = getattr(plain, name, None)
-        if nested is not None and hasattr(nested, "to_dict"):
-            mine = others.get(name, {})
+        nested, mine = getattr(plain, name, None), others.get(name, {})
+        chosen = isinstance(mine, dict) and "model_type" in mine
+        if nested is not None and hasattr(nested, "to_dict") and not chosen:
             settings[name] = small(type(nested), mine if isinstance(mine, dict) else {}).to_dict()
     if getattr(plain, "is_encoder_decoder", False):
         settings.setdefault("decoder_start_token_id", 0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-LIBRARIES = ("torchvision", "timm", "transformers", "diffusers", "peft", "idioms")
+LIBRARIES = ("torchvision", "timm", "transformers", "senses", "diffusers", "peft", "idioms")
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class Case:
             the output that it returned: `replay(model, inputs, output)`.
         random: whether training draws numbers that nothing can replay. Then manners of computing
             are compared with each other, and only eval mode against the model.
+        rounding: whether gradients may differ by what the model's own rounding moves them, for
+            models whose conditioning is not the case's to choose.
         hooks: what else the file offers, such as `loss_function`.
         expect: None for exact.
         quick: whether `make test` runs it.
@@ -101,6 +103,7 @@ class Case:
     manners: tuple[Mapping[str, Any], ...] | None = None
     replay: Callable[[nn.Module, object, Any], object] | None = None
     random: bool = False
+    rounding: bool = False
     hooks: Mapping[str, object] = field(default_factory=dict)
     expect: Refused | RefusedAtStep | None = None
     quick: bool = False

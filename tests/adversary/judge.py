@@ -90,6 +90,8 @@ class Verdict:
 
     compared: int = 0
     faults: list[str] = dataclasses.field(default_factory=list)
+    rounded: list[str] = dataclasses.field(default_factory=list)
+    """What differs by no more than the model's own rounding lets it."""
 
     def tensors(
         self,
@@ -97,18 +99,25 @@ class Verdict:
         found: Mapping[str, torch.Tensor | None],
         expected: Mapping[str, torch.Tensor | None],
         coarse: float = 0.0,
+        rounding: Mapping[str, float] | None = None,
     ) -> None:
         """Compares tensors of one kind by name; None stands for a tensor of zeros.
 
         Args:
             coarse: the share of a tensor's size by which it may differ at least.
+            rounding: by how much the model's own rounding moves a tensor, by its name.
         """
         sizes = [_size(tensor) for tensor in expected.values() if tensor is not None]
         floor = FLOOR * max(sizes, default=0.0)
         for name in sorted({*found, *expected}):
             self.compared += 1
             fault = _difference(found.get(name), expected.get(name), floor, coarse)
-            if fault:
+            if not fault:
+                continue
+            moved = ROUNDINGS * (rounding or {}).get(name, 0.0)
+            if moved and not _difference(found.get(name), expected.get(name), moved, coarse):
+                self.rounded.append(f"{what} {name}: {fault}")
+            else:
                 self.faults.append(f"{what} {name}: {fault}")
 
     def structures(self, what: str, found: object, expected: object, coarse: float) -> None:
@@ -308,6 +317,7 @@ class CutEvaluator:
         optimizer = torch.optim.SGD(self.pipe.parameters(), lr=LEARNING_RATE)
         own = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
         optimizer.zero_grad()
+        moved = self._moved_by_rounding(inputs, target, samples) if self.case.rounding else None
         given = fresh(inputs)
         loss, output = self.pipe.step_with_outputs(given, fresh(target))
 
@@ -332,7 +342,30 @@ class CutEvaluator:
             asking = [t.grad for t, a in zip(tensors_in(parts[0][0]), asks, strict=True) if a]
             got = [t.grad for t, a in zip(tensors_in(given), asks, strict=True) if a]
             verdict.tensors(what, _numbered(got), _numbered(asking), self.coarse)
-        self._state(what, optimizer, own)
+        self._state(what, optimizer, own, moved)
+
+    def _moved_by_rounding(self, inputs: object, target: object, samples: int) -> dict[str, float]:
+        """By parameter, the most that its gradient moves with all weights one rounding off.
+
+        In plain PyTorch alone: what iterates or normalises small differences makes much of them.
+        """
+        gradients = []
+        for off in (0, 1, -1):
+            model = copy.deepcopy(self.model)
+            with torch.no_grad():
+                for item in model.parameters():
+                    if off and item.is_floating_point():
+                        signs = torch.randint(2, item.shape) * 2 - 1
+                        item.mul_(1 + off * signs * torch.finfo(item.dtype).eps)
+            for x, t, share in self.parts(inputs, target, samples):
+                (loss_of(self.case, call(model, x), t) * share).backward()
+            gradients.append({name: item.grad for name, item in model.named_parameters()})
+        exact, *others = gradients
+        return {
+            name: max(float((other[name] - grad).abs().max()) for other in others)
+            for name, grad in exact.items()
+            if grad is not None and all(other[name] is not None for other in others)
+        }
 
     def returned(self, what: str, found: Any, expected: Any) -> None:
         """Compares what both returned, but for the model's own loss, which comes by itself."""
@@ -341,14 +374,18 @@ class CutEvaluator:
         self.verdict.structures(what, found, expected, self.forward)
 
     def _state(
-        self, what: str, optimizer: torch.optim.Optimizer, own: torch.optim.Optimizer
+        self,
+        what: str,
+        optimizer: torch.optim.Optimizer,
+        own: torch.optim.Optimizer,
+        moved: Mapping[str, float] | None,
     ) -> None:
         """Gradients, buffers, and the weights after a step."""
         mine = dict(self.model.named_parameters())
         theirs = dict(self.pipe.named_parameters())
         grads = {name: item.grad for name, item in mine.items()}
         found = {name: item.grad for name, item in theirs.items()}
-        self.verdict.tensors(f"{what} gradient", found, grads, self.coarse)
+        self.verdict.tensors(f"{what} gradient", found, grads, self.coarse, moved)
         buffers = dict(self.model.named_buffers())
         held = {name: item for name, item in self.pipe.named_buffers() if name in buffers}
         # What the package does not hold is what the model does not change.
@@ -357,7 +394,8 @@ class CutEvaluator:
         optimizer.step()
         own.step()
         weights = {name: item for name, item in mine.items() if name in theirs}
-        self.verdict.tensors(f"{what} weight", dict(theirs), weights, self.coarse)
+        steps = {name: LEARNING_RATE * by for name, by in (moved or {}).items()}
+        self.verdict.tensors(f"{what} weight", dict(theirs), weights, self.coarse, steps)
         # Rounding is not to add up over the batches.
         self.pipe.load_state_dict(self.model.state_dict())
 
