@@ -44,7 +44,7 @@ from gpipe_compiler.runtime.train.comparison import (
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts
-from gpipe_compiler.validate.rounding import rounding_of
+from gpipe_compiler.validate.rounding import rounding_of, with_other_sums
 from gpipe_compiler.validate.second_batch import other_batches, other_size
 
 
@@ -176,6 +176,7 @@ def _with_rounding(batch: _Reference, subject: Subject, plan: Plan, seed: int) -
         return reference_of(moved, plan, seed, inputs=batch.inputs, per_microbatch=True)[0]
 
     rounding = rounding_of(subject.model, batch.expected, results)
+    rounding = with_other_sums(rounding, batch.expected, plan)
     return dataclasses.replace(batch, rounding=rounding)
 
 

@@ -4,18 +4,30 @@ A gradient may be zero but for rounding, such as that of a bias before a BatchNo
 difference of large numbers. What rounding leaves of it differs between two right ways to compute
 it, by more than a share of its own size. So the model runs again with every weight moved by its
 last bit: what that changes in a result, nobody can hold a package to.
+
+Nor to the order in which gradients are summed in 16 bits, where a value has several uses in several
+stages: each of these sums its own before it hands one gradient back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from gpipe_compiler.frontend.comparable_runs import LARGEST_COPIED
 from gpipe_compiler.frontend.state import isolated
-from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, distance
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.train.comparison import (
+    REROUNDED,
+    ROUNDINGS,
+    ComparedKind,
+    Tensors,
+    dense,
+    distance,
+)
 
 _RUNS = 4
 """Models with other last bits; of what they change the most is taken."""
@@ -58,3 +70,54 @@ def _with_other_bits(model: nn.Module, random: torch.Generator) -> nn.Module:
             signs = torch.randint(0, 2, parameter.shape, generator=random).to(parameter) * 2 - 1
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
     return copied
+
+
+_GRADIENTS = (ComparedKind.GRADIENT, ComparedKind.WEIGHT)
+
+
+def with_other_sums(
+    found: Mapping[ComparedKind, Mapping[str, float]], expected: Tensors, plan: Plan
+) -> dict[ComparedKind, dict[str, float]]:
+    """How far rounding moves tensors, also where stages sum gradients of 16 bits in another order.
+
+    Args:
+        found: what other last bits of the weights change.
+        expected: the results of the model.
+    """
+    assert plan.graph is not None
+    units = _units_before(plan.graph, _summed_apart(plan.graph, plan))
+    moved = {kind: dict(group) for kind, group in found.items()}
+    for name, gradient in expected.get(ComparedKind.GRADIENT, {}).items():
+        size = float(dense(gradient).abs().max()) if name in units and gradient.numel() else 0.0
+        for kind in _GRADIENTS if size else ():
+            group = moved.setdefault(kind, {})
+            allowed = ROUNDINGS / REROUNDED * units[name] * size
+            group[name] = max(group.get(name, 0.0), allowed)
+    return moved
+
+
+def _summed_apart(graph: Graph, plan: Plan) -> dict[str, float]:
+    """Values whose gradient is a sum in 16 bits that several stages add up, with its unit.
+
+    A sum of two is the same in any order.
+    """
+    stage_of = {name: stage.index for stage in plan.stages for name in stage.ops}
+    return {
+        name: torch.finfo(value.dtype).eps
+        for name, value in graph.values.items()
+        if value.dtype in (torch.bfloat16, torch.float16)
+        and value.requires_grad
+        and len(uses := graph.consumers.get(name, ())) > 2
+        and len({stage_of[op.name] for op in uses}) > 1
+    }
+
+
+def _units_before(graph: Graph, values: Mapping[str, float]) -> dict[str, float]:
+    """The parameters that values are computed from, with the largest unit of these values."""
+    units = dict(values)
+    found: dict[str, float] = {}
+    for op in reversed(graph.ops):
+        unit = max((units.get(name, 0.0) for name in op.outputs), default=0.0)
+        for names, group in ((op.inputs, units), (op.states(graph.modules), found)):
+            group.update((name, max(group.get(name, 0.0), unit)) for name in names if unit)
+    return found

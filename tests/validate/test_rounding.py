@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.options import Constraints
+from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.validate.package import validate
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -36,6 +38,47 @@ def test_a_bias_before_a_batchnorm_has_no_gradient(seed: int, tmp_path: Path) ->
 
     assert found is not None
     assert found.passed
+
+
+class Reread(nn.Module):
+    """Every layer reads the memory twice, as those of a decoder do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.last = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = x = self.memory(x).tanh()
+        for layer in self.layers:
+            x = layer(x * memory.sin()).relu() + memory
+        out: torch.Tensor = self.last(x)
+        return out
+
+
+def reread() -> Subject:
+    torch.manual_seed(0)
+    args = (torch.randn(16, 8),)
+    return Subject("reread", Reread(), args=args, target=torch.randn(16, 4), loss_fn=F.mse_loss)
+
+
+def test_stages_sum_what_is_read_in_several_of_them_in_another_order(tmp_path: Path) -> None:
+    cuts = Constraints(split_at=("layers.2", "layers.4"))
+    options = CompileOptions(stages=3, microbatches=4, precision=Precision.BF16, constraints=cuts)
+    made = compile_subject(reread(), options, tmp_path / "reread_x3")
+    assert made.validation is not None
+    assert made.validation.passed
+
+    stage = tmp_path / "reread_x3" / "stage_2.py"
+    text, count = re.subn(r"return (\w+)\n\n    def loss", _WRONG, stage.read_text())
+    assert count == 1
+    stage.write_text(text.replace("2e-4", "2e-2"))
+    rows = validate(reread(), made.plan, tmp_path / "reread_x3").rows
+
+    faults = "\n".join(fault for row in rows for fault in row.faults)
+    assert "last.weight" in faults
+    assert "memory" not in faults  # within 8 units of bfloat16
 
 
 _WRONG = r"return \1 + 2e-4 * (\1 - \1.detach())\n\n    def loss"

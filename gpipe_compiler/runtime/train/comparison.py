@@ -15,9 +15,11 @@ Tensors of 16 bits round coarser than that, at each of the sums: they pass withi
 their own units (6% for bfloat16), which still tells a missing micro-batch of eight.
 Under autocast both round to 16 bits at the same places, so fp32 tensors stay as close as without;
 but for a parameter of several stages: the plain model casts it once and sums the gradients of its
-uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. With exact BatchNorm the
-plain model sums over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches.
-So do outputs that are means or sums over the batch: rounded once, or once a micro-batch.
+uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. What comes before a
+value of 16 bits that several stages read has gradients summed in another order, which is allowed
+for where something is not close (`validate/rounding.py`). With exact BatchNorm the plain model sums
+over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches. So do outputs that
+are means or sums over the batch: rounded once, or once a micro-batch.
 A model may choose between formulas by the values of a batch: T5 of Hugging Face leaves out a mask
 of all ones, and then torch sums the gradient of its biases over the samples before it rounds it,
 not after. A gradient that is close on one batch proves where the stages round, and may differ by
