@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_compiler.ir import (
     Argument,
+    FunctionCall,
     Graph,
     ModuleCall,
     Op,
@@ -84,6 +85,14 @@ _RISING = frozenset({"exp", "log", "log1p", "sqrt", "relu", "sigmoid", "tanh"})
 """What keeps the order of numbers."""
 
 _FLIPPED = {Joined.MAX: Joined.MIN, Joined.MIN: Joined.MAX}
+
+
+def _asks_type(op: Op) -> bool:
+    """Whether an op asks for a dtype, which goes with the precision alone."""
+    match op.call:
+        case FunctionCall(function=function, args=(_, "dtype")):
+            return function is getattr
+    return False
 
 
 def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
@@ -159,7 +168,7 @@ class _Walk:
     def _op(self, op: Op, found: Mapping[str, Way]) -> Way:
         """What an op makes, if it has no batch dimension; of one that has, whether it mixes."""
         ways = {found[name] for name in op.inputs} - {Joined.SAME}
-        if not ways or verb(op).startswith("new_"):
+        if not ways or verb(op).startswith("new_") or _asks_type(op):
             return Joined.SAME
         if self._makes_rows(op):
             counted = Unjoined.COUNT in ways and verb(op) in _ARITHMETIC
