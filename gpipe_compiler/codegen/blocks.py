@@ -294,19 +294,25 @@ class StageBlocks:
             made = dataclasses.replace(made, args=args, kwargs=kwargs)
         return relative(dataclasses.replace(op, call=made), root)
 
-    def _unlike(self, block: BlockClass) -> frozenset[str]:
-        """The values of a block whose sizes are not the same in all calls."""
+    def _unlike(self, block: BlockClass) -> Mapping[str, int]:
+        """The values of a block whose sizes are not the same in all calls; how many first ones are.
+
+        Those that it is given are among them.
+        """
         values = self.facts.graph.values
-        first = [value for op in block.first.ops for value in op.outputs]
-        found: set[str] = set()
-        for other in block.calls[1:]:
-            made = (value for op in other.ops for value in op.outputs)
-            for one, same in zip(first, made, strict=True):
-                known = [values.get(value) for value in (one, same)]
-                shapes = [(v.dims, v.batch_dim) if v else None for v in known]
-                if shapes[0] != shapes[1]:
-                    found.add(one)
-        return frozenset(found)
+        found: dict[str, int] = {}
+        of_calls = [
+            [*call.inputs, *(value for op in call.ops for value in op.outputs)]
+            for call in block.calls
+        ]
+        for own in zip(*of_calls, strict=True):
+            known = [values[value] for value in own if value in values]
+            if len({(value.dims, value.batch_dim) for value in known}) > 1:
+                dims = zip(*(value.dims for value in known), strict=False)
+                alike = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, dims)
+                same_batch = len({value.batch_dim for value in known}) == 1
+                found[own[0]] = len([*alike]) if same_batch else 0
+        return found
 
     def _forward(self, block: BlockClass, method: Method, imports: Imports) -> list[str]:
         imports.from_torch("Tensor")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.constants import UnwritableError
@@ -60,7 +61,7 @@ def write_body(
     method: Method,
     writer: ExpressionWriter,
     worth: Collection[int] = (),
-    unnoted: Collection[str] = (),
+    unlike: Mapping[str, int] = MappingProxyType({}),
     *,
     direct: bool = False,
     reserved: Iterable[str] = (),
@@ -70,7 +71,7 @@ def write_body(
     Args:
         direct: whether what is returned needs no name.
         worth: the storages that are worth letting go of before the method ends.
-        unnoted: values whose sizes no comment tells.
+        unlike: values whose sizes differ from call to call; how many of the first ones do not.
         reserved: names that no variable takes.
 
     Raises:
@@ -78,7 +79,7 @@ def write_body(
     """
     written = with_callers(method.ops)
     ops, sizes = with_sizes_of_arguments(
-        graph, method.arguments, method.multiples, written, method.returns
+        graph, method.arguments, method.multiples, written, method.returns, unlike
     )
     functions = filter(str.isidentifier, writer.modules.values())
     names = Identifiers((*RESERVED, *reserved, *functions))
@@ -96,7 +97,7 @@ def write_body(
     reader.give(method.given, [value for value in method.arguments if value in graph.values])
     reader.give_sizes(sizes)
     scribe = _Scribe(
-        graph, writer, variables, names, uses, releases, method.is_batch, unnoted, method.names
+        graph, writer, variables, names, uses, releases, method.is_batch, unlike, method.names
     )
     scribe.statements.extend(reader.statements)
     scribe.write(ops)

@@ -161,6 +161,7 @@ def with_sizes_of_arguments(
     multiples: Mapping[str, Dim],
     ops: Sequence[Op],
     returns: Iterable[str],
+    alike: Mapping[str, int],
 ) -> tuple[list[Op], dict[str, FirstSizes]]:
     """The ops, views of which take their first sizes from arguments; by name, what they are.
 
@@ -168,6 +169,7 @@ def with_sizes_of_arguments(
         multiples: of values that grow with the samples, how many times these they are; of those
             that follow from other sizes, what they are.
         returns: values that are read after the ops.
+        alike: of arguments whose sizes are not the same in all calls, how many of the first are.
     """
     known = [graph.values[value] for value in arguments if value in graph.values]
     tensors = [value for value in known if value.samples_dim == 0]
@@ -179,7 +181,11 @@ def with_sizes_of_arguments(
         times = multiples.get(sizes[0].name, 0) if sizes else 0
         rows = graph.batch_size * times if isinstance(times, int) else 0
         dims = [_free_size(size, multiples) for size in sizes]
-        pairs = [(_common(rows, dims, value.dims), value.name) for value in tensors if rows]
+        pairs = [
+            (_common(rows, dims, value.dims[: alike.get(value.name)]), value.name)
+            for value in tensors
+            if rows
+        ]
         count, argument = max(pairs, key=lambda pair: pair[0], default=(0, ""))
         if count > 1 and isinstance(made, MethodCall):
             own = f"{argument}.shape[:{count}]"

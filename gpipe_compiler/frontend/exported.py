@@ -49,6 +49,7 @@ from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
+from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
@@ -236,6 +237,7 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
             torch.set_grad_enabled(gradients),
             watch.watching(),
             _assignments_written(),
+            checks_passed(),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
             gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
             # By itself a reentrant checkpoint is traced without gradients.

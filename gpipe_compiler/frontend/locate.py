@@ -70,7 +70,7 @@ _HERE = str(Path(__file__).parent)
 
 def calling_line() -> SourceLocation | None:
     """The user's line that is being executed inside the traced model."""
-    return _innermost(_frames(sys._getframe(1)))
+    return _innermost(frames_of_model(sys._getframe(1)))
 
 
 _OF_SIZES = (
@@ -84,13 +84,14 @@ _OF_SIZES = (
 
 def is_asked_by_user() -> bool:
     """Whether the user's own line asks torch about a size, and no function that it calls."""
-    files = (file for file, _, _ in _frames(sys._getframe(1)))
+    files = (file for file, _, _ in frames_of_model(sys._getframe(1)))
     outside = (file for file in files if not any(part in file for part in (*_OF_SIZES, _HERE)))
     asking = next(outside, None)
     return asking is not None and is_users(asking)
 
 
-def _frames(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+def frames_of_model(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    """The frames (file, line, function) that run in the traced model, the innermost first."""
     while frame is not None and frame.f_code.co_filename != _ENTRY:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back

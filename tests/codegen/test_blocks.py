@@ -173,6 +173,31 @@ def test_layers_are_exact(planned: Callable[..., Plan], differ: bool) -> None:
         assert torch.equal(found, expected), text
 
 
+class Shrinking(nn.Module):
+    """Makes pictures of tokens; those of the first one are as many as their channels."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.conv, self.side = nn.Conv2d(16, 16, 2, 2), side
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, channels = x.shape
+        picture = x.permute(0, 2, 1).reshape(batch, channels, self.side, self.side)
+        return self.conv(picture).reshape(batch, channels, -1).permute(0, 2, 1)
+
+
+def test_sizes_that_are_equal_in_one_layer_alone(planned: Callable[..., Plan]) -> None:
+    """One that is a number of the block is read off no argument that has it in one call only."""
+    model, x = nn.Sequential(Shrinking(4), Shrinking(2)), torch.rand(2, 16, 16)
+
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    assert text.count("class Shrinking(nn.Module)") == 1
+    torch.testing.assert_close(stage(x), model(x))
+
+
 def recompute(layer: nn.Module) -> None:
     layer.forward = functools.partial(  # type: ignore[method-assign]
         checkpoint, layer.forward, use_reentrant=False
