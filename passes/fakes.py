@@ -20,6 +20,9 @@ _WORKSPACE = 3
 _INDEX = torch.ops.aten.index.Tensor
 _CTC = torch.ops.aten._ctc_loss
 _EMBEDDING = "EmbeddingBackward0"
+_BAG_BACKWARD = torch.ops.aten._embedding_bag_backward.default
+_BAGS = 3
+"""The place of each index's bag among the arguments of the backward of bags."""
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -74,7 +77,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
     the meta kernel takes to be empty. And the sparse gradient of an embedding has no rows for its
     padding: how many that are depends on numbers, and the most are taken, all of them. What CTC
-    keeps for its backward goes with the longest target: so many as fit are taken.
+    keeps for its backward goes with the longest target: so many as fit are taken. The backward of
+    a sum of bags tells whose bag an index is of where its forward has not, before it makes a row
+    for each.
     """
 
     @classmethod
@@ -103,6 +108,9 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             (mask,) = args[1]
             with self:
                 return args[0].new_empty((mask.numel(), *args[0].shape[mask.dim() :]))
+        if func is _BAG_BACKWARD and not args[_BAGS].numel():
+            with self:
+                args = (*args[:_BAGS], torch.empty_like(args[1]), *args[_BAGS + 1 :])
         if func in (_CTC.default, _CTC.Tensor):
             with self:
                 return _ctc_loss(*args[:2])

@@ -249,11 +249,21 @@ class Construction:
                 yield from self._unread(root, item, given)
 
     def _unread(self, root: ModuleNode, block: ModuleNode, given: Arguments) -> Iterator[str]:
-        """The statements that add to a block what it holds and does not read."""
-        for inner in block.all():
-            for own, state in inner.tensors():
-                if state.name in self.state.unread:
-                    yield from self._bare_state(root, state, inner, own, given)
+        """The statements that add to a block what it holds and does not read.
+
+        A module in it that has a class of its own without being a block registers its own.
+        """
+        path = block.prefix.removeprefix(root.prefix)[:-1]
+        # Items of an nn.Sequential have numbers, those of an nn.ModuleDict keys.
+        keyed = "[" in _below(root, block.place)
+        place = f"{root.place}.get_submodule({quote(path)})" if keyed else block.place
+        for own, state in block.tensors():
+            if state.name in self.state.unread:
+                found = dataclasses.replace(block, place=place)
+                yield from self._bare_state(root, state, found, own, given)
+        for _, inner in block.modules():
+            if inner.prefix[:-1] in self.of_path or not self._has_class(inner):
+                yield from self._unread(root, inner, given)
 
     def _has_class(self, item: ModuleNode) -> bool:
         """Whether a module is constructed whole, by a class of a file."""

@@ -59,6 +59,32 @@ class Wrapped(nn.Module):
         return self.net(x)
 
 
+class Noted(nn.Module):
+    """Holds what it does not read: itself, and in a module that nothing calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("unread", torch.rand(2))
+        self.notes = nn.Module()
+        self.notes.register_buffer("scale", torch.rand(4))
+        self.notes.register_buffer("seen", torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.notes.scale
+
+
+class Chained(nn.Module):
+    """A chain of blocks, whose items are found by numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Noted(), nn.Sigmoid(), Noted())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
 class Groups(nn.Module):
     """Lists of lists; modules of torch that are read and not called, or neither."""
 
@@ -111,6 +137,20 @@ def test_stages_have_the_keys_and_the_numbers_of_the_model(
             assert torch.equal(buffer, buffers[name])
             if not torch.equal(buffer, expected.get(name, buffer)):
                 assert covers(spec.writes, name)
+
+
+def test_blocks_of_a_chain_hold_what_they_do_not_read(tmp_path: Path) -> None:
+    model, x = Chained(), torch.rand(8, 4)
+    graph = gpc.trace(model, (x,), training=False)
+    made = gpc.plan(graph, stages=2, constraints=gpc.Constraints(split_at=("net.2",)))
+    pipe = load_package(gpc.emit(made, tmp_path / "out")).Pipeline()
+
+    assert torch.allclose(pipe(x), model(x), atol=1e-6)
+    held, expected = pipe.state_dict(), model.state_dict()
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+    lines = "".join(path.read_text() for path in (tmp_path / "out").glob("*.py"))
+    assert lines.count('"seen"') == 1  # by the class of what holds it alone
 
 
 def test_modules_of_torch_are_constructed_whole_near_what_they_belong_to(tmp_path: Path) -> None:

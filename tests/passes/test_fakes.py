@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_compiler.passes import fakes
 from gpipe_compiler.passes.fakes import HostFakes
@@ -56,6 +56,26 @@ def test_plain_kernels_return_what_those_of_the_host_do(name: str, dtype: torch.
         with mode:
             made = CALLS[name](mode.from_tensor(x), mode.from_tensor(y))
         assert layout(made) == layout(real)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_sparse_gradient_of_a_sum_of_bags_has_a_row_for_each_index(weighted: bool) -> None:
+    table, bags, weights = torch.rand(20, 8), torch.randint(20, (4, 5)), torch.rand(4, 5)
+
+    def gradient(given: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = given(table).requires_grad_()
+        scales = given(weights) if weighted else None
+        summed = nn.functional.embedding_bag(
+            given(bags), leaf, mode="sum", sparse=True, per_sample_weights=scales
+        )
+        return torch.autograd.grad(summed, [leaf], torch.ones_like(summed))[0]
+
+    mode = HostFakes()
+    with mode:
+        made = gradient(mode.from_tensor)
+    real = gradient(torch.clone)
+    assert made._indices().shape == real._indices().shape
+    assert made._values().shape == real._values().shape
 
 
 def test_a_view_shares_the_memory_of_what_it_views() -> None:
