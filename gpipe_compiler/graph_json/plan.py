@@ -43,7 +43,7 @@ class BarePlan:
         bottleneck_s: seconds of the longest stage, transfers included.
         lower_bound_s: no plan into as many stages or fewer has less of what was to be short.
         proved: whether, as was asked, the plan is known to be the best, to within 1e-9 of its
-            time, or 4e-6 where an integer program proves it, as is so for wide graphs.
+            time.
         seconds: that planning took.
         device_bytes: for every device of the pipeline, memory at its peak.
     """
@@ -117,8 +117,10 @@ def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
     problem = with_kinds(graph.problem(training=training), setting.cluster)
     search = _Search(problem, setting, training=training)
     search.every_count(min(setting.stages, len(graph.ops)))
-    best = search.certified()
-    return _plan(graph, best, search.bound_s, time.perf_counter() - started, prove=setting.prove)
+    assert search.best is not None  # else it is refused
+    return _plan(
+        graph, search.best, search.bound_s, time.perf_counter() - started, prove=setting.prove
+    )
 
 
 class _Search:
@@ -129,7 +131,6 @@ class _Search:
         self.best: BareCut | None = None
         self.bound_s = math.inf
         self._known = Known()
-        self._settings: dict[int, CutSetting] = {}
         self._refusal: PlanError | None = None
 
     def every_count(self, most: int) -> None:
@@ -176,7 +177,6 @@ class _Search:
             self._refusal = self._refusal or error
             return
         found = BareCut(self.problem, setting, best)
-        self._settings[stages] = setting
         self._take(found)
         # Where the proved best does not fit, no cut into so many stages does.
         if best.fits or not best.proved:
@@ -209,28 +209,6 @@ class _Search:
     def _take(self, found: BareCut) -> None:
         if self.best is None or found.rank < self.best.rank:
             self.best = found
-
-    def certified(self) -> BareCut:
-        """The best, with a bound by an integer program over all counts at once where none is."""
-        assert self.best is not None
-        best = self.best
-        if not self.asked.prove or self.bound_s >= best.value_s * (1 - PROVED):
-            return best
-        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
-        from gpipe_compiler.passes.cut.program import CLOSE
-
-        widest = self._settings[max(self._settings)]
-        certificate = certify(self.problem, widest, best.value_s, fewer=True)
-        self.bound_s = max(self.bound_s, certificate.bound_s)
-        stage_of = certificate.stage_of
-        setting = self._settings.get(max(stage_of) + 1) if stage_of else None
-        if stage_of and setting:
-            better = cut(self.problem, setting, hint=stage_of, search=False)
-            self._take(BareCut(self.problem, setting, better))
-        best = self.best
-        if self.bound_s >= best.value_s * (1 - 4 * CLOSE):
-            self.bound_s = best.value_s
-        return best
 
 
 def _spread(most: int) -> set[int]:

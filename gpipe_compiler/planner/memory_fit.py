@@ -37,7 +37,6 @@ class Exact:
     """
 
     candidate: Candidate
-    layout: Layout
     memory: tuple[DeviceMemory, ...]
     over: float
 
@@ -45,10 +44,6 @@ class Exact:
     def merit(self) -> tuple[float, float, int]:
         """The less the better: how far from fitting, its step, how many stages recompute."""
         return self.over, self.candidate.prediction.step_s, sum(self.candidate.recomputing)
-
-    def bare(self) -> Exact:
-        """The same, to be kept beside others: programs of large plans take gigabytes."""
-        return dataclasses.replace(self, layout=dataclasses.replace(self.layout))
 
 
 def choose_exactly(builder: CandidateBuilder) -> Exact:
@@ -102,8 +97,7 @@ def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]
         candidate = _limited(builder, limits).choose(choice, best.candidate)
         if candidate.stages == latest.candidate.stages:
             break
-        best, latest = best.bare(), latest.bare()
-        latest = _exact(builder, candidate.bounded_by(first.candidate)).bare()
+        latest = _exact(builder, candidate.bounded_by(first.candidate))
         best = min(best, latest, key=lambda exact: exact.merit)
     if best.over > 0 and choice is RematChoice.AUTO:
         # Limits that were moved in vain must not miss what the plainest choices fit, nor what
@@ -111,8 +105,8 @@ def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]
         least = _limited(builder, [0.0] * len(limits))
         plain = [builder.choose(RematChoice.FULL), builder.choose(RematChoice.NONE)]
         for candidate in (*plain, least.choose(choice, best.candidate), *least.leanest()):
-            usual = _exact(builder, candidate.bounded_by(first.candidate)).bare()
-            best = min(best.bare(), usual, key=lambda exact: exact.merit)
+            usual = _exact(builder, candidate.bounded_by(first.candidate))
+            best = min(best, usual, key=lambda exact: exact.merit)
     return best, limits
 
 
@@ -186,7 +180,7 @@ def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
         max(0.0, device.peak - setting.seats[seat].memory)
         for device, seat in zip(memory, candidate.found.seats, strict=True)
     )
-    return Exact(candidate, layout, memory, over)
+    return Exact(candidate, memory, over)
 
 
 def _moved(builder: CandidateBuilder, exact: Exact, limits: Sequence[float]) -> list[float] | None:

@@ -30,7 +30,6 @@ from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
 from gpipe_compiler.planner.predict import Candidate, shared
 from gpipe_compiler.runtime.schedule import lower, prove
-from gpipe_compiler.runtime.schedule.actions import Programs
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
 
@@ -222,14 +221,14 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
     _check_outputs(builder.facts.graph, choice.microbatches)
     if exact_memory:
         exact = choose_exactly(builder)
-        candidate, programs = exact.candidate, exact.layout.programs if training else None
+        candidate = exact.candidate
         prediction = with_memory(candidate.prediction, exact.memory, choice.stages)
     else:
         candidate = builder.choose(builder.remat)
-        prediction, programs = candidate.prediction, None
+        prediction = candidate.prediction
     candidate = _with_frontiers(builder, candidate)
     graph = builder.facts_of(candidate).graph
-    _prove(graph, candidate, builder.setting, programs)
+    _prove(graph, candidate, builder.setting)
     return Plan(
         name=graph.name,
         stages=candidate.stages,
@@ -310,19 +309,13 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
             )
 
 
-def _prove(
-    graph: Graph, candidate: Candidate, setting: CutSetting, programs: Programs | None
-) -> None:
+def _prove(graph: Graph, candidate: Candidate, setting: CutSetting) -> None:
     """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
-
-    Args:
-        programs: of the devices, where they are known.
 
     Raises:
         DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
     """
     placement, crossings = setting.placement, candidate.table.crossings
-    if programs is None:
-        owners = dict(shared(graph, candidate.stages))
-        programs = lower(candidate.orders, placement, crossings, owners, candidate.joint)
+    owners = dict(shared(graph, candidate.stages))
+    programs = lower(candidate.orders, placement, crossings, owners, candidate.joint)
     prove(programs, placement, crossings, candidate.joint)

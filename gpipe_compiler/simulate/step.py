@@ -28,11 +28,12 @@ backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the ord
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -295,61 +296,31 @@ class Steps:
             times: shape (pipelines, stages, 7), the last dimension as the fields of `StageTimes`.
         """
         if len(times) <= FEW:
-            return np.array([self._alone(pipeline) for pipeline in times.tolist()])
-        count, stages, _ = times.shape
-        nothing = np.zeros(count)
-        device_free = [nothing] * len(self._orders)
-        receive_free = [nothing] * stages
-        gradient_free = [nothing] * stages
-        ready = [nothing] * (self._size + 1)  # the last one is of what waits for nothing
+            return np.array([self._step(pipeline, 0.0, max) for pipeline in times.tolist()])
         rows = [tuple(row) for row in np.ascontiguousarray(times.transpose(1, 2, 0))]
+        return np.asarray(self._step(rows, np.zeros(len(times)), np.maximum))
+
+    def _step(self, rows: Sequence[Sequence[Any]], nothing: Any, larger: Callable[..., Any]) -> Any:
+        """The step of one pipeline by numbers, or of many by arrays."""
+        device_free = [nothing] * len(self._orders)
+        receive_free, gradient_free = ([nothing] * len(rows) for _ in range(2))
+        ready = [nothing] * (self._size + 1)  # the last one is of what waits for nothing
         for device, stage, phase, number, needed, again in self._sequence:
             forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = rows[stage]
             free, arrival = device_free[device], ready[needed]
             if phase is FORWARD:
-                arrival = receive_free[stage] = np.maximum(arrival, receive_free[stage]) + receive_s
-                end = device_free[device] = np.maximum(arrival, free) + forward_s
+                arrival = receive_free[stage] = larger(arrival, receive_free[stage]) + receive_s
+                end = device_free[device] = larger(arrival, free) + forward_s
             elif phase is WEIGHT:
                 end = device_free[device] = free + weight_s
             else:
-                computed = np.maximum(arrival, free + recompute_s if again else free) + backward_s
+                computed = larger(arrival, free + recompute_s if again else free) + backward_s
                 if stage in self._split:
                     computed = computed - weight_s
                 device_free[device] = computed
-                end = np.maximum(computed, gradient_free[stage]) + gradient_s
-                gradient_free[stage] = end
+                end = gradient_free[stage] = larger(computed, gradient_free[stage]) + gradient_s
             ready[number] = end
         for device, order in enumerate(self._orders):
             for stage in {action.stage for action in order}:
                 device_free[device] = device_free[device] + rows[stage][6]
-        return np.asarray(np.max([nothing, *device_free, *receive_free, *gradient_free], axis=0))
-
-    def _alone(self, times: Sequence[Sequence[float]]) -> float:
-        """The step of one pipeline: the same arithmetic, without the cost of arrays."""
-        device_free = [0.0] * len(self._orders)
-        receive_free = [0.0] * len(times)
-        gradient_free = [0.0] * len(times)
-        ready = [0.0] * (self._size + 1)
-        for device, stage, phase, number, needed, again in self._sequence:
-            forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = times[stage]
-            free, arrival = device_free[device], ready[needed]
-            if phase is FORWARD:
-                came = receive_free[stage]
-                arrival = receive_free[stage] = (arrival if arrival > came else came) + receive_s
-                end = device_free[device] = (arrival if arrival > free else free) + forward_s
-            elif phase is WEIGHT:
-                end = device_free[device] = free + weight_s
-            else:
-                if again:
-                    free += recompute_s
-                computed = (arrival if arrival > free else free) + backward_s
-                if stage in self._split:
-                    computed -= weight_s
-                device_free[device] = computed
-                left = gradient_free[stage]
-                end = gradient_free[stage] = (computed if computed > left else left) + gradient_s
-            ready[number] = end
-        for device, order in enumerate(self._orders):
-            for stage in {action.stage for action in order}:
-                device_free[device] += times[stage][6]
-        return max(0.0, *device_free, *receive_free, *gradient_free)
+        return functools.reduce(larger, [nothing, *device_free, *receive_free, *gradient_free])

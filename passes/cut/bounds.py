@@ -12,37 +12,37 @@ from gpipe_compiler.passes.cut.space import Floats
 from gpipe_compiler.runtime.spec import ScheduleKind
 
 
-def simple_bound(graph: Contracted, setting: CutSetting, lineup: DeviceOrder) -> float:
+def simple_bound(graph: Contracted, setting: CutSetting, device_order: DeviceOrder) -> float:
     """The busiest device or stage, and what fills and drains the line.
 
     Args:
-        lineup: the only order of devices there is, or the ideal one.
+        device_order: the only order of devices there is, or the ideal one.
     """
     m, stages = setting.microbatches, setting.stages
     seconds = graph.seconds
-    kinds = {seat.kind for seat in lineup.devices}
+    kinds = {seat.kind for seat in device_order.devices}
     if kinds != {-1}:
         seconds = seconds[sorted(kinds)]
     forward, backward = seconds[:, 0].min(axis=0), seconds[:, 1].min(axis=0)
     first = (seconds[:, 1] - seconds[:, 2] * setting.splits_backward).min(axis=0)
-    own = (1 + float(lineup.again.min())) * forward + backward
+    own = (1 + float(device_order.again.min())) * forward + backward
     largest, whole = float(own.max(initial=0.0)), float(own.sum())
     if setting.objective is Objective.BOTTLENECK:
         return max(whole / stages, largest)
-    device = max(whole / len(lineup.devices), largest)
+    device = max(whole / len(device_order.devices), largest)
     # Where some stages compute again: what the others save is a share of their own time.
-    twice = float((2 * forward + backward).sum()) if lineup.again.any() else 0.0
-    spared = (lineup.again == 0) * _forward_share(forward, backward)
-    device = max(device, twice / (len(lineup.devices) + float(spared.sum())))
+    twice = float((2 * forward + backward).sum()) if device_order.again.any() else 0.0
+    spared = (device_order.again == 0) * _forward_share(forward, backward)
+    device = max(device, twice / (len(device_order.devices) + float(spared.sum())))
     way = float(forward.sum() + first.sum())
-    if setting.kind in (None, ScheduleKind.GPIPE) and not lineup.shared:
+    if setting.kind in (None, ScheduleKind.GPIPE) and not device_order.shared:
         return way + (m - 1) * device
     # A stage begins when all before it have forwarded, and after its end they still go backward.
     plain = forward + first
-    again = float(lineup.again.min()) * forward
+    again = float(device_order.again.min()) * forward
     node = plain + (m - 1) * (plain + again) + ways_before(graph, plain)
     bound = max(m * device, way, float(node.max(initial=0.0)))
-    if setting.kind is ScheduleKind.ONE_F_ONE_B and not lineup.shared:
+    if setting.kind is ScheduleKind.ONE_F_ONE_B and not device_order.shared:
         # For stage s with R after it: step >= total - R + (M-1) own and >= total + R + (M-w) own.
         # Half the sum of both, weighed so that the stages' own times add up to the total.
         warm = [min(stages - s, m) for s in range(stages)]

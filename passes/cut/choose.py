@@ -1,10 +1,8 @@
 """Chooses the stages: the cut of a problem into consecutive down-sets with the shortest step.
 
 The time of a step is `simulate/step.py`'s. The search looks at few places to cut, and then at those
-about the best: what it takes does not grow with the square of the nodes. With `prove` it goes on:
-through all down-sets where they are not too many, else by an integer program
-(`cut/certificate.py`) that says how far the cut can be from the best, and sometimes finds a better
-one.
+about the best: what it takes does not grow with the square of the nodes. With `prove` it goes on
+through all down-sets, where they are not too many.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, seat_orders
-from gpipe_compiler.passes.cut.evaluator import CutEvaluator
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
 from gpipe_compiler.passes.cut.ground import Ground, Known
 from gpipe_compiler.passes.cut.orders import (
     down_sets,
@@ -33,15 +31,10 @@ from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate.in_flight import Load, loads
-from gpipe_compiler.simulate.step import StageTimes, recomputed
+from gpipe_compiler.simulate.step import StageTimes
 
 MOST_DOWN_SETS = 20_000
 """Above so many a proof is no longer by the search of all of them."""
-
-PER_SOLVER = 15
-"""So many numbers worked out here take as long as one that the integer program touches."""
-
 
 ROUNDS = 6
 """How often the places about the best cut are looked at, at most."""
@@ -61,8 +54,8 @@ class Cut:
         lower_bound_s: no cut into as many stages, on any of the devices there are, takes less;
             of `step_s` or `bottleneck_s`, whichever is the objective.
         proved: whether a proof was asked for, and the objective is the least possible, to within
-            1e-9 of it (4e-6 where an integer program has proved it), among the cuts that fit, or
-            where none does, among those that exceed a device's memory by the least.
+            1e-9 of it, among the cuts that fit, or where none does, among those that exceed a
+            device's memory by the least.
         down_sets: how many places to cut were looked at.
         bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
         seats: for every device of the pipeline, which of the setting's seats it is.
@@ -173,13 +166,7 @@ class _Cutter:
         problem, graph = ground.problem, ground.graph
         self.ground, self.problem, self.graph = ground, problem, graph
         self.setting, self.work = setting, work
-        asked = setting.recompute or (False,) * setting.stages
-        repeats = [0] * setting.stages
-        for action in recomputed(setting.orders):
-            repeats[action.stage] += asked[action.stage]
-        held: tuple[Load, ...] = ()
-        if any(math.isfinite(seat.memory) for seat in setting.seats):
-            held = loads(setting.orders, [s for s, again in enumerate(asked) if again])
+        repeats, held = recomputing(setting)
         again = np.array([float(count > 0) for count in repeats])
         m, shared = setting.microbatches, len(set(setting.placement)) < setting.stages
         line = setting.kind in (None, ScheduleKind.GPIPE) and not shared
@@ -187,13 +174,17 @@ class _Cutter:
         if setting.objective is Objective.STEP and not line:
             counted = np.array([float(count == m) for count in repeats])
         orders, complete = seat_orders(setting)
-        lineups = [DeviceOrder.of(setting, order, held, counted) for order in orders]
-        best = lineups[0] if complete and len(lineups) == 1 else ideal(setting, held, counted)
+        device_orders = [DeviceOrder.of(setting, order, held, counted) for order in orders]
+        best = (
+            device_orders[0]
+            if complete and len(device_orders) == 1
+            else ideal(setting, held, counted)
+        )
         self.simple_s = simple_bound(graph, setting, best)
         self.complete = complete
         evaluator = CutEvaluator(problem, setting, again)
         total_s = float(graph.least_s.sum())
-        self.solver = Solver(setting, evaluator, lineups, tuple(repeats), total_s, work)
+        self.solver = Solver(setting, evaluator, device_orders, repeats, total_s, work)
 
     def best(self, hint: Sequence[int], *, prove: bool, search: bool) -> Cut:
         solver, stages = self.solver, self.setting.stages
@@ -204,24 +195,24 @@ class _Cutter:
         if solver.brief:
             for stage_of in classic_cuts(self.graph, stages):
                 solver.consider(stage_of)  # unless a constraint rules it out
-        found = self._quick(solver.lineups[0])
+        found = self._quick(solver.device_orders[0])
         if prove and not solver.reaches(max(found.bound_s, self.simple_s)):
             found = self._proof(found)
         if not solver.found:
             raise self._nothing()
         return self._cut(found, prove=prove)
 
-    def _quick(self, lineup: DeviceOrder) -> _Looked:
+    def _quick(self, device_order: DeviceOrder) -> _Looked:
         """Searches all places to cut where they are few, else some, and those about the best cut.
 
         Args:
-            lineup: whose links count where places are chosen.
+            device_order: whose links count where places are chosen.
         """
         ground, graph = self.ground, self.graph
-        space = ground.first(lineup)
+        space = ground.first(device_order)
         if ground.few is not None:
             return _Looked(self._family(space, whole=True), len(ground.few))
-        places, looked, share = ground.places(lineup), 0, 1.0
+        places, looked, share = ground.places(device_order), 0, 1.0
         for turn in range(ROUNDS):
             before = self._rank
             looked += space.size
@@ -250,7 +241,7 @@ class _Cutter:
         Args:
             whole: whether they are all that there are.
         """
-        if not any(lineup.limited for lineup in self.solver.lineups):
+        if not any(device_order.limited for device_order in self.solver.device_orders):
             space.limit(self.solver.longest_stage())
         return self.solver.search(space, last=whole)
 
@@ -264,8 +255,6 @@ class _Cutter:
         solver.proves = True
         masks = down_sets(self.graph, MOST_DOWN_SETS)
         if masks is None:
-            if solver.found and not solver.reaches(self.simple_s):
-                self.simple_s = max(self.simple_s, self._certified())
             return _Looked(0.0, found.looked)
         bound = solver.search(self._whole(masks), last=True)
         if not solver.reaches(max(bound, self.simple_s)):
@@ -278,7 +267,7 @@ class _Cutter:
         What the least excess of all cuts is, was found before: that of a row may be more.
         """
         solver = self.solver
-        limited = any(lineup.limited for lineup in solver.lineups)
+        limited = any(device_order.limited for device_order in solver.device_orders)
         room, least_excess = solver.room, solver.least_excess
         solver.work = self.work
         for order in topological_orders(self.graph):
@@ -286,20 +275,6 @@ class _Cutter:
         if limited and solver.found:
             solver.room = min(room, max(solver.score.excess))
             solver.least_excess = least_excess
-
-    def _certified(self) -> float:
-        """A bound from the integer program; a better cut that it finds is kept."""
-        from gpipe_compiler.passes.cut.certificate import certify  # loads a solver
-        from gpipe_compiler.passes.cut.program import CLOSE
-
-        work = self.work // PER_SOLVER
-        certificate = certify(
-            self.problem, self.setting, self.solver.value, work=work, least_s=self.simple_s
-        )
-        if certificate.stage_of and max(certificate.stage_of) == self.setting.stages - 1:
-            self.solver.consider(certificate.stage_of)
-        bound, value = certificate.bound_s, self.solver.value
-        return value if bound >= value * (1 - 4 * CLOSE) else bound
 
     def _whole(self, masks: Sequence[int]) -> Space:
         """The family of all down-sets; where they are many, a good cut limits its stages first."""

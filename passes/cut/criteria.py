@@ -46,11 +46,6 @@ class FillDrain(Criterion):
     def _repeats(self) -> float:
         return self.microbatches - 1 or TIE
 
-    @property
-    def monotone(self) -> bool:
-        """See `Criterion`."""
-        return not self.updates
-
     def initial(self) -> Floats:
         """See `Criterion`."""
         return np.zeros(5 if self.updates else 3)
@@ -69,14 +64,14 @@ class FillDrain(Criterion):
         """See `Criterion`."""
         extended = np.empty_like(labels)
         np.maximum(labels[:, 0], np.maximum(new.forward_s, new.receive_s), out=extended[:, 0])
-        pace = np.maximum(labels[:, 1], new.backward_s + self.again[stage] * new.forward_s)
-        np.maximum(pace, new.gradient_s, out=extended[:, 1])
+        slowest = np.maximum(labels[:, 1], new.backward_s + self.again[stage] * new.forward_s)
+        np.maximum(slowest, new.gradient_s, out=extended[:, 1])
         machines = new.receive_s + new.forward_s + new.backward_s + new.gradient_s
         np.add(labels[:, 2], machines, out=extended[:, 2])
         if self.updates:
             ended = labels[:, 3] + new.backward_s
             extended[:, 3] = ended + new.gradient_s
-            updated = ended + self._repeats * pace + new.update_s
+            updated = ended + self._repeats * slowest + new.update_s
             np.maximum(labels[:, 4], updated, out=extended[:, 4])
         return extended
 
@@ -200,22 +195,22 @@ class Sends(Criterion):
         taken: how many of its readers are in each, likewise.
     """
 
-    lineup: DeviceOrder
+    device_order: DeviceOrder
     beam: int
     values: tuple[Movable, ...]
     live: Booleans = field(repr=False)
     taken: Integers = field(repr=False)
 
     @classmethod
-    def of(cls, space: Space, lineup: DeviceOrder) -> Sends | None:
+    def of(cls, space: Space, device_order: DeviceOrder) -> Sends | None:
         """For a family and an order of devices; None where links differ by the sender."""
-        if lineup.shared or not lineup.alike:
+        if device_order.shared or not device_order.alike:
             return None
-        equal = len({pace.receives for pace in lineup.paces[1:]}) < 2
+        equal = len({rate.receives for rate in device_order.rates[1:]}) < 2
         chosen = [v for v, value in enumerate(space.graph.values) if not equal or value.shared]
         values = tuple(space.graph.values[v] for v in chosen)
         beam = max(16, min(MOST_LABELS, ENTRIES // (1 + len(values))))
-        return cls(lineup, beam, values, space.crossing(chosen), space.readers(chosen))
+        return cls(device_order, beam, values, space.crossing(chosen), space.readers(chosen))
 
     @property
     def most_extensions(self) -> int | None:
@@ -242,13 +237,13 @@ class Sends(Criterion):
         """See `Criterion`."""
         start, end = self.live[new.start], self.live[new.end]
         used = self.taken[new.end] > self.taken[new.start]
-        pace = self.lineup.paces[stage]
+        rate = self.device_order.rates[stage]
         later = labels[:, 1:]
         # What crosses the end of a stage and not its start is made in it.
-        further = ((later - self._seconds(pace.sends)) * (end & ~start)).sum(axis=1)
+        further = ((later - self._seconds(rate.sends)) * (end & ~start)).sum(axis=1)
         extended = np.empty_like(labels)
         extended[:, 0] = np.maximum(labels[:, 0], self._plain(stage, new) + further)
-        extended[:, 1:] = (later + used * self._seconds(pace.receives)) * start
+        extended[:, 1:] = (later + used * self._seconds(rate.receives)) * start
         return extended
 
     def bound(
@@ -258,7 +253,7 @@ class Sends(Criterion):
         return np.asarray(np.maximum(labels[:, 0], tables.stage_s[stage, start]))
 
     def _plain(self, stage: int, new: Extensions) -> Floats:
-        again = self.lineup.again[stage] * new.forward_s
+        again = self.device_order.again[stage] * new.forward_s
         moved = new.receive_s + new.gradient_s + new.times[SEND]
         return np.asarray(new.forward_s + new.backward_s + again + moved)
 

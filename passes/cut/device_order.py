@@ -87,7 +87,7 @@ class DeviceOrder:
     def alike(self) -> bool:
         """Whether what a stage receives takes as long from all stages before it."""
         return self._uniform or all(
-            self.between(before, stage) == self.paces[stage].receives
+            self.between(before, stage) == self.rates[stage].receives
             for stage in range(1, self.stages)
             for before in range(stage)
         )
@@ -111,7 +111,7 @@ class DeviceOrder:
         )
 
     @cached_property
-    def paces(self) -> tuple[StageRates, ...]:
+    def rates(self) -> tuple[StageRates, ...]:
         """Of every stage."""
         found: list[StageRates] = []
         known: dict[StageRates, StageRates] = {}
@@ -123,21 +123,21 @@ class DeviceOrder:
             else:
                 receives = fastest([self.between(s, stage) for s in range(stage)])
                 sends = fastest([self.between(stage, s) for s in range(stage + 1, self.stages)])
-            pace = StageRates(
+            rate = StageRates(
                 seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s
             )
-            found.append(known.setdefault(pace, pace))
+            found.append(known.setdefault(rate, rate))
         return tuple(found)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, StageRates], ...]:
-        """First stage, last stage and one, and pace of all runs of stages of equal pace."""
+        """First stage, last stage and one, and rate of all runs of stages of equal rate."""
         found: list[tuple[int, int, StageRates]] = []
-        for stage, pace in enumerate(self.paces):
-            if found and found[-1][2] == pace:
+        for stage, rate in enumerate(self.rates):
+            if found and found[-1][2] == rate:
                 found[-1] = (found[-1][0], stage + 1, found[-1][2])
             else:
-                found.append((stage, stage + 1, pace))
+                found.append((stage, stage + 1, rate))
         return tuple(found)
 
     @cached_property

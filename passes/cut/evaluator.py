@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ from gpipe_compiler.passes.cut.space import (
     WEIGHT,
     Floats,
 )
-from gpipe_compiler.simulate.step import StageTimes, Steps
+from gpipe_compiler.simulate.in_flight import Load, loads
+from gpipe_compiler.simulate.step import StageTimes, Steps, recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,18 @@ class CutScore:
         """The smaller, the better."""
         value = self.step_s if objective is Objective.STEP else self.bottleneck_s
         return max(self.excess), value
+
+
+def recomputing(setting: CutSetting) -> tuple[tuple[int, ...], tuple[Load, ...]]:
+    """For every stage, how many micro-batches it computes again; and what every device holds of
+    micro-batches, none where memory does not matter."""
+    asked = setting.recompute or (False,) * setting.stages
+    repeats = [0] * setting.stages
+    for action in recomputed(setting.orders):
+        repeats[action.stage] += asked[action.stage]
+    limited = any(math.isfinite(seat.memory) for seat in setting.seats)
+    again = [stage for stage, asks in enumerate(asked) if asks]
+    return tuple(repeats), loads(setting.orders, again) if limited else ()
 
 
 class CutEvaluator:
@@ -84,11 +98,13 @@ class CutEvaluator:
             and all(stage_of[one] != stage_of[other] for one, other in problem.apart)
         )
 
-    def evaluate(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> CutScore:
+    def evaluate(self, device_order: DeviceOrder, stage_of: Sequence[int]) -> CutScore:
         """Everything about a cut."""
-        stages = lineup.stages
+        stages = device_order.stages
         seconds = [[0.0, 0.0, 0.0] for _ in range(stages)]
-        kinds = [self._kinds[lineup.devices[device].kind] for device in lineup.placement]
+        kinds = [
+            self._kinds[device_order.devices[device].kind] for device in device_order.placement
+        ]
         for node, stage in enumerate(stage_of):
             cost, total = kinds[stage][node], seconds[stage]
             total[0] += cost.forward_s
@@ -104,15 +120,15 @@ class CutEvaluator:
                     taken[target] += value.bytes
                 if target == source:
                     continue
-                link = lineup.between(source, target)
+                link = device_order.between(source, target)
                 there, back = link.seconds(value.bytes), link.seconds(value.gradient_bytes)
                 receive[target] += there
                 gradient[target] += back
                 sends[source] += there + back
-        held = self._held(lineup, stage_of, taken)
+        held = self._held(device_order, stage_of, taken)
         times = []
         for stage, (forward, backward, weight) in enumerate(seconds):
-            seat = lineup.devices[lineup.placement[stage]]
+            seat = device_order.devices[device_order.placement[stage]]
             updated = held[1][stage]
             update = updated * seat.update_s_per_byte + bool(updated) * seat.update_latency_s
             times.append(
@@ -128,7 +144,7 @@ class CutEvaluator:
             )
         return CutScore(
             tuple(stage_of),
-            lineup.seats,
+            device_order.seats,
             tuple(times),
             held[0],
             float(self.steps(_columns(times))[0]),
@@ -139,25 +155,29 @@ class CutEvaluator:
         )
 
     def _held(
-        self, lineup: DeviceOrder, stage_of: Sequence[int], taken: Sequence[float]
+        self, device_order: DeviceOrder, stage_of: Sequence[int], taken: Sequence[float]
     ) -> tuple[tuple[int, ...], list[float]]:
         """The excess of every device, and what every stage updates."""
-        stages = lineup.stages
+        stages = device_order.stages
         state, saved, updated = ([0.0] * stages for _ in range(3))
         for kept in self.problem.kept:
             for stage in {stage_of[user] for user in kept.users}:
                 state[stage] += kept.bytes
                 saved[stage] += kept.microbatch_bytes
                 updated[stage] += kept.updated_bytes
-        excess = [0] * len(lineup.devices)
-        if lineup.limited:
-            for device, (load, seat) in enumerate(zip(lineup.loads, lineup.devices, strict=True)):
+        excess = [0] * len(device_order.devices)
+        if device_order.limited:
+            for device, (load, seat) in enumerate(
+                zip(device_order.loads, device_order.devices, strict=True)
+            ):
                 peak = load.peak([taken[s] for s in load.stages], [saved[s] for s in load.stages])
                 over = sum(state[s] for s in load.stages) + peak - seat.memory
                 excess[device] = max(0, int(np.ceil(over))) if np.isfinite(over) else 0
         return tuple(excess), updated
 
-    def score(self, lineup: DeviceOrder, times: Floats, held: Floats) -> tuple[Floats, Floats]:
+    def score(
+        self, device_order: DeviceOrder, times: Floats, held: Floats
+    ) -> tuple[Floats, Floats]:
         """The largest excess of a device, and the objective, of many pipelines.
 
         Args:
@@ -173,10 +193,10 @@ class CutEvaluator:
         else:
             parts = [FORWARD, BACKWARD, RECEIVE, GRADIENT, SEND]
             value = (times[:, parts].sum(axis=1) + again).max(axis=1)
-        return excess_of(lineup, held), value
+        return excess_of(device_order, held), value
 
 
-def excess_of(lineup: DeviceOrder, held: Floats, stages: int | None = None) -> Floats:
+def excess_of(device_order: DeviceOrder, held: Floats, stages: int | None = None) -> Floats:
     """The largest excess of a device, of many pipelines, at least 0.
 
     Args:
@@ -184,9 +204,9 @@ def excess_of(lineup: DeviceOrder, held: Floats, stages: int | None = None) -> F
         stages: how many there are so far; those after them hold nothing yet.
     """
     worst = np.zeros(len(held))
-    if not lineup.limited:
+    if not device_order.limited:
         return worst
-    for load, memory in zip(lineup.loads, lineup.memory, strict=True):
+    for load, memory in zip(device_order.loads, device_order.memory, strict=True):
         known = [i for i, stage in enumerate(load.stages) if stages is None or stage < stages]
         if not known:
             continue

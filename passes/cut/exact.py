@@ -102,13 +102,18 @@ class Enumeration:
     def __init__(
         self,
         space: Space,
-        lineup: DeviceOrder,
+        device_order: DeviceOrder,
         evaluator: CutEvaluator,
         setting: CutSetting,
         repeats: tuple[int, ...],
         goal: Goal = Goal.OBJECTIVE,
     ) -> None:
-        self.space, self.lineup, self.evaluator, self.setting = space, lineup, evaluator, setting
+        self.space, self.device_order, self.evaluator, self.setting = (
+            space,
+            device_order,
+            evaluator,
+            setting,
+        )
         self.goal = goal
         self.repeats = np.array(repeats, dtype=np.float64)
         self.stages, self.microbatches = setting.stages, setting.microbatches
@@ -117,11 +122,11 @@ class Enumeration:
         self.in_turn = setting.kind in (None, ScheduleKind.GPIPE)
         self.actions = sum(map(len, setting.orders))
         self._made = 0
-        filtering = lineup if goal is Goal.OBJECTIVE else lineup.roomier(float("inf"))
+        filtering = device_order if goal is Goal.OBJECTIVE else device_order.roomier(float("inf"))
         self.tail = tails(space, filtering, self._tail_cost)
         self.devices = [
-            [s for s in range(self.stages) if lineup.placement[s] == device]
-            for device in range(len(lineup.devices))
+            [s for s in range(self.stages) if device_order.placement[s] == device]
+            for device in range(len(device_order.devices))
         ]
 
     def run(self, best: float, work: int) -> tuple[Outcome, int]:
@@ -176,7 +181,7 @@ class Enumeration:
             part = block.take(slice(begin, begin + 5_000))
             if part.bounds[0] >= self._ceiling(best):
                 break
-            excess, values = self.evaluator.score(self.lineup, part.times, part.held)
+            excess, values = self.evaluator.score(self.device_order, part.times, part.held)
             values = excess if self.goal is Goal.EXCESS else np.where(excess > 0, np.inf, values)
             least = int(np.argmin(values))
             if values[least] < self._ceiling(best):
@@ -193,10 +198,10 @@ class Enumeration:
         held = 0
         for group in np.split(order, borders):
             start = int(block.chain[group[0], -1])
-            row = self.space.row(start, self.lineup.paces[stage])
+            row = self.space.row(start, self.device_order.rates[stage])
             fits = np.isfinite(self.tail[stage + 1, row.ends])
-            if self.goal is Goal.OBJECTIVE and self.lineup.limited:
-                fits &= self.lineup.excess(stage, 1, row.held)[0] <= 0
+            if self.goal is Goal.OBJECTIVE and self.device_order.limited:
+                fits &= self.device_order.excess(stage, 1, row.held)[0] <= 0
             chosen = np.flatnonzero(fits)
             if not len(chosen):
                 continue
@@ -227,7 +232,7 @@ class Enumeration:
         if self.bottleneck:
             pending[:, stage] = times[:, SEND, stage]
         times[:, SEND, stage] = 0.0
-        if stage and (self.bottleneck or not self.lineup.alike):
+        if stage and (self.bottleneck or not self.device_order.alike):
             self._move(parents, stage, (start, ends), times, pending)
         children = _Block(chain, times, held, pending, np.zeros(len(old)))
         bounds = np.maximum(self._bound(children, stage + 1), parents.bounds[old])
@@ -252,14 +257,14 @@ class Enumeration:
             through = np.stack([self.space.through(v, ends) for v in values]).astype(np.float64)
             for source in range(stage):
                 from_here = sources == source
-                link = self.lineup.between(source, stage)
+                link = self.device_order.between(source, stage)
                 moved, returned = self._seconds(from_here, values, used, link)
                 receive += moved
                 gradient += returned
                 if self.bottleneck:
                     sent = (moved + returned).reshape(-1)
                     times[:, SEND, source] += sent
-                    link = self.lineup.paces[source].sends
+                    link = self.device_order.rates[source].sends
                     there, back = self._seconds(from_here, values, through, link)
                     pending[:, source] = (there + back).reshape(-1)
         times[:, RECEIVE, stage] = receive.reshape(-1)
@@ -301,10 +306,10 @@ class Enumeration:
         """A lower bound of all chains that begin so."""
         end = block.chain[:, -1]
         if self.goal is Goal.EXCESS:
-            return excess_of(self.lineup, block.held, known)
+            return excess_of(self.device_order, block.held, known)
         bound = self.tail[known, end]
-        if self.lineup.shared and self.lineup.limited:
-            over = excess_of(self.lineup, block.held, known) > 0
+        if self.device_order.shared and self.device_order.limited:
+            over = excess_of(self.device_order, block.held, known) > 0
             bound = np.where(over, np.inf, bound)
         if self.bottleneck:
             rows = (FORWARD, BACKWARD, RECEIVE, GRADIENT, SEND)
@@ -338,8 +343,8 @@ class Enumeration:
         way = way_in[:, known - 1] + way_out[:, known - 1]
         way = way + rest[:, 0] + rest[:, 1] - rest[:, 2] * self.split
         there = np.maximum(forward, receive).max(axis=1)
-        pace = first + (self.repeats >= (m - 1 if self.in_turn else m)) * (m > 1) * forward
-        back = np.maximum(pace, gradient).max(axis=1)
+        rate = first + (self.repeats >= (m - 1 if self.in_turn else m)) * (m > 1) * forward
+        back = np.maximum(rate, gradient).max(axis=1)
         line = there + back if self.in_turn else np.maximum(there, back)
         return np.asarray(np.maximum(bound, way + (m - 1) * line))
 

@@ -50,7 +50,7 @@ Keys = npt.NDArray[np.uint64]
 
 def frontier(
     graph: Contracted,
-    lineup: DeviceOrder,
+    device_order: DeviceOrder,
     most: int,
     speeds: Sequence[float] = SPEEDS,
     labels: int = MOST_LABELS,
@@ -58,19 +58,19 @@ def frontier(
     """Down-sets as bit masks that, at one of the speeds, no other down-set rules out.
 
     Args:
-        lineup: whose devices and links count, on the average.
+        device_order: whose devices and links count, on the average.
         most: down-sets at most. Where there are more, of those with about the same compute the one
             that crosses least stands for all.
         speeds: of the link, as multiples of its own; the faster, the more down-sets are left, as
             less crossing pays for more unequal computing. What a transfer costs that runs beside
             the computing is less than its own time.
     """
-    kinds = [pace.kind for pace in lineup.paces]
+    kinds = [rate.kind for rate in device_order.rates]
     own = np.mean(
         [graph.least_s if k < 0 else graph.seconds[k, 0] + graph.seconds[k, 1] for k in kinds],
         axis=0,
     )
-    links = dict.fromkeys(pace.receives for pace in lineup.paces[1:]) or {NO_LINK: None}
+    links = dict.fromkeys(rate.receives for rate in device_order.rates[1:]) or {NO_LINK: None}
     order = _narrowest(graph)
     found: set[int] = set()
     for link in links:

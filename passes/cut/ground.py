@@ -86,32 +86,32 @@ class Ground:
         """Places to cut that are looked at together."""
         return most_places(self.stages)
 
-    def places(self, lineup: DeviceOrder) -> Places:
+    def places(self, device_order: DeviceOrder) -> Places:
         """Places along several orders of the nodes.
 
         Args:
-            lineup: whose links count.
+            device_order: whose links count.
         """
-        if lineup.paces not in self._places:
-            self._places[lineup.paces] = Places.of(self.graph, lineup)
-        return self._places[lineup.paces]
+        if device_order.rates not in self._places:
+            self._places[device_order.rates] = Places.of(self.graph, device_order)
+        return self._places[device_order.rates]
 
-    def first(self, lineup: DeviceOrder) -> Space:
+    def first(self, device_order: DeviceOrder) -> Space:
         """The family that is looked at first: all places where they are few."""
-        key = lineup.paces if self.few is None else ()
+        key = device_order.rates if self.few is None else ()
         if key not in self._spaces:
-            masks = self._spread(lineup) if self.few is None else self.few
+            masks = self._spread(device_order) if self.few is None else self.few
             self._spaces[key] = Space(self.graph, masks)
         return self._spaces[key].unlimited()
 
-    def _spread(self, lineup: DeviceOrder) -> set[int]:
+    def _spread(self, device_order: DeviceOrder) -> set[int]:
         graph = self.graph
-        family = self.places(lineup).everywhere(self.most) | _asked(graph, self.stages)
+        family = self.places(device_order).everywhere(self.most) | _asked(graph, self.stages)
         if graph.size > SWEPT:
             return family
-        key = graph.members, graph.before, lineup.paces
+        key = graph.members, graph.before, device_order.rates
         if key not in self.known.swept:
-            self.known.swept[key] = frontier(graph, lineup, self.most, labels=LABELS)
+            self.known.swept[key] = frontier(graph, device_order, self.most, labels=LABELS)
         return family.union(self.known.swept[key])
 
 

@@ -1,10 +1,8 @@
 """Of all cuts that are nearly as good as the best, the one that opens the fewest modules.
 
-What opens less is said in `modules.py`. Chains of places to cut (`open_chains.py`) are judged
-exactly, those that open the least first; the first that is good enough is cut again with all
-modules whole that it leaves whole. In graphs of few down-sets all chains are known, so that none
-that is good enough opens less. Of larger graphs they are the most promising along the order in
-which the model was written.
+What opens less is said in `modules.py`. In graphs that can be cut in few ways all cuts are judged,
+those that open the least first, so that none that is good enough opens less. In larger ones modules
+that the best cut opens are kept whole, the outermost first, as long as the cut stays good enough.
 """
 
 from __future__ import annotations
@@ -13,44 +11,30 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
-from gpipe_compiler.options import Objective
+from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, seat_orders
-from gpipe_compiler.passes.cut.evaluator import CutEvaluator
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
+from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
-from gpipe_compiler.passes.cut.open_chains import (
-    Chains,
-    ChainSeconds,
-    CutPlaces,
-    opened_by_prefixes,
-)
-from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes
+from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.simulate.in_flight import loads
-from gpipe_compiler.simulate.step import recomputed
 
-PLACES = 256
-"""Down-sets to cut at, about, at most."""
+MOST_DOWN_SETS = 256
+"""Of a graph all of whose cuts are judged, at most."""
 
-JUDGED = 600_000
-"""Nodes, values and actions of all cuts that are judged exactly, about, at most."""
+MOST_CUTS = 4_000
+"""Cuts of it, at most."""
 
-EACH = 6
-"""Cuts judged of all that open as much as each other, where not all are known; and places beside
-the ends of the best cut's stages that are looked at, however much they open."""
-
-SLACKS = (0.0, 0.5, 1.0, 1.5, 3.0)
-"""By how many times the share the busiest device may be busier, where not all are known."""
-
-ANEW = 4
-"""Cuts that are short enough and too large, at most, whose open modules are cut anew for memory."""
+TRIES = 16
+"""Cuts with some modules whole, at most."""
 
 QUICK = 20
 """A cut whose modules are mostly whole may work out so many times less than others."""
@@ -80,28 +64,17 @@ def cut_inside(
     """
     if share <= 0 or not opened(modules, best.stage_of):
         return best
-    least = openness(modules, best.stage_of)
-    for stage_of in _Inside(problem, setting, modules, best, share).found():
-        if openness(modules, stage_of) == least:
-            break
-        open_ones = set(opened(modules, stage_of))
-        whole = [set(module.nodes) for module in modules if module not in open_ones]
-        beside_last = any(group & problem.last and group - problem.last for group in whole)
-        closed = replace(
-            problem,
-            groups=(*problem.groups, *map(tuple, whole)),
-            last_alone=problem.last_alone or beside_last,
-        )
-        found = cut(closed, setting, work=work // QUICK, hint=stage_of)
-        excess = max(found.excess_bytes, default=0) <= max(best.excess_bytes, default=0)
-        if excess and found.objective_s <= best.objective_s * (1 + share + CLOSE):
-            return replace(
-                found,
-                lower_bound_s=min(best.lower_bound_s, found.objective_s),
-                proved=best.proved and found.objective_s <= best.objective_s,
-                down_sets=best.down_sets,
-            )
-    return best
+    inside = _Inside(problem, setting, modules, best, share, work // QUICK)
+    everything = _all_cuts(inside.problem, setting.stages)
+    found = inside.closed() if everything is None else inside.judged(everything)
+    if found is best:
+        return best
+    return replace(
+        found,
+        lower_bound_s=min(best.lower_bound_s, found.objective_s),
+        proved=best.proved and found.objective_s <= best.objective_s,
+        down_sets=best.down_sets,
+    )
 
 
 class _Inside:
@@ -114,109 +87,131 @@ class _Inside:
         modules: Sequence[ModuleNodes],
         best: Cut,
         share: float,
+        work: int,
     ) -> None:
-        if setting.kind is None:
-            problem = problem.forward_only()
         limited = any(math.isfinite(seat.memory) for seat in setting.seats)
-        problem = relevant(problem.check(), memory=limited, updates=True)
-        self.setting, self.modules, self.best, self.share = setting, modules, best, share
+        plain = problem.forward_only() if setting.kind is None else problem
+        self.problem = relevant(plain.check(), memory=limited, updates=True)
+        self.asked, self.setting, self.modules = problem, setting, modules
+        self.best, self.work = best, work
         self.limit_s = best.objective_s * (1 + share + CLOSE)
         self.room = max(best.excess_bytes, default=0)
-        asked = setting.recompute or (False,) * setting.stages
-        redone = {action.stage for action in recomputed(setting.orders)}
-        again = np.array([float(a and s in redone) for s, a in enumerate(asked)])
-        self.evaluator = CutEvaluator(problem, setting, again)
-        held = loads(setting.orders, [s for s, a in enumerate(asked) if a]) if limited else ()
-        orders = sorted(seat_orders(setting)[0], key=lambda seats: seats != best.seats)
-        self.lineups = [DeviceOrder.of(setting, seats, held, again) for seats in orders]
-        graph = contract(problem, setting.stages)
-        everything = down_sets(graph, PLACES)
-        self.places = CutPlaces(graph, modules, everything or self._near(graph))
-        seconds = ChainSeconds(self.places, setting, self.lineups[0])
-        self.chains = Chains(self.places, seconds, self._longest(float(graph.least_s.sum())))
-        self.all = everything is not None
-        sizes = len(problem.nodes) + len(problem.values) + sum(map(len, setting.orders))
-        self.left = max(EACH, JUDGED // sizes)
+        self.known, self.left = Known(), TRIES
 
-    def _near(self, graph: Contracted) -> list[int]:
-        """The ends of the best cut's stages, the places around them, and others that open little,
-        along the order of the model."""
-        row = prefixes(range(graph.size))
-        ends = masks_between(graph, self.best.stage_of)
-        opens = opened_by_prefixes(graph, self.modules)
-        sizes = [mask.bit_count() for mask in ends]
-        far = [min(abs(place - size) for size in sizes) for place in range(len(row))]
-        order = sorted(range(len(row)), key=lambda p: (far[p] > EACH, opens[p], far[p]))
-        return [*ends, *(row[place] for place in order[:PLACES])]
+    # --- all cuts ----------------------------------------------------------------------------
 
-    def _longest(self, total_s: float) -> float:
-        """What a device computes for at most in a cut that is good enough, for a micro-batch."""
-        setting, m = self.setting, self.setting.microbatches
-        if setting.objective is Objective.BOTTLENECK:
-            return self.limit_s
-        line = setting.kind in (None, ScheduleKind.GPIPE) and not self.lineups[0].shared
-        if line and m > 1:
-            return (self.limit_s - total_s) / (m - 1) * (1 + CLOSE)
-        return self.limit_s / m
-
-    def found(self) -> Iterator[tuple[int, ...]]:
-        """Cuts that may be good enough, those that open the least first; nothing follows upon one
-        that is."""
-        anew = ANEW
-        for _, chains in itertools.groupby(self._promising(), key=lambda found: found[0]):
-            good: list[tuple[float, tuple[int, ...]]] = []
-            large: list[tuple[int, ...]] = []
-            for _, stage_of in chains:
-                over, value = self._judged(stage_of)
-                if value <= self.limit_s:
-                    if over:
-                        large.append(stage_of)
-                    else:
-                        good.append((value, stage_of))
-            if good:
-                yield min(good)[1]
-            elif large and anew and not self.all:
-                anew -= 1
-                yield large[0]
-            if good or self.left <= 0:
-                return
-
-    def _promising(self) -> list[tuple[int, tuple[int, ...]]]:
-        """How much cuts open, and the stages of their nodes; the least open first."""
-        chains = self.chains.found(math.inf) if self.all else []
-        self.all = self.all and self.chains.all
-        if not self.all:
-            chains = []
-            whole = self.places.masks[-1]
-            ends = (*masks_between(self.places.graph, self.best.stage_of), whole)
-            busiest = self.chains.busiest(ends)
-            for slack in SLACKS:
-                found = self.chains.found(busiest * (1 + self.share * slack + CLOSE))
-                for _, equal in itertools.groupby(found, key=lambda chain: chain[0]):
-                    chains += itertools.islice(equal, EACH)
-            chains = sorted(set(chains))
-        return [(cost, self._stages(chain)) for cost, _, chain in chains]
-
-    def _stages(self, chain: Sequence[int]) -> tuple[int, ...]:
-        """The stage of every node of the problem."""
-        graph = self.places.graph
-        stages = len(chain) - self.places.member[list(chain)].sum(axis=0)
-        stage_of = [0] * sum(map(len, graph.members))
-        for members, stage in zip(graph.members, stages.tolist(), strict=True):
-            for node in members:
-                stage_of[node] = stage
-        return tuple(stage_of)
-
-    def _judged(self, stage_of: Sequence[int]) -> tuple[bool, float]:
-        """Whether a cut exceeds memory by too much, and its objective, on the best devices for it;
-        infinite for what is not allowed."""
-        best = True, math.inf
-        if not self.evaluator.allows(stage_of):
-            return best
-        for lineup in self.lineups:
-            excess, value = self.evaluator.evaluate(lineup, stage_of).rank(self.setting.objective)
-            best = min(best, (excess > self.room, value))
-            self.left -= 1
-            if self.left <= 0 or (best <= (False, self.limit_s) and not self.all):
+    def judged(self, cuts: Sequence[tuple[int, ...]]) -> Cut:
+        """The best of those that open the least."""
+        repeats, held = recomputing(self.setting)
+        again = np.array([float(count > 0) for count in repeats])
+        evaluator = CutEvaluator(self.problem, self.setting, again)
+        device_orders = [
+            DeviceOrder.of(self.setting, seats, held, again)
+            for seats in seat_orders(self.setting)[0]
+        ]
+        by_openness = sorted((openness(self.modules, stage_of), stage_of) for stage_of in cuts)
+        most = openness(self.modules, self.best.stage_of)
+        for found, alike in itertools.groupby(by_openness, key=itemgetter(0)):
+            if found >= most:
                 break
-        return best
+            allowed = [stage_of for _, stage_of in alike if evaluator.allows(stage_of)]
+            ranks = [
+                (self._value(evaluator, device_order, stage_of), stage_of, device_order.seats)
+                for stage_of in allowed
+                for device_order in device_orders
+            ]
+            value, stage_of, seats = min(ranks, default=(math.inf, (), ()))
+            if value <= self.limit_s:
+                device_order = next(
+                    device_order for device_order in device_orders if device_order.seats == seats
+                )
+                score = evaluator.evaluate(device_order, stage_of)
+                return replace(
+                    self.best,
+                    stage_of=score.stage_of,
+                    times=score.times,
+                    step_s=score.step_s,
+                    bottleneck_s=score.bottleneck_s,
+                    seats=score.seats,
+                    excess_bytes=score.excess,
+                )
+        return self.best
+
+    def _value(
+        self, evaluator: CutEvaluator, device_order: DeviceOrder, stage_of: Sequence[int]
+    ) -> float:
+        """The objective of a cut; infinite where it is too large."""
+        excess, value = evaluator.evaluate(device_order, stage_of).rank(self.setting.objective)
+        return math.inf if excess > self.room else value
+
+    # --- modules kept whole ------------------------------------------------------------------
+
+    def closed(self) -> Cut:
+        """The best cut with as many of the opened modules whole as was found."""
+        everything = self._whole(self.modules)
+        if everything is not None:
+            return everything
+        found = self.best
+        for depth in sorted({module.depth for module in self.modules}, key=_rank):
+            outer = [m for m in self.modules if _rank(m.depth) <= _rank(depth)]
+            pending = [[m for m in opened(outer, found.stage_of) if m.depth == depth]]
+            while pending and self.left:
+                some = pending.pop()
+                left_open = [m for m in opened(outer, found.stage_of) if m not in some]
+                better = self._whole([m for m in outer if m not in left_open]) if some else None
+                if better is not None:
+                    found = better
+                elif len(some) > 1:
+                    half = len(some) // 2
+                    pending += [some[half:], some[:half]]
+        return found
+
+    def _whole(self, modules: Sequence[ModuleNodes]) -> Cut | None:
+        """The best cut that opens none of these; None where that is not good enough."""
+        self.left -= 1
+        groups = [set(module.nodes) for module in modules]
+        beside_last = any(g & self.asked.last and g - self.asked.last for g in groups)
+        problem = replace(
+            self.asked,
+            groups=(*self.asked.groups, *(module.nodes for module in modules)),
+            last_alone=self.asked.last_alone or beside_last,
+        )
+        try:
+            found = cut(problem, self.setting, work=self.work, known=self.known)
+        except PlanError:  # fewer parts than stages
+            return None
+        fits = max(found.excess_bytes, default=0) <= self.room
+        return found if fits and found.objective_s <= self.limit_s else None
+
+
+def _rank(depth: int) -> float:
+    """Where modules of a depth stand among others: containers, whose depth is 0, last."""
+    return depth or math.inf
+
+
+def _all_cuts(problem: CutProblem, stages: int) -> list[tuple[int, ...]] | None:
+    """The stage of every node in all cuts into so many stages; None where they are too many."""
+    graph = contract(problem, stages)
+    masks = down_sets(graph, MOST_DOWN_SETS)
+    if masks is None:
+        return None
+    chains: list[tuple[int, ...]] = [()]
+    for stage in range(stages):
+        ends = masks[-1:] if stage == stages - 1 else masks[1:-1]
+        longer = ((*c, end) for c in chains for end in ends if not c or _is_before(c[-1], end))
+        chains = list(itertools.islice(longer, MOST_CUTS + 1))
+        if len(chains) > MOST_CUTS:
+            return None
+    return [tuple(_stages(graph, chain)) for chain in chains]
+
+
+def _is_before(mask: int, end: int) -> bool:
+    """Whether a down-set is a part of another, and not the same."""
+    return mask != end and not mask & ~end
+
+
+def _stages(graph: Contracted, chain: Sequence[int]) -> Iterator[int]:
+    """The stage of every node of the problem."""
+    place = {node: number for number, members in enumerate(graph.members) for node in members}
+    for node in range(len(place)):
+        yield next(stage for stage, mask in enumerate(chain) if mask >> place[node] & 1)

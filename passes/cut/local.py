@@ -20,21 +20,21 @@ SWEEPS = 20
 
 
 def improve_chain(
-    space: Space, lineup: DeviceOrder, chain: Chain, evaluator: CutEvaluator
+    space: Space, device_order: DeviceOrder, chain: Chain, evaluator: CutEvaluator
 ) -> Chain:
     """The chain after no single boundary can be moved to a better cut, within the family.
 
     Better is what is less too large for its devices, and of those alike, has the better objective,
     as the rows of the space tell.
     """
-    return _Improving(space, lineup, chain, evaluator).run()
+    return _Improving(space, device_order, chain, evaluator).run()
 
 
 class _Improving:
     def __init__(
-        self, space: Space, lineup: DeviceOrder, chain: Chain, evaluator: CutEvaluator
+        self, space: Space, device_order: DeviceOrder, chain: Chain, evaluator: CutEvaluator
     ) -> None:
-        self.space, self.lineup, self.evaluator = space, lineup, evaluator
+        self.space, self.device_order, self.evaluator = space, device_order, evaluator
         self.chain = list(chain)
         costs = [
             self._stage(stage, start, np.array([end]))
@@ -55,12 +55,12 @@ class _Improving:
 
     def _ranks(self, costs: Floats) -> list[tuple[float, float]]:
         columns = costs.transpose(0, 2, 1)
-        excess, value = self.evaluator.score(self.lineup, columns[:, :7], columns[:, 7:])
+        excess, value = self.evaluator.score(self.device_order, columns[:, :7], columns[:, 7:])
         return list(zip(excess.tolist(), value.tolist(), strict=True))
 
     def _stage(self, stage: int, start: int, ends: Integers) -> Floats:
         """What the stage costs that lies between these, shape (10, ends); NaN where none may."""
-        row = self.space.row(start, self.lineup.paces[stage])
+        row = self.space.row(start, self.device_order.rates[stage])
         at = np.minimum(np.searchsorted(row.ends, ends), len(row.ends) - 1)
         if not len(row.ends):
             return np.full((10, len(ends)), np.nan)
@@ -71,9 +71,9 @@ class _Improving:
     def _stages(self, stage: int, starts: Integers, end: int) -> Floats:
         """The same for stages that end at one place, shape (10, starts)."""
         found = np.full((10, len(starts)), np.nan)
-        pace = self.lineup.paces[stage]
+        rate = self.device_order.rates[stage]
         for column, start in enumerate(starts.tolist()):
-            row = self.space.row(start, pace)
+            row = self.space.row(start, rate)
             at = row.ends.searchsorted(end)
             if at < len(row.ends) and row.ends[at] == end:
                 found[:7, column], found[7:, column] = row.times[:, at], row.held[:, at]
@@ -86,7 +86,7 @@ class _Improving:
         repeats = self.evaluator.repeats
         longest = np.zeros(len(near))
         for stage, low, high in ((position - 1, start, near), (position, near, end)):
-            inside = self.space.inside[self.lineup.paces[stage].kind]
+            inside = self.space.inside[self.device_order.rates[stage].kind]
             own = (inside[0] + inside[1])[high] - (inside[0] + inside[1])[low]
             np.maximum(longest, own, out=longest)
         return np.asarray(repeats * longest < self.rank[1])
@@ -94,7 +94,7 @@ class _Improving:
     def _move(self, position: int) -> bool:
         """Puts one boundary to its best place between its neighbours; whether that is another."""
         start, here, end = self.chain[position - 1 : position + 2]
-        ends = self.space.row(start, self.lineup.paces[position - 1]).ends
+        ends = self.space.row(start, self.device_order.rates[position - 1]).ends
         middle = int(np.searchsorted(ends, here))
         near = ends[max(0, middle - NEAREST) : middle + NEAREST]
         near = near[(near < end) & self.space.allowed(position)[near]]

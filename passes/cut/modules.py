@@ -19,12 +19,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
-_MOST = 2**62
-"""Ranks stay below this, for 64 bits."""
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleNodes:
@@ -95,22 +89,3 @@ def openness(modules: Sequence[ModuleNodes], stage_of: Sequence[int]) -> tuple[i
     depths = [module.depth for module in opened(modules, stage_of)]
     deepest = max((module.depth for module in modules), default=0)
     return *(depths.count(depth) for depth in range(1, deepest + 1)), depths.count(0)
-
-
-def weights(modules: Sequence[ModuleNodes]) -> npt.NDArray[np.int64]:
-    """A number for every call: of two sets of calls, that with the smaller sum opens less.
-
-    Where the numbers would be too large, the deepest modules count alike.
-    """
-    deepest = max((module.depth for module in modules), default=0)
-    counts = [0] * (deepest + 1)
-    for module in modules:
-        counts[module.depth] += 1
-    while True:
-        weight, unit = [0] * (deepest + 1), 1
-        for depth in (0, *range(deepest, 0, -1)):
-            weight[depth] = unit
-            unit *= 1 + sum(counts[deepest:]) if depth == deepest else 1 + counts[depth]
-        if unit < _MOST or deepest <= 1:
-            return np.array([weight[min(m.depth, deepest)] for m in modules], dtype=np.int64)
-        deepest -= 1

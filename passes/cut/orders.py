@@ -290,13 +290,13 @@ class Places:
     _cost: Integers
 
     @classmethod
-    def of(cls, graph: Contracted, lineup: DeviceOrder) -> Places:
+    def of(cls, graph: Contracted, device_order: DeviceOrder) -> Places:
         """Those of a graph.
 
         Args:
-            lineup: whose links count, the fastest of them.
+            device_order: whose links count, the fastest of them.
         """
-        links = {pace.receives for pace in lineup.paces[1:]} or {NO_LINK}
+        links = {rate.receives for rate in device_order.rates[1:]} or {NO_LINK}
         cost_s = [min(v.receive_s(k) + v.gradient_s(k) for k in links) for v in graph.values]
         least = graph.least_s
         unit = WHOLE / (float(least.sum()) or 1.0)

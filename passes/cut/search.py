@@ -31,9 +31,6 @@ from gpipe_compiler.passes.cut.space import (
 )
 from gpipe_compiler.passes.cut.tables import BoundTables
 
-CROWDED = 3
-"""From so many labels a down-set on, stages are looked at without their labels first."""
-
 
 @dataclass(frozen=True)
 class Extensions:
@@ -94,11 +91,6 @@ class Criterion(ABC):
         """Labels worked out per stage at most; None where that costs next to nothing."""
         return None
 
-    @property
-    def monotone(self) -> bool:
-        """Whether all that follows from a label is no less where none of its entries is less."""
-        return True
-
     @abstractmethod
     def initial(self) -> Floats:
         """The label of no stage at all, one dimension."""
@@ -151,13 +143,17 @@ class _Layer:
 
 
 def search(
-    space: Space, lineup: DeviceOrder, tables: BoundTables, criterion: Criterion, incumbent_s: float
+    space: Space,
+    device_order: DeviceOrder,
+    tables: BoundTables,
+    criterion: Criterion,
+    incumbent_s: float,
 ) -> SearchResult:
-    """The best cut of the family into all stages of the line-up, if better than the incumbent.
+    """The best cut of the family on an order of devices, if better than the incumbent.
 
     Stages that are alone too large for their devices are left out.
     """
-    stages = lineup.stages
+    stages = device_order.stages
     layer = _Layer(
         np.array([space.size - 1]),
         np.array([-1]),
@@ -170,7 +166,7 @@ def search(
     for stage in reversed(range(stages)):
         promise = criterion.promise(space, tables, stage, stages)
         starts = np.flatnonzero((promise < ceiling) & np.isfinite(tables.forward_s[stage]))
-        work = _Work(space, lineup, tables, criterion, stage)
+        work = _Work(space, device_order, tables, criterion, stage)
         layer, lost = _next_layer(work, starts, layer, ceiling)
         dropped = min(dropped, lost)
         if not len(layer.state):
@@ -190,7 +186,7 @@ class _Work:
     """Putting one stage before all labels of the stage after it."""
 
     space: Space
-    lineup: DeviceOrder
+    device_order: DeviceOrder
     tables: BoundTables
     criterion: Criterion
     stage: int
@@ -203,18 +199,13 @@ def _next_layer(
     space, criterion = work.space, work.criterion
     first = np.searchsorted(layer.state, np.arange(space.size))
     count = np.searchsorted(layer.state, np.arange(space.size), side="right") - first
-    begins = np.zeros(space.size, dtype=np.bool_)
-    begins[starts] = True
     pool = _Pool(criterion.most_extensions)
     blocks: list[_Layer] = []
-    hope = _Hope.of(work, layer, first, count)
-    for pairs in space.blocks(work.lineup.paces[work.stage], starts):
-        alive = np.flatnonzero(begins[pairs.start] & (count[pairs.end] > 0))
-        if work.lineup.limited and len(alive):
+    for pairs in space.blocks(work.device_order.rates[work.stage], starts):
+        alive = np.flatnonzero(count[pairs.end])
+        if work.device_order.limited and len(alive):
             held = pairs.held[:, alive]
-            alive = alive[work.lineup.excess(work.stage, 1, held)[0] <= 0]
-        if hope is not None and len(alive):
-            alive = alive[hope.bounds(work, pairs, alive) < ceiling]
+            alive = alive[work.device_order.excess(work.stage, 1, held)[0] <= 0]
         for some in _in_parts(pairs, alive, count):
             new = _extensions(pairs, some, first, count)
             if criterion.most_extensions is None:
@@ -276,42 +267,6 @@ def _join(parts: list[Extensions]) -> Extensions:
         np.concatenate([e.label for e in parts]),
         np.concatenate([e.times for e in parts], axis=1),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Hope:
-    """For every down-set a label that is nowhere larger than any of its own.
-
-    Attributes:
-        row: of every down-set in `labels`; -1 for none.
-    """
-
-    row: Integers
-    labels: Floats
-
-    @classmethod
-    def of(cls, work: _Work, layer: _Layer, first: Integers, count: Integers) -> _Hope | None:
-        """Where down-sets have many labels, as it is cheaper then to try a stage with one first.
-
-        Args:
-            first, count: for every down-set, where its labels begin, and how many they are.
-        """
-        ends = np.flatnonzero(count)
-        if not work.criterion.monotone or len(layer.state) < CROWDED * len(ends):
-            return None
-        row = np.full(len(count), -1)
-        row[ends] = np.arange(len(ends))
-        return cls(row, np.minimum.reduceat(layer.labels, first[ends]))
-
-    def bounds(self, work: _Work, pairs: Pairs, chosen: Integers) -> Floats:
-        """No cut with one of these stages before any label takes less."""
-        criterion, end = work.criterion, pairs.end[chosen]
-        label = self.row[end]
-        new = Extensions(pairs.start[chosen], end, label, pairs.times[:, chosen])
-        if criterion.most_extensions is not None:
-            return criterion.cheap(work.space, work.tables, work.stage, new, self.labels)
-        extended = criterion.extend(work.stage, new, self.labels[label])
-        return criterion.bound(work.space, work.tables, work.stage, new.start, extended)
 
 
 def _in_parts(pairs: Pairs, alive: Integers, count: Integers) -> Iterator[Integers]:

@@ -53,7 +53,7 @@ class Solver:
     """The best cut so far, and the searches that better it.
 
     Args:
-        lineups: the orders of devices.
+        device_orders: the orders of devices.
         repeats: for every stage, how many micro-batches it computes again.
         total_s: computing of the whole graph once, on the fastest devices.
         work: numbers worked out, about, by all searches whose length is not known beforehand.
@@ -67,13 +67,13 @@ class Solver:
         self,
         setting: CutSetting,
         evaluator: CutEvaluator,
-        lineups: Sequence[DeviceOrder],
+        device_orders: Sequence[DeviceOrder],
         repeats: tuple[int, ...],
         total_s: float,
         work: int = WORK,
     ) -> None:
         self.setting, self.evaluator = setting, evaluator
-        self.lineups, self.repeats = lineups, repeats
+        self.device_orders, self.repeats = device_orders, repeats
         self.proves = False
         self.room = 0
         self.least_excess = True
@@ -125,28 +125,30 @@ class Solver:
         """
         if not self._make_room(space, last=last):
             return math.inf
-        lineups = [lineup.roomier(self.room) for lineup in self.lineups]
-        lineups = self._begin(space, lineups)
+        device_orders = [device_order.roomier(self.room) for device_order in self.device_orders]
+        device_orders = self._begin(space, device_orders)
         bounds = []
-        for lineup in lineups:
+        for device_order in device_orders:
             space.limit(self.longest_stage())
-            bounds.append(self._prove_by(space, lineup, tables(space, lineup)))
+            bounds.append(self._prove_by(space, device_order, tables(space, device_order)))
         if last and self._enumerates:
             self._work = self._for_enumeration(space)
-            for index in sorted(range(len(lineups)), key=bounds.__getitem__):
+            for index in sorted(range(len(device_orders)), key=bounds.__getitem__):
                 if bounds[index] < self.value * (1 - TOLERANCE):
                     space.limit(self.longest_stage())
-                    bounds[index] = max(bounds[index], self._enumerate(space, lineups[index]))
+                    bounds[index] = max(bounds[index], self._enumerate(space, device_orders[index]))
         return min(bounds, default=math.inf)
 
     def begin(self, space: Space) -> None:
         """Looks for a good cut in a family, and proves nothing."""
         if self._make_room(space, last=False):
-            self._begin(space, [lineup.roomier(self.room) for lineup in self.lineups])
+            self._begin(
+                space, [device_order.roomier(self.room) for device_order in self.device_orders]
+            )
 
     @property
     def _enumerates(self) -> bool:
-        return self.proves or self.lineups[0].shared
+        return self.proves or self.device_orders[0].shared
 
     def _for_enumeration(self, space: Space) -> int:
         if not self.proves:
@@ -159,11 +161,13 @@ class Solver:
         """Finds out by how much memory must be exceeded; False where there is no cut at all."""
         self.room = 0
         self.least_excess = True
-        if not any(lineup.limited for lineup in self.lineups):
+        if not any(device_order.limited for device_order in self.device_orders):
             return True
-        if not self.lineups[0].shared:
-            by_memory = {tuple(lineup.memory): lineup for lineup in self.lineups}
-            least = min(least_excess(space, lineup) for lineup in by_memory.values())
+        if not self.device_orders[0].shared:
+            by_memory = {
+                tuple(device_order.memory): device_order for device_order in self.device_orders
+            }
+            least = min(least_excess(space, device_order) for device_order in by_memory.values())
             if not math.isfinite(least):
                 return False
             if self._best is not None:
@@ -171,61 +175,65 @@ class Solver:
             self.room = math.ceil(least)
             self.least_excess = last or not self.room
             return True
-        self._begin(space, self.lineups)
+        self._begin(space, self.device_orders)
         if math.isfinite(self.value):
             return True
-        self._begin(space, [lineup.roomier(math.inf) for lineup in self.lineups])
+        self._begin(space, [device_order.roomier(math.inf) for device_order in self.device_orders])
         if self._best is None:
             return False
         least = max(self._best.excess)
         self.least_excess = last
         self._work = self.work if self.proves else self._for_enumeration(space)
-        for lineup in self.lineups if last else ():
+        for device_order in self.device_orders if last else ():
             todo = Enumeration(
-                space, lineup, self.evaluator, self.setting, self.repeats, Goal.EXCESS
+                space, device_order, self.evaluator, self.setting, self.repeats, Goal.EXCESS
             )
             outcome, self._work = todo.run(least, self._work)
             self.least_excess = self.least_excess and outcome.bound >= least
             if outcome.chain is not None:
-                self._offer(space, lineup, outcome.chain)
+                self._offer(space, device_order, outcome.chain)
                 least = max(self._best.excess)
                 self.least_excess = last and outcome.bound > least - 1
         self.room = least
         return True
 
-    def _begin(self, space: Space, lineups: Sequence[DeviceOrder]) -> list[DeviceOrder]:
+    def _begin(self, space: Space, device_orders: Sequence[DeviceOrder]) -> list[DeviceOrder]:
         """Finds good cuts; returns the orders of devices with any cut in the family."""
         found: list[tuple[tuple[float, float], int, DeviceOrder, tuple[int, ...]]] = []
-        for lineup in lineups:
-            chain = bottleneck_chain(space, lineup, apart=not self._step)
+        for device_order in device_orders:
+            chain = bottleneck_chain(space, device_order, apart=not self._step)
             if chain is not None:
-                found.append((self._offer(space, lineup, chain), len(found), lineup, chain))
+                found.append(
+                    (self._offer(space, device_order, chain), len(found), device_order, chain)
+                )
         if not self.brief:
-            return [lineup for _, _, lineup, _ in found]
-        for _, _, lineup, chain in sorted(found, key=lambda entry: entry[:2])[:IMPROVED]:
-            self._improve(space, lineup, chain)
-        return [lineup for _, _, lineup, _ in found]
+            return [device_order for _, _, device_order, _ in found]
+        for _, _, device_order, chain in sorted(found, key=lambda entry: entry[:2])[:IMPROVED]:
+            self._improve(space, device_order, chain)
+        return [device_order for _, _, device_order, _ in found]
 
     # --- searches ----------------------------------------------------------------------------
 
-    def _prove_by(self, space: Space, lineup: DeviceOrder, bounds: BoundTables) -> float:
+    def _prove_by(self, space: Space, device_order: DeviceOrder, bounds: BoundTables) -> float:
         """Searches by what is known of the schedule; returns a lower bound."""
         stages, m, kind = self.setting.stages, self._m, self.setting.kind
         if not self._step:
-            return self._prove_longest(space, lineup, bounds)
+            return self._prove_longest(space, device_order, bounds)
         plain = max(float(bounds.way_s[stages, -1]), m * float(bounds.device_s[stages, -1]))
-        if lineup.shared:
+        if device_order.shared:
             return plain
         alone = kind is ScheduleKind.ONE_F_ONE_B and (m == 1 or stages == 1)
         if kind in _LINES or alone:
-            updates = any(pace.update_s_per_byte or pace.update_latency_s for pace in lineup.paces)
-            drain = FillDrain(m, lineup.again, updates)
-            return self._search(space, lineup, bounds, drain).bound_s
+            updates = any(
+                rate.update_s_per_byte or rate.update_latency_s for rate in device_order.rates
+            )
+            drain = FillDrain(m, device_order.again, updates)
+            return self._search(space, device_order, bounds, drain).bound_s
         if kind not in _ORDERED:
             return plain
         least = plain
         if kind is ScheduleKind.ONE_F_ONE_B:
-            least = max(least, self._search_rounds(space, lineup, bounds))
+            least = max(least, self._search_rounds(space, device_order, bounds))
             if least >= self.value * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
@@ -234,45 +242,45 @@ class Solver:
         asked = {stage for stage, count in enumerate(self.repeats) if count}
         redone = frozenset(a for a in recomputed(self.setting.orders) if a.stage in asked)
         split = self.setting.splits_backward
-        ordered = Ordered(self.setting.orders, m, beam, lineup.again, redone, split)
-        return max(least, self._search(space, lineup, bounds, ordered).bound_s)
+        ordered = Ordered(self.setting.orders, m, beam, device_order.again, redone, split)
+        return max(least, self._search(space, device_order, bounds, ordered).bound_s)
 
-    def _search_rounds(self, space: Space, lineup: DeviceOrder, bounds: BoundTables) -> float:
+    def _search_rounds(self, space: Space, device_order: DeviceOrder, bounds: BoundTables) -> float:
         """Searches by a bound of 1F1B: with few labels for a good cut, then maybe with many."""
-        stages, again = self.setting.stages, lineup.again
+        stages, again = self.setting.stages, device_order.again
         few = Rounds(self._m, stages, again, GLANCE)
-        found = self._search(space, lineup, bounds, few)
+        found = self._search(space, device_order, bounds, few)
         if found.all_seen:
             return found.bound_s
         space.limit(self.longest_stage())
         rounds = Rounds(self._m, stages, again)
-        return max(found.bound_s, self._search(space, lineup, bounds, rounds).bound_s)
+        return max(found.bound_s, self._search(space, device_order, bounds, rounds).bound_s)
 
-    def _prove_longest(self, space: Space, lineup: DeviceOrder, bounds: BoundTables) -> float:
+    def _prove_longest(self, space: Space, device_order: DeviceOrder, bounds: BoundTables) -> float:
         """The same for the longest stage."""
         least = float(bounds.stage_s[self.setting.stages, -1])
         if least >= self.value * (1 - TOLERANCE):
             return least
-        sends = Sends.of(space, lineup)
+        sends = Sends.of(space, device_order)
         if sends is None:
             return least
-        return max(least, self._search(space, lineup, bounds, sends).bound_s)
+        return max(least, self._search(space, device_order, bounds, sends).bound_s)
 
     def _search(
-        self, space: Space, lineup: DeviceOrder, bounds: BoundTables, criterion: Criterion
+        self, space: Space, device_order: DeviceOrder, bounds: BoundTables, criterion: Criterion
     ) -> SearchResult:
         """Searches by one criterion, and keeps what it finds."""
-        found = search(space, lineup, bounds, criterion, self.value)
+        found = search(space, device_order, bounds, criterion, self.value)
         if found.chain is not None:
-            self._offer(space, lineup, found.chain)
-            self._improve(space, lineup, found.chain)
+            self._offer(space, device_order, found.chain)
+            self._improve(space, device_order, found.chain)
         return found
 
-    def _enumerate(self, space: Space, lineup: DeviceOrder) -> float:
-        todo = Enumeration(space, lineup, self.evaluator, self.setting, self.repeats)
+    def _enumerate(self, space: Space, device_order: DeviceOrder) -> float:
+        todo = Enumeration(space, device_order, self.evaluator, self.setting, self.repeats)
         outcome, self._work = todo.run(self.value, self._work)
         if outcome.chain is not None:
-            self._offer(space, lineup, outcome.chain)
+            self._offer(space, device_order, outcome.chain)
         return outcome.bound
 
     def longest_stage(self) -> float:
@@ -280,13 +288,13 @@ class Solver:
         known_s = self.value
         if not self._step or not math.isfinite(known_s):
             return known_s
-        if self.setting.kind in _LINES and not self.lineups[0].shared and self._m > 1:
+        if self.setting.kind in _LINES and not self.device_orders[0].shared and self._m > 1:
             return (known_s - self.total_s) / (self._m - 1)
         return known_s / self._m
 
-    def _true(self, lineup: DeviceOrder) -> DeviceOrder:
+    def _true(self, device_order: DeviceOrder) -> DeviceOrder:
         """The same order of devices with the memory they have."""
-        return next(true for true in self.lineups if true.seats == lineup.seats)
+        return next(true for true in self.device_orders if true.seats == device_order.seats)
 
     def consider(self, stage_of: Sequence[int]) -> None:
         """Keeps a cut, on the best order of devices for it, when it is the best so far.
@@ -295,20 +303,20 @@ class Solver:
             stage_of: for every node of the problem.
         """
         if self.evaluator.allows(stage_of):
-            for lineup in self.lineups:
-                self._keep(lineup, stage_of)
+            for device_order in self.device_orders:
+                self._keep(device_order, stage_of)
 
-    def _improve(self, space: Space, lineup: DeviceOrder, chain: tuple[int, ...]) -> None:
+    def _improve(self, space: Space, device_order: DeviceOrder, chain: tuple[int, ...]) -> None:
         """Keeps what a chain becomes when its boundaries are moved, unless that is known."""
         if self._family is not space:
             self._family, self._improved = space, set()
-        if (lineup.seats, chain) not in self._improved:
-            self._improved.add((lineup.seats, chain))
-            better = improve_chain(space, self._true(lineup), chain, self.evaluator)
-            self._offer(space, lineup, better)
+        if (device_order.seats, chain) not in self._improved:
+            self._improved.add((device_order.seats, chain))
+            better = improve_chain(space, self._true(device_order), chain, self.evaluator)
+            self._offer(space, device_order, better)
 
     def _offer(
-        self, space: Space, lineup: DeviceOrder, chain: Sequence[int]
+        self, space: Space, device_order: DeviceOrder, chain: Sequence[int]
     ) -> tuple[float, float]:
         """Keeps the chain when it is the best so far; returns its rank."""
         stages = space.stages_of(chain)
@@ -316,10 +324,10 @@ class Solver:
         for members, stage in zip(space.graph.members, stages.tolist(), strict=True):
             for node in members:
                 stage_of[node] = stage
-        return self._keep(self._true(lineup), stage_of)
+        return self._keep(self._true(device_order), stage_of)
 
-    def _keep(self, lineup: DeviceOrder, stage_of: Sequence[int]) -> tuple[float, float]:
-        score = self.evaluator.evaluate(lineup, stage_of)
+    def _keep(self, device_order: DeviceOrder, stage_of: Sequence[int]) -> tuple[float, float]:
+        score = self.evaluator.evaluate(device_order, stage_of)
         rank = score.rank(self.setting.objective)
         if self._best is None or rank < self._best.rank(self.setting.objective):
             self._best = score

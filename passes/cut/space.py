@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import StageRates
-from gpipe_compiler.passes.cut.pairs import Pairs, StackedRows, StageRow
+from gpipe_compiler.passes.cut.pairs import Pairs, StageRow, stacked
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, Resident
 
 Floats = npt.NDArray[np.float64]
@@ -75,17 +76,9 @@ class Space:
         self.nodes: Integers = self.member.sum(axis=0)
         self.size = len(self.masks)
         self.inside = _inside(graph, self.member)
-        self._start_cache()
         self._edges()
-
-    def _start_cache(self) -> None:
         self.limit_s = float("inf")
         self._rows: dict[StageRates, dict[int, StageRow]] = {}
-        self._short: dict[
-            StageRates, dict[int, StageRow]
-        ] = {}  # the same, as far as the limit allows
-        self._blocks = StackedRows(self.row)
-        self._recent: tuple[StageRates | None, dict[int, StageRow]] = (None, {})  # of `_short`
         self._common: dict[int, Crossings] = {}
         self._cached = 0
         self._held = 0
@@ -128,31 +121,19 @@ class Space:
 
     def limit(self, seconds: float) -> None:
         """From now on leave out stages that compute for longer than this on any device."""
-        if seconds < self.limit_s:
-            self.limit_s = seconds
-            self._short.clear()
-            self._blocks.clear()
-            self._recent = (None, {})
+        self.limit_s = min(self.limit_s, seconds)
 
     def unlimited(self) -> Space:
         """Itself, with all stages again."""
         self.limit_s = float("inf")
-        self._short.clear()
-        self._blocks.clear()
-        self._recent = (None, {})
         return self
 
-    def row(self, start: int, pace: StageRates) -> StageRow:
+    def row(self, start: int, rate: StageRates) -> StageRow:
         """All stages that begin at the down-set of this index."""
-        if self._recent[0] is not pace:  # to look one up takes longer than all the rest
-            self._recent = (pace, self._short.setdefault(pace, {}))
-        short = self._recent[1].get(start)
-        if short is not None:
-            return short
-        known = self._rows.setdefault(pace, {})
+        known = self._rows.setdefault(rate, {})
         row = known.get(start)
         if row is None:
-            row = self._row(self._crossings(start), start, pace)
+            row = self._row(self._crossings(start), start, rate)
             if self._cached + len(row.ends) <= CACHED_PAIRS:
                 known[start] = row
                 self._cached += len(row.ends)
@@ -160,13 +141,11 @@ class Space:
         if len(row.ends) and row.ends[-1] >= stop:
             count = int(np.searchsorted(row.ends, stop))
             row = StageRow(row.ends[:count], row.times[:, :count], row.held[:, :count])
-        if start in known:
-            self._recent[1][start] = row
         return row
 
-    def blocks(self, pace: StageRates, starts: Integers) -> Iterator[Pairs]:
-        """The stages that begin at these down-sets, and maybe others, some `BLOCK` at a time."""
-        return self._blocks.of(pace, starts, self.size)
+    def blocks(self, rate: StageRates, starts: Integers) -> Iterator[Pairs]:
+        """The stages that begin at these down-sets, some `BLOCK` at a time."""
+        return stacked(partial(self.row, rate=rate), starts)
 
     def _crossings(self, start: int) -> Crossings:
         """What all rows of a down-set have in common."""
@@ -260,18 +239,18 @@ class Space:
         sent = self._crossing[:, ends] - passed
         return Crossings(ends, crossed, sent, np.stack((held[0], taken, held[1])), held[2])
 
-    def _row(self, common: Crossings, start: int, pace: StageRates) -> StageRow:
+    def _row(self, common: Crossings, start: int, rate: StageRates) -> StageRow:
         ends, crossed, sent = common.ends, common.crossed, common.sent
         times = np.empty((7, len(ends)))
-        inside = self.inside[pace.kind]
+        inside = self.inside[rate.kind]
         seconds = inside[:, ends] - inside[:, [start]]
         times[FORWARD], times[BACKWARD], times[WEIGHT] = seconds
-        link = pace.receives
+        link = rate.receives
         times[RECEIVE] = crossed[0] * link.latency_s + crossed[1] / link.bandwidth
         times[GRADIENT] = crossed[2] * link.latency_s + crossed[3] / link.bandwidth
         updated = common.updated
-        times[UPDATE] = updated * pace.update_s_per_byte + (updated > 0) * pace.update_latency_s
-        link = pace.sends
+        times[UPDATE] = updated * rate.update_s_per_byte + (updated > 0) * rate.update_latency_s
+        link = rate.sends
         times[SEND] = (sent[0] + sent[2]) * link.latency_s + (sent[1] + sent[3]) / link.bandwidth
         return StageRow(ends, times, common.held)
 

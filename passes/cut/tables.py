@@ -42,28 +42,28 @@ class BoundTables:
     stage_s: Floats
 
 
-def tables(space: Space, lineup: DeviceOrder) -> BoundTables:
+def tables(space: Space, device_order: DeviceOrder) -> BoundTables:
     """The tables, exact where there are few pairs, otherwise from sums and single nodes."""
     pairs = 0
-    paces = len(set(lineup.paces))
+    rates = len(set(device_order.rates))
     for start in range(space.size - 1):
-        pairs += len(space.row(start, lineup.paces[0]).ends)
-        if pairs * paces > EXACT_PAIRS:
-            return _rough(space, lineup)
-    return _exact(space, lineup)
+        pairs += len(space.row(start, device_order.rates[0]).ends)
+        if pairs * rates > EXACT_PAIRS:
+            return _rough(space, device_order)
+    return _exact(space, device_order)
 
 
-def boundaries(space: Space, lineup: DeviceOrder) -> Floats:
+def boundaries(space: Space, device_order: DeviceOrder) -> Floats:
     """0 where a down-set may hold just the first j stages, else infinity; indexed [j, I]."""
     graph = space.graph
-    held = np.zeros((lineup.stages + 1, space.size))
+    held = np.zeros((device_order.stages + 1, space.size))
     free = not any(graph.first_stage[: graph.size - graph.last]) and all(
-        last == lineup.stages - 1 for last in graph.last_stage
+        last == device_order.stages - 1 for last in graph.last_stage
     )
     if not free:
-        for boundary in range(lineup.stages + 1):
+        for boundary in range(device_order.stages + 1):
             held[boundary, ~space.allowed(boundary)] = np.inf
-    held[~space.within(lineup.stages)] = np.inf
+    held[~space.within(device_order.stages)] = np.inf
     held[0, 1:] = np.inf
     held[-1, :-1] = np.inf
     held[1:, 0] = np.inf
@@ -71,10 +71,10 @@ def boundaries(space: Space, lineup: DeviceOrder) -> Floats:
     return held
 
 
-def _rough(space: Space, lineup: DeviceOrder) -> BoundTables:
-    stages = lineup.stages
+def _rough(space: Space, device_order: DeviceOrder) -> BoundTables:
+    stages = device_order.stages
     counts = np.arange(stages + 1)[:, None]
-    possible = boundaries(space, lineup)
+    possible = boundaries(space, device_order)
     possible[space.nodes[None, :] < counts] = np.inf
 
     def table(total: Floats, largest: Floats) -> Floats:
@@ -82,13 +82,13 @@ def _rough(space: Space, lineup: DeviceOrder) -> BoundTables:
         return np.asarray(shared + possible)
 
     # What the first j stages all do at least.
-    least = np.array([lineup.again[:count].min(initial=1.0) for count in range(stages + 1)])
+    least = np.array([device_order.again[:count].min(initial=1.0) for count in range(stages + 1)])
     again = least[:, None] > 0
     nodes = space.graph.seconds
     forward, backward = nodes[:, 0].min(axis=0), nodes[:, 1].min(axis=0)
-    first = (nodes[:, 1] - nodes[:, 2] * lineup.split).min(axis=0)
+    first = (nodes[:, 1] - nodes[:, 2] * device_order.split).min(axis=0)
     fast = space.inside[-1]
-    first_inside = fast[1] - fast[2] * lineup.split
+    first_inside = fast[1] - fast[2] * device_order.split
     device = np.where(
         again,
         table(2 * fast[0] + fast[1], space.largest(2 * forward + backward)),
@@ -107,66 +107,68 @@ def _rough(space: Space, lineup: DeviceOrder) -> BoundTables:
     )
 
 
-def runs(lineup: DeviceOrder, low: int, high: int) -> Iterator[tuple[int, int, StageRates]]:
-    """The stages from `low` to before `high`, in runs of equal pace."""
-    for begin, end, pace in lineup.runs:
+def runs(device_order: DeviceOrder, low: int, high: int) -> Iterator[tuple[int, int, StageRates]]:
+    """The stages from `low` to before `high`, in runs of equal rate."""
+    for begin, end, rate in device_order.runs:
         if begin < high and end > low:
-            yield max(begin, low), min(end, high), pace
+            yield max(begin, low), min(end, high), rate
 
 
-def machines(lineup: DeviceOrder, low: int, high: int, row: StageRow) -> Floats:
-    """What stages on devices of equal pace cost, in the order of `BoundTables`: (5, stages, ends).
+def machines(device_order: DeviceOrder, low: int, high: int, row: StageRow) -> Floats:
+    """What stages on devices of equal rate cost, in the order of `BoundTables`: (5, stages, ends).
 
     Where all cost the same there is one row: (5, 1, ends).
     """
-    high = _unlike(lineup, low, high)
+    high = _unlike(device_order, low, high)
     forward, backward, receive, gradient, weight, _, send = row.times
     found = np.empty((5, high - low, len(row.ends)))
-    again = lineup.again[low:high, None] * forward
-    first = backward - weight if lineup.split else backward
+    again = device_order.again[low:high, None] * forward
+    first = backward - weight if device_order.split else backward
     found[0] = np.maximum(forward, receive)
     np.maximum(first + again, gradient, out=found[1])
     np.add(forward + backward, again, out=found[2])
     found[3] = forward + first + receive + gradient
     np.add(found[2], receive + gradient + send, out=found[4])
-    if lineup.limited:
-        found[:, lineup.excess(low, high - low, row.held) > 0] = np.inf
+    if device_order.limited:
+        found[:, device_order.excess(low, high - low, row.held) > 0] = np.inf
     return found
 
 
-def _cycles(lineup: DeviceOrder, low: int, high: int, row: StageRow, *, apart: bool) -> Floats:
+def _cycles(
+    device_order: DeviceOrder, low: int, high: int, row: StageRow, *, apart: bool
+) -> Floats:
     """The time of a micro-batch on the same stages, (stages, ends): see `bottleneck_chain`."""
-    alike = len(set(lineup.again[low:high].tolist())) == 1
+    alike = len(set(device_order.again[low:high].tolist())) == 1
     forward, backward, receive, gradient, weight, _, send = row.times
-    again = lineup.again[low : low + 1 if alike else high, None] * forward
+    again = device_order.again[low : low + 1 if alike else high, None] * forward
     if apart:
         found = forward + backward + again + (receive + gradient + send)
     else:
-        first = backward - weight if lineup.split else backward
+        first = backward - weight if device_order.split else backward
         found = np.maximum(forward, receive) + np.maximum(first + again, gradient)
-    if lineup.limited:
-        found = np.where(lineup.excess(low, high - low, row.held) > 0, np.inf, found)
+    if device_order.limited:
+        found = np.where(device_order.excess(low, high - low, row.held) > 0, np.inf, found)
     return np.asarray(found)
 
 
-def _unlike(lineup: DeviceOrder, low: int, high: int) -> int:
+def _unlike(device_order: DeviceOrder, low: int, high: int) -> int:
     """Up to where stages have rows of their own: the first alone where all cost the same."""
-    alike = not lineup.limited and len(set(lineup.again[low:high].tolist())) == 1
+    alike = not device_order.limited and len(set(device_order.again[low:high].tolist())) == 1
     return low + 1 if alike else high
 
 
-def _exact(space: Space, lineup: DeviceOrder) -> BoundTables:
-    table = np.full((5, lineup.stages + 1, space.size), np.inf)
+def _exact(space: Space, device_order: DeviceOrder) -> BoundTables:
+    table = np.full((5, device_order.stages + 1, space.size), np.inf)
     table[:, 0, 0] = 0.0
-    possible = boundaries(space, lineup)
+    possible = boundaries(space, device_order)
     for start in range(space.size):
         table[..., start] += possible[:, start]
         counts = np.flatnonzero(np.isfinite(table[0, :-1, start]))
         if not len(counts) or start == space.size - 1:
             continue
-        for low, high, pace in runs(lineup, counts[0], counts[-1] + 1):
-            row = space.row(start, pace)
-            costs = machines(lineup, low, high, row)
+        for low, high, rate in runs(device_order, counts[0], counts[-1] + 1):
+            row = space.row(start, rate)
+            costs = machines(device_order, low, high, row)
             before = table[:, low:high, start, None]
             reached = np.maximum(costs, before)
             np.add(costs[3], before[3], out=reached[3])
@@ -176,7 +178,7 @@ def _exact(space: Space, lineup: DeviceOrder) -> BoundTables:
 
 
 def bottleneck_chain(
-    space: Space, lineup: DeviceOrder, *, apart: bool = False
+    space: Space, device_order: DeviceOrder, *, apart: bool = False
 ) -> tuple[int, ...] | None:
     """A cut whose slowest stage is as fast as possible, of those in which each stage fits.
 
@@ -186,8 +188,8 @@ def bottleneck_chain(
     Returns:
         As many down-sets as stages and one, the empty one first; None where there is no such cut.
     """
-    best = boundaries(space, lineup)
-    stages = lineup.stages
+    best = boundaries(space, device_order)
+    stages = device_order.stages
     possible = best.copy()
     best[1:] = np.inf
     parent = np.zeros((stages + 1, space.size), dtype=np.int32)
@@ -196,9 +198,9 @@ def bottleneck_chain(
         counts = np.flatnonzero(np.isfinite(best[:-1, start]))
         if not len(counts):
             continue
-        for low, high, pace in runs(lineup, counts[0], counts[-1] + 1):
-            row = space.row(start, pace)
-            cost = _cycles(lineup, low, high, row, apart=apart)
+        for low, high, rate in runs(device_order, counts[0], counts[-1] + 1):
+            row = space.row(start, rate)
+            cost = _cycles(device_order, low, high, row, apart=apart)
             reached = np.maximum(best[low:high, start, None], cost)
             view, links, span = best[low + 1 : high + 1], parent[low + 1 : high + 1], _span(row)
             better = reached < view[:, span]
@@ -212,9 +214,9 @@ def bottleneck_chain(
     return tuple(reversed(chain))
 
 
-def least_excess(space: Space, lineup: DeviceOrder) -> float:
+def least_excess(space: Space, device_order: DeviceOrder) -> float:
     """By how many bytes some stage is too large for its device, at least, in any cut; or 0."""
-    best = boundaries(space, lineup)
+    best = boundaries(space, device_order)
     possible = best.copy()
     best[1:] = np.inf
     for start in range(space.size - 1):
@@ -223,8 +225,8 @@ def least_excess(space: Space, lineup: DeviceOrder) -> float:
         if not len(counts):
             continue
         low, high = counts[0], counts[-1] + 1
-        row = space.row(start, lineup.paces[low])
-        over = lineup.excess(low, high - low, row.held)
+        row = space.row(start, device_order.rates[low])
+        over = device_order.excess(low, high - low, row.held)
         reached = np.maximum(best[low:high, start, None], over, out=over)  # which is never below 0
         view, span = best[low + 1 : high + 1], _span(row)
         view[:, span] = np.minimum(view[:, span], reached)
@@ -240,27 +242,27 @@ def _span(row: StageRow) -> slice | Integers:
 
 
 def tails(
-    space: Space, lineup: DeviceOrder, cost: Callable[[int, int, StageRow], Floats]
+    space: Space, device_order: DeviceOrder, cost: Callable[[int, int, StageRow], Floats]
 ) -> Floats:
     """The largest cost of a stage in the best cut of all outside a down-set, indexed [j, I].
 
     The stages j, j + 1, ... lie outside. Infinite where there is no such cut.
 
     Args:
-        cost: of the stages from one to before another, all of equal pace: (stages, ends).
+        cost: of the stages from one to before another, all of equal rate: (stages, ends).
     """
-    stages = lineup.stages
-    possible = boundaries(space, lineup)
+    stages = device_order.stages
+    possible = boundaries(space, device_order)
     best = np.full((stages + 1, space.size), np.inf)
     best[stages, -1] = 0.0
     for start in range(space.size - 2, -1, -1):
-        for low, high, pace in runs(lineup, 0, stages):
-            row = space.row(start, pace)
+        for low, high, rate in runs(device_order, 0, stages):
+            row = space.row(start, rate)
             if not len(row.ends):
                 continue
             costs = cost(low, high, row)
-            if lineup.limited:
-                costs = np.where(lineup.excess(low, high - low, row.held) > 0, np.inf, costs)
+            if device_order.limited:
+                costs = np.where(device_order.excess(low, high - low, row.held) > 0, np.inf, costs)
             reached = np.maximum(costs, best[low + 1 : high + 1][:, row.ends])
             best[low:high, start] = reached.min(axis=1)
         best[:, start] += possible[:, start]

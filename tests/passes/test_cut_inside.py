@@ -13,10 +13,8 @@ from random_problems import random_constraints, random_problem, random_setting
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.inside import cut_inside
-from gpipe_compiler.passes.cut.modules import module_calls, opened, openness, weights
-from gpipe_compiler.passes.cut.open_chains import opened_by_prefixes
+from gpipe_compiler.passes.cut.modules import module_calls, openness
 
 FAST = Link(1e6, 0.0)
 
@@ -65,22 +63,3 @@ def test_no_cut_that_is_good_enough_opens_less(seed: int, share: float) -> None:
                 and measure.objective(stage_of, order) <= best.objective_s * (1 + share)
                 for order in orders
             )
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**48))
-def test_a_prefix_opens_what_a_cut_behind_it_does(seed: int) -> None:
-    draw = random.Random(seed)
-    problem = random_problem(draw, draw.randint(2, 12))
-    graph = contract(problem.check(), 2)
-    modules = module_calls(random_paths(draw, len(problem.nodes)), range(len(problem.nodes)))
-    weight = dict(zip(modules, weights(modules).tolist(), strict=True))
-
-    found = opened_by_prefixes(graph, modules)
-
-    for end in range(graph.size + 1):
-        stage_of = [0] * len(problem.nodes)
-        for members in graph.members[end:]:
-            for node in members:
-                stage_of[node] = 1
-        assert found[end] == sum(weight[module] for module in opened(modules, stage_of))

@@ -64,11 +64,11 @@ def test_it_finds_and_proves_the_shortest_longest_stage(seed: int, equal: bool) 
     masks = down_sets(graph, 10_000)
     assert masks is not None
     space = Space(graph, masks)
-    lineup = DeviceOrder.of(setting, order, (), np.zeros(setting.stages))
-    criterion = Sends.of(space, lineup)
+    device_order = DeviceOrder.of(setting, order, (), np.zeros(setting.stages))
+    criterion = Sends.of(space, device_order)
     assert criterion is not None
 
-    found = search(space, lineup, tables(space, lineup), criterion, math.inf)
+    found = search(space, device_order, tables(space, device_order), criterion, math.inf)
 
     assert found.bound_s == pytest.approx(best, rel=1e-9)
     if found.chain is not None:
@@ -86,6 +86,6 @@ def test_links_that_differ_by_the_sender_are_not_for_it() -> None:
     setting = dataclasses.replace(setting, stages=3, seats=setting.seats[:1] * 3, devices=3)
     setting = dataclasses.replace(setting, links=links)
     graph = contract(problem.check(), 3)
-    lineup = DeviceOrder.of(setting, range(3), (), np.zeros(3))
+    device_order = DeviceOrder.of(setting, range(3), (), np.zeros(3))
 
-    assert Sends.of(Space(graph, down_sets(graph, 10_000) or ()), lineup) is None
+    assert Sends.of(Space(graph, down_sets(graph, 10_000) or ()), device_order) is None
