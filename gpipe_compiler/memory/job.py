@@ -1,4 +1,4 @@
-"""The program of a device with its stages, the state of its simulation, and the result."""
+"""The program of a device with its stages, and the result of its simulation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpipe_compiler.memory.storages import ActionDelta, ActionDeltas, RefCounts,
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.core.wiring import ActionStep, StageWiring
-from gpipe_compiler.runtime.schedule.actions import Action, Compute, Phase, SharedSum, Transfer
+from gpipe_compiler.runtime.schedule.actions import Action, Compute, Phase, SharedSum
 from gpipe_compiler.runtime.spec import Remat
 
 
@@ -143,49 +143,6 @@ class Peak:
     action: str
     position: int
     sizes: Sizes
-
-
-# --- the state of the engine ----------------------------------------------------------------------
-
-
-Posted = tuple[str, int, int, int, bool]
-"""A transfer by its fields, which is looked up sooner than the transfer itself."""
-
-
-@dataclass(slots=True)
-class SimulatorState:
-    """The state on which the memory of the next actions depends, beside the program.
-
-    Values of the batch, which count elsewhere, are not in the tables.
-
-    Attributes:
-        flights: by stage and micro-batch.
-        values: by name and micro-batch.
-        gradients: by the value's name, the stage that made them, and micro-batch.
-        posted: received and not read yet.
-        under_way: sent, and not released yet.
-        forwards, backwards, weights: the stages that have had one.
-    """
-
-    flights: dict[tuple[int, int], InFlight] = field(default_factory=dict)
-    values: dict[tuple[str, int], SharedBuffer | None] = field(default_factory=dict)
-    gradients: dict[tuple[str, int, int], SharedBuffer | None] = field(default_factory=dict)
-    posted: dict[Posted, SharedBuffer] = field(default_factory=dict)
-    under_way: list[SharedBuffer | None] = field(default_factory=list)
-    forwards: set[int] = field(default_factory=set)
-    backwards: set[int] = field(default_factory=set)
-    weights: set[int] = field(default_factory=set)
-
-
-def posted(transfer: Transfer) -> Posted:
-    """A transfer as the tables have it."""
-    return (
-        transfer.value,
-        transfer.microbatch,
-        transfer.source,
-        transfer.target,
-        transfer.gradient,
-    )
 
 
 # --- the highest moments --------------------------------------------------------------------------

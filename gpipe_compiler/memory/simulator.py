@@ -15,11 +15,9 @@ from gpipe_compiler.memory.job import (
     InFlight,
     MemoryRun,
     PeakTracker,
-    SimulatorState,
     StageMemory,
     counted,
     is_counted,
-    posted,
 )
 from gpipe_compiler.memory.storages import (
     ActionDelta,
@@ -54,6 +52,10 @@ _NO_BLOCKS: frozenset[int] = frozenset()
 class MemorySimulator:
     """The memory of a device over its program; for one run.
 
+    Values are known by name and micro-batch, gradients by the stage that made them besides; those
+    of the batch count elsewhere. What was received and not read yet is posted, what was sent and
+    not released yet under way.
+
     Args:
         listener: called for every storage that comes and goes, in order.
     """
@@ -62,10 +64,15 @@ class MemorySimulator:
         self.job = job
         self.counts = RefCounts(job.stages, listener)
         self._listener = listener
-        self._tables = SimulatorState()
+        self._flights: dict[tuple[int, int], InFlight] = {}
+        self._values: dict[tuple[str, int], SharedBuffer | None] = {}
+        self._gradients: dict[tuple[str, int, int], SharedBuffer | None] = {}
+        self._posted: dict[Transfer, SharedBuffer] = {}
+        self._under_way: list[SharedBuffer | None] = []
+        self._ran: set[tuple[int, Phase]] = set()
         self._last = job.last_backwards() if job.row_bytes else {}
         self._tracker = PeakTracker(self.counts, job.stages)
-        self._backwards = sorted(job.stages, reverse=True)
+        self._last_first = sorted(job.stages, reverse=True)
 
     def run(self, until: int | None = None) -> MemoryRun:
         """All steps, or those before a position."""
@@ -119,17 +126,16 @@ class MemorySimulator:
             self._read(stage, need, microbatches, flight)
         self._drop(step)
         arguments = flight.held_again() if flight.again else {}
-        tables = self._tables
         without = flight.without
-        if stage.index in tables.forwards:
+        if (stage.index, Phase.FORWARD) in self._ran:
             without = _WITHOUT_CASTS[without]
-        tables.forwards.add(stage.index)
+        self._ran.add((stage.index, Phase.FORWARD))
         trace = traces.forward_again if flight.again else traces.forward
         left = self._run_trace(action, flight, trace, stage.deltas.handed_on, without)
         for name in stage.wiring.spec.outputs:
             held = flight.share(traces.returned.get(name), len(microbatches))
             for m in microbatches:
-                tables.values[name, m] = held
+                self._values[name, m] = held
             if name in self.job.results:
                 flight.share(traces.returned.get(name), 1)
         self._release(flight, left)
@@ -139,14 +145,13 @@ class MemorySimulator:
         if flight.again:
             self._release(flight, tuple(flight.blocks))
             flight.blocks.update(arguments)
-        tables.flights[stage.index, microbatches[0]] = flight
+        self._flights[stage.index, microbatches[0]] = flight
 
     def _backward(self, action: Compute) -> None:
         stage = self.job.stages[action.stage]
         traces = stage.deltas.traces
         microbatches = self._microbatches(stage, action)
-        tables = self._tables
-        flight = tables.flights[stage.index, microbatches[0]]
+        flight = self._flights[stage.index, microbatches[0]]
         without = _WITHOUT_CASTS[flight.without]
         if flight.again:
             # The copies of buffers that the first forward has made are used up by the second.
@@ -159,54 +164,55 @@ class MemorySimulator:
                 self.counts.release(held)
             else:
                 flight.blocks[block] = held
-        trace = traces.backward if stage.index in tables.backwards else traces.first_backward
-        tables.backwards.add(stage.index)
+        trace = (
+            traces.backward if (stage.index, Phase.BACKWARD) in self._ran else traces.first_backward
+        )
+        self._ran.add((stage.index, Phase.BACKWARD))
         left = self._run_trace(action, flight, trace, stage.deltas.handed_back, without)
         for need in stage.wiring.needs:
             if need.gradient:
                 held = flight.share(traces.sent_back.get(need.value), len(microbatches))
                 for m in microbatches:
-                    tables.gradients[need.value, stage.index, m] = held
+                    self._gradients[need.value, stage.index, m] = held
         self._release(flight, left)
         if not stage.wiring.split:
             self._release(flight, tuple(flight.blocks))
-            del tables.flights[stage.index, microbatches[0]]
+            del self._flights[stage.index, microbatches[0]]
 
     def _weight(self, action: Compute) -> None:
         stage = self.job.stages[action.stage]
-        tables = self._tables
-        flight = tables.flights[stage.index, action.microbatch]
+        flight = self._flights[stage.index, action.microbatch]
         traces = stage.deltas.traces
-        trace = traces.weight if stage.index in tables.weights else traces.first_weight
-        tables.weights.add(stage.index)
+        trace = traces.weight if (stage.index, Phase.WEIGHT) in self._ran else traces.first_weight
+        self._ran.add((stage.index, Phase.WEIGHT))
         if trace is not None:
             without = _WITHOUT_CASTS[flight.without]
             left = self._run_trace(action, flight, trace, _NO_BLOCKS, without)
             self._release(flight, left)
         self._release(flight, tuple(flight.blocks))
-        del tables.flights[stage.index, action.microbatch]
+        del self._flights[stage.index, action.microbatch]
 
     def _send(self, transfer: Transfer) -> None:
         held: SharedBuffer | None = None
-        gradients = self._tables.gradients
+        gradients = self._gradients
         if not transfer.gradient:
-            held = self._tables.values.get((transfer.value, transfer.microbatch))
+            held = self._values.get((transfer.value, transfer.microbatch))
             if held is not None:
                 held.holders += 1
         else:
-            for stage in self._backwards:
+            for stage in self._last_first:
                 key = transfer.value, stage, transfer.microbatch
                 if key in gradients:
                     held = self._summed(held, gradients.pop(key))
         self._arrive()
-        self._tables.under_way.append(held)
+        self._under_way.append(held)
 
     def _receive(self, action: Receive) -> None:
         transfer = action.transfer
         size = self.job.crossing_bytes[transfer.value]
         name = gradient_of(transfer.value) if transfer.gradient else transfer.value
         held = self.counts.take(size, Category.BOUNDARY, name)
-        self._tables.posted[posted(transfer)] = held
+        self._posted[transfer] = held
         self._tracker.mark(action)
 
     def _sum(self, name: str) -> None:
@@ -225,23 +231,23 @@ class MemorySimulator:
 
     def _drop(self, step: ActionStep) -> None:
         for key in step.drops:
-            self.counts.release(self._tables.values.pop(key, None))
+            self.counts.release(self._values.pop(key, None))
 
     def _arrive(self) -> None:
         """What was sent has left."""
-        for held in self._tables.under_way:
+        for held in self._under_way:
             self.counts.release(held)
-        self._tables.under_way.clear()
+        self._under_way.clear()
 
     def _read(
         self, stage: StageMemory, need: Need, microbatches: Sequence[int], flight: InFlight
     ) -> None:
         """A stage takes a reference to a value that it reads."""
-        values = self._tables.values
+        values = self._values
         for m in microbatches:
             if need.sender is not None and (need.value, m) not in values:
                 self._arrive()
-                came = self._tables.posted.pop((need.value, m, need.sender, need.via, False))
+                came = self._posted.pop(Transfer(need.value, m, need.sender, need.via))
                 values[need.value, m] = came
         block = stage.deltas.traces.received.get(need.value)
         if block is None or block in flight.blocks:
@@ -266,16 +272,16 @@ class MemorySimulator:
     ) -> SharedBuffer | None:
         """What has come for a value, summed; for a joint stage put together."""
         pieces = []
-        tables = self._tables
         for m in microbatches:
             total: SharedBuffer | None = None
             for part in parts:
                 if part.remote:
                     self._arrive()
-                    came = tables.posted.pop((value, m, part.stage, stage.index, True))
+                    way = part.stage, stage.index
+                    came = self._posted.pop(Transfer(value, m, *way, gradient=True))
                     total = self._summed(total, came)
                 else:
-                    total = self._summed(total, tables.gradients.pop((value, part.stage, m)))
+                    total = self._summed(total, self._gradients.pop((value, part.stage, m)))
             pieces.append(total)
         if len(pieces) == 1:
             return pieces[0]

@@ -148,7 +148,6 @@ class ActionDelta:
         peak: bytes more than at the beginning, at most; 0 where it never takes more.
         at_peak: the same by category.
         net: bytes more when it has ended: the places of categories, and how many of each.
-        place: how many of `moves` lie before the peak.
         shared: those of `moves` that are of shared blocks.
     """
 
@@ -156,7 +155,6 @@ class ActionDelta:
     peak: int
     at_peak: Sizes
     net: tuple[tuple[int, int], ...]
-    place: int
     shared: tuple[StorageEvent, ...]
 
 
@@ -271,14 +269,14 @@ class ActionDeltas:
     def _delta(self, moves: Sequence[StorageEvent]) -> ActionDelta:
         blocks, category = self.traces.blocks, self.category
         now = list(NOTHING)
-        total = peak = place = 0
+        total = peak = 0
         at_peak = NOTHING
-        for number, move in enumerate(moves):
+        for move in moves:
             size = blocks[move.block].bytes if move.alive else -blocks[move.block].bytes
             now[PLACE[category[move.block]]] += size
             total += size
             if total > peak:
-                peak, at_peak, place = total, tuple(now), number + 1
+                peak, at_peak = total, tuple(now)
         shared = tuple(move for move in moves if move.block in self.shared)
         net = tuple((index, size) for index, size in enumerate(now) if size)
-        return ActionDelta(tuple(moves), peak, at_peak, net, place, shared)
+        return ActionDelta(tuple(moves), peak, at_peak, net, shared)

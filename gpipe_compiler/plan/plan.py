@@ -103,10 +103,6 @@ class Plan:
         place = self.placement[stage] if self.placement else stage
         return self.seats[place] if self.seats else place
 
-    def device(self, stage: int) -> Device:
-        """The device that a stage runs on."""
-        return self.devices[self.placement[stage] if self.placement else stage]
-
     @property
     def devices(self) -> tuple[Device, ...]:
         """Those of the pipeline, by rank."""
