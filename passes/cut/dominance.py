@@ -79,28 +79,15 @@ def _staircases(labels: Floats, state: Integers) -> Integers:
     Numbers are compared by their ranks. As those of every further down-set count as lower than all
     before, the least so far begins anew there.
     """
-    some = _not_below_best(labels, state)
-    group = state[some].astype(np.int64)
-    ranks = [np.unique(entries, return_inverse=True)[1].reshape(-1) for entries in labels[some].T]
+    group = state.astype(np.int64)
+    ranks = [np.unique(entries, return_inverse=True)[1].reshape(-1) for entries in labels.T]
     # Whole numbers are sorted several times as fast as rows of several numbers.
-    keys = (group * len(some) + ranks[0]) * len(some) + ranks[1]
+    keys = (group * len(state) + ranks[0]) * len(state) + ranks[1]
     order = np.argsort(keys)
     sorted_keys = keys[order]
     begins = np.flatnonzero(np.concatenate(([True], sorted_keys[1:] != sorted_keys[:-1])))
     order = np.minimum.reduceat(order, begins)  # of equal labels the first
-    second = ranks[1][order] - group[order] * len(some)
+    second = ranks[1][order] - group[order] * len(state)
     least = np.minimum.accumulate(second)
     lower = second[1:] < least[:-1]
-    return np.asarray(some[order[np.concatenate(([True], lower))]])
-
-
-def _not_below_best(labels: Floats, state: Integers) -> Integers:
-    """Those that the label of least sum of their down-set, the first such, does not rule out."""
-    begins = np.flatnonzero(np.diff(state, prepend=state[0] - 1))
-    counts = np.diff(begins, append=len(state))
-    sums = labels[:, 0] + labels[:, 1]
-    least = np.flatnonzero(sums == np.repeat(np.minimum.reduceat(sums, begins), counts))
-    best = least[np.searchsorted(least, begins)]
-    better = np.asarray((labels < np.repeat(labels[best], counts, axis=0)).any(axis=1))
-    better[best] = True
-    return np.flatnonzero(better)
+    return np.asarray(order[np.concatenate(([True], lower))])

@@ -64,9 +64,6 @@ class CutEvaluator:
 
     Args:
         again: for every stage, 1 where it recomputes anything, else 0.
-
-    Attributes:
-        repeats: how many times the objective holds what a stage computes, at least.
     """
 
     def __init__(self, problem: CutProblem, setting: CutSetting, again: Floats) -> None:
@@ -75,7 +72,6 @@ class CutEvaluator:
         self.objective = setting.objective
         self.split = setting.splits_backward
         self.again = again
-        self.repeats = setting.microbatches if self.objective is Objective.STEP else 1
         self.steps = Steps(setting.orders)
         nodes = tuple(Seconds(n.forward_s, n.backward_s, n.weight_s) for n in problem.nodes)
         self._kinds = (nodes, *problem.other_kinds)

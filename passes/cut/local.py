@@ -8,7 +8,7 @@ import numpy as np
 
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
-from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers, Space
+from gpipe_compiler.passes.cut.space import Floats, Integers, Space
 
 Chain = tuple[int, ...]
 
@@ -79,18 +79,6 @@ class _Improving:
                 found[:7, column], found[7:, column] = row.times[:, at], row.held[:, at]
         return found
 
-    def _promising(self, position: int, start: int, near: Integers, end: int) -> Booleans:
-        """The places where neither stage alone computes for longer than the whole cut takes."""
-        if self.rank[0] > 0:
-            return np.ones(len(near), dtype=np.bool_)  # what fits better is worth any time
-        repeats = self.evaluator.repeats
-        longest = np.zeros(len(near))
-        for stage, low, high in ((position - 1, start, near), (position, near, end)):
-            inside = self.space.inside[self.device_order.rates[stage].kind]
-            own = (inside[0] + inside[1])[high] - (inside[0] + inside[1])[low]
-            np.maximum(longest, own, out=longest)
-        return np.asarray(repeats * longest < self.rank[1])
-
     def _move(self, position: int) -> bool:
         """Puts one boundary to its best place between its neighbours; whether that is another."""
         start, here, end = self.chain[position - 1 : position + 2]
@@ -98,9 +86,6 @@ class _Improving:
         middle = int(np.searchsorted(ends, here))
         near = ends[max(0, middle - NEAREST) : middle + NEAREST]
         near = near[(near < end) & self.space.allowed(position)[near]]
-        if not len(near):
-            return False
-        near = near[self._promising(position, start, near, end)]
         if not len(near):
             return False
         tried = np.repeat(self.costs[None], len(near), axis=0)

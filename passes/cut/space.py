@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,23 +22,6 @@ CACHED_PAIRS = 3_000_000
 
 FORWARD, BACKWARD, RECEIVE, GRADIENT, WEIGHT, UPDATE, SEND = range(7)
 """The rows of `StageRow.times`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Crossings:
-    """What the stages from one down-set move and keep, on any device.
-
-    Attributes:
-        crossed, sent: shape (4, ends): the columns of `Movable` that they receive, and send on.
-        held: as in `StageRow`.
-        updated: bytes that they update.
-    """
-
-    ends: Integers
-    crossed: Floats
-    sent: Floats
-    held: Floats
-    updated: Floats
 
 
 class Space:
@@ -79,9 +61,7 @@ class Space:
         self._edges()
         self.limit_s = float("inf")
         self._rows: dict[StageRates, dict[int, StageRow]] = {}
-        self._common: dict[int, Crossings] = {}
         self._cached = 0
-        self._held = 0
         self._allowed: dict[int, Booleans] = {}
 
     def _edges(self) -> None:
@@ -133,7 +113,7 @@ class Space:
         known = self._rows.setdefault(rate, {})
         row = known.get(start)
         if row is None:
-            row = self._row(self._crossings(start), start, rate)
+            row = self._row(start, rate)
             if self._cached + len(row.ends) <= CACHED_PAIRS:
                 known[start] = row
                 self._cached += len(row.ends)
@@ -146,16 +126,6 @@ class Space:
     def blocks(self, rate: StageRates, starts: Integers) -> Iterator[Pairs]:
         """The stages that begin at these down-sets, some `BLOCK` at a time."""
         return stacked(partial(self.row, rate=rate), starts)
-
-    def _crossings(self, start: int) -> Crossings:
-        """What all rows of a down-set have in common."""
-        found = self._common.get(start)
-        if found is None:
-            found = self._cross(start)
-            if self._held + len(found.ends) <= CACHED_PAIRS:
-                self._common[start] = found
-                self._held += len(found.ends)
-        return found
 
     def _stop(self, start: int) -> int:
         """Before which down-set stages end that begin at this one."""
@@ -223,7 +193,7 @@ class Space:
             found[:, column] = self.member[list(self.graph.values[value].consumers)].sum(axis=0)
         return found
 
-    def _cross(self, start: int) -> Crossings:
+    def _row(self, start: int, rate: StageRates) -> StageRow:
         ends = self.ends(start)
         live = self.live(start)
         crossed, passed = np.zeros((2, 4, len(ends)))
@@ -237,10 +207,6 @@ class Space:
             held += np.array(_columns(kept))[:, None] * self._any(kept.users, start, ends)
         taken = crossed[1] if start else crossed[1] + self._given[ends]
         sent = self._crossing[:, ends] - passed
-        return Crossings(ends, crossed, sent, np.stack((held[0], taken, held[1])), held[2])
-
-    def _row(self, common: Crossings, start: int, rate: StageRates) -> StageRow:
-        ends, crossed, sent = common.ends, common.crossed, common.sent
         times = np.empty((7, len(ends)))
         inside = self.inside[rate.kind]
         seconds = inside[:, ends] - inside[:, [start]]
@@ -248,11 +214,11 @@ class Space:
         link = rate.receives
         times[RECEIVE] = crossed[0] * link.latency_s + crossed[1] / link.bandwidth
         times[GRADIENT] = crossed[2] * link.latency_s + crossed[3] / link.bandwidth
-        updated = common.updated
+        updated = held[2]
         times[UPDATE] = updated * rate.update_s_per_byte + (updated > 0) * rate.update_latency_s
         link = rate.sends
         times[SEND] = (sent[0] + sent[2]) * link.latency_s + (sent[1] + sent[3]) / link.bandwidth
-        return StageRow(ends, times, common.held)
+        return StageRow(ends, times, np.stack((held[0], taken, held[1])))
 
     def stages_of(self, chain: Sequence[int]) -> Integers:
         """The stage of every node in a chain of down-sets, from the empty one to the whole."""

@@ -12,7 +12,6 @@ from gpipe_compiler.passes.cut.device_order import DeviceOrder, StageRates
 from gpipe_compiler.passes.cut.pairs import StageRow
 from gpipe_compiler.passes.cut.space import (
     Floats,
-    Integers,
     Space,
 )
 
@@ -115,11 +114,7 @@ def runs(device_order: DeviceOrder, low: int, high: int) -> Iterator[tuple[int, 
 
 
 def machines(device_order: DeviceOrder, low: int, high: int, row: StageRow) -> Floats:
-    """What stages on devices of equal rate cost, in the order of `BoundTables`: (5, stages, ends).
-
-    Where all cost the same there is one row: (5, 1, ends).
-    """
-    high = _unlike(device_order, low, high)
+    """What stages on devices of equal rate cost, as in `BoundTables`: (5, stages, ends)."""
     forward, backward, receive, gradient, weight, _, send = row.times
     found = np.empty((5, high - low, len(row.ends)))
     again = device_order.again[low:high, None] * forward
@@ -138,9 +133,8 @@ def _cycles(
     device_order: DeviceOrder, low: int, high: int, row: StageRow, *, apart: bool
 ) -> Floats:
     """The time of a micro-batch on the same stages, (stages, ends): see `bottleneck_chain`."""
-    alike = len(set(device_order.again[low:high].tolist())) == 1
     forward, backward, receive, gradient, weight, _, send = row.times
-    again = device_order.again[low : low + 1 if alike else high, None] * forward
+    again = device_order.again[low:high, None] * forward
     if apart:
         found = forward + backward + again + (receive + gradient + send)
     else:
@@ -149,12 +143,6 @@ def _cycles(
     if device_order.limited:
         found = np.where(device_order.excess(low, high - low, row.held) > 0, np.inf, found)
     return np.asarray(found)
-
-
-def _unlike(device_order: DeviceOrder, low: int, high: int) -> int:
-    """Up to where stages have rows of their own: the first alone where all cost the same."""
-    alike = not device_order.limited and len(set(device_order.again[low:high].tolist())) == 1
-    return low + 1 if alike else high
 
 
 def _exact(space: Space, device_order: DeviceOrder) -> BoundTables:
@@ -202,7 +190,7 @@ def bottleneck_chain(
             row = space.row(start, rate)
             cost = _cycles(device_order, low, high, row, apart=apart)
             reached = np.maximum(best[low:high, start, None], cost)
-            view, links, span = best[low + 1 : high + 1], parent[low + 1 : high + 1], _span(row)
+            view, links, span = best[low + 1 : high + 1], parent[low + 1 : high + 1], row.ends
             better = reached < view[:, span]
             view[:, span] = np.where(better, reached, view[:, span])
             links[:, span] = np.where(better, start, links[:, span])
@@ -228,17 +216,9 @@ def least_excess(space: Space, device_order: DeviceOrder) -> float:
         row = space.row(start, device_order.rates[low])
         over = device_order.excess(low, high - low, row.held)
         reached = np.maximum(best[low:high, start, None], over, out=over)  # which is never below 0
-        view, span = best[low + 1 : high + 1], _span(row)
+        view, span = best[low + 1 : high + 1], row.ends
         view[:, span] = np.minimum(view[:, span], reached)
     return float(best[-1, -1])
-
-
-def _span(row: StageRow) -> slice | Integers:
-    """The ends of a row; as a slice, which is sooner looked up, where none between is missing."""
-    ends = row.ends
-    if len(ends) and ends[-1] - ends[0] + 1 == len(ends):
-        return slice(int(ends[0]), int(ends[-1]) + 1)
-    return ends
 
 
 def tails(
