@@ -22,7 +22,7 @@ from .inputs import (
     bind_call,
 )
 from .local_stages import LocalStages
-from .loss_weights import Counts, LossWeigher, summed
+from .loss_weights import Counts, LossWeigher, summed, total_of
 from .options import ExecutionOptions, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
@@ -327,7 +327,7 @@ class Execution:
         losses = {m: terms for result in results for m, terms in result.losses.items()}
         # What a term is where nothing in the mini-batch counts.
         empty = [0.0 if t.above > -math.inf else math.nan for t in self._spec.loss.summands]
-        mine = self._over_replicas(_total(losses, request, empty), request, empty)
+        mine = self._over_replicas(total_of(losses, request.loss_weights, empty), request, empty)
         if pipeline.size == 1:
             return mine
         told = (None, None) if mine is None else (mine.tolist(), mine.dtype)
@@ -390,28 +390,3 @@ def _on(request: StepRequest, device: torch.device) -> StepRequest:
         for values in request.inputs
     ]
     return dataclasses.replace(request, inputs=moved)
-
-
-def _total(
-    losses: Mapping[int, tuple[torch.Tensor, ...]], request: StepRequest, empty: Sequence[float]
-) -> torch.Tensor | None:
-    """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan.
-
-    Args:
-        empty: what each is where nothing counts.
-    """
-    if not losses:
-        return None
-    totals = []
-    for number, like in enumerate(losses[0]):
-        scalars = [
-            _weighted(losses[m][number].reshape(()), weights[number])
-            for m, weights in enumerate(request.loss_weights)
-            if weights[number]
-        ] or [like.new_full((), empty[number])]
-        totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
-    return torch.stack(totals)
-
-
-def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    return loss if weight == 1 else loss * weight

@@ -126,3 +126,32 @@ def divisor(term: LossTerm, count: float) -> float:
 def terms_of(made: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The terms of a loss, as a stage returns them: a loss that has none is the only one."""
     return made if isinstance(made, tuple) else (made,)
+
+
+def total_of(
+    losses: Mapping[int, tuple[torch.Tensor, ...]],
+    shares: Sequence[tuple[float, ...]],
+    empty: Sequence[float],
+) -> torch.Tensor | None:
+    """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan.
+
+    Args:
+        losses: the terms of each micro-batch.
+        shares: the weights of each micro-batch's terms.
+        empty: what each is where nothing counts.
+    """
+    if not losses:
+        return None
+    totals = []
+    for number, like in enumerate(losses[0]):
+        scalars = [
+            _weighted(losses[m][number].reshape(()), weights[number])
+            for m, weights in enumerate(shares)
+            if weights[number]
+        ] or [like.new_full((), empty[number])]
+        totals.append(scalars[0] if len(scalars) == 1 else torch.stack(scalars).sum())
+    return torch.stack(totals)
+
+
+def _weighted(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    return loss if weight == 1 else loss * weight
