@@ -34,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ sys.path.insert(0, {here!r})
 from foreign.model import foreign
 
 globals().update(foreign({name!r}).user_file())
+"""
+SITE = """\
+# Declares torchvision's operators to every process, as what a package imports may import them.
+import sys
+
+sys.path.insert(0, {here!r})
+import foreign  # noqa: F401  # for what it declares
 """
 
 
@@ -74,14 +82,21 @@ class Ended:
     seconds: float
 
 
-def run(words: list[str], limit_s: int) -> Ended:
-    """Runs a process; its limit is of processor time, and thrice as long by the clock."""
+def run(words: list[str], limit_s: int, site: Path | None = None) -> Ended:
+    """Runs a process; its limit is of processor time, and thrice as long by the clock.
+
+    Args:
+        site: a folder from which Python and its own processes import first.
+    """
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
+    if site is not None:
+        paths = (str(site), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         ended = subprocess.run(
             words,
@@ -108,8 +123,13 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
         folder.mkdir(parents=True, exist_ok=True)
         file, package = folder / "model.py", folder / "package"
         file.write_text(USER_FILE.format(name=name, here=str(HERE)), encoding="utf-8")
+        site = folder / "site"
+        site.mkdir(exist_ok=True)
+        if find_spec("torchvision") is not None:
+            (site / "sitecustomize.py").write_text(SITE.format(here=str(HERE)), encoding="utf-8")
         words = ["-m", "gpipe_compiler", str(file), "--stages", "2", "--force", "-o", str(package)]
-        made = run([sys.executable, *words], limit_s)
+        words += options_of(name).split()
+        made = run([sys.executable, *words], limit_s, site)
         (folder / "output.txt").write_text(made.text, encoding="utf-8")
         if made.code != 0 or TRACEBACK in made.text:
             return Row(name, *_failed(made), round(made.seconds, 1))
@@ -159,7 +179,9 @@ def judge(name: str, package: Path) -> dict[str, Any]:
     subject = foreign(name)
     torch.manual_seed(0)
     model, inputs = subject.build(), subject.inputs(2)
-    draws = _draws(model, lambda: plain.call(model, inputs))
+    draws, always = (
+        _draws(model, training, lambda: plain.call(model, inputs)) for training in (True, False)
+    )
     whole = not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
     class Planned(Case):
@@ -182,8 +204,15 @@ def judge(name: str, package: Path) -> dict[str, Any]:
         random=draws,
         rounding=True,
     )
-    verdict = plain.judge(case, plain.load_package(package), case.reference)
-    note = "eval mode, and training in two ways" if draws else ""
+    made = plain.load_package(package)
+    if always:
+        verdict = plain.Verdict()
+        plain.hold_together(case, made, verdict)
+    else:
+        verdict = plain.judge(case, made, case.reference)
+    note = "training in two ways, as it draws in eval mode" if always else ""
+    if draws and not always:
+        note = "eval mode, and training in two ways"
     if verdict.rounded:
         note = f"{len(verdict.rounded)} within what the model's own rounding moves: " + "; ".join(
             verdict.rounded[:2]
@@ -191,12 +220,12 @@ def judge(name: str, package: Path) -> dict[str, Any]:
     return {**dataclasses.asdict(verdict), "note": note}
 
 
-def _draws(model: Any, call: Callable[[], object]) -> bool:
-    """Whether a model draws in training: its dropouts, or itself."""
+def _draws(model: Any, training: bool, call: Callable[[], object]) -> bool:
+    """Whether a model draws in a mode: its dropouts, or itself."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model.train()
+        model.train(training)
         before = torch.get_rng_state()
         call()
         return not torch.equal(before, torch.get_rng_state())
@@ -216,6 +245,14 @@ def chosen(patterns: Iterable[str]) -> list[str]:
 
     asked = list(patterns) or ["*"]
     return [name for name in names() if any(fnmatch.fnmatch(name, p) for p in asked)]
+
+
+def options_of(name: str) -> str:
+    """The options with which a user would compile a model."""
+    sys.path.insert(0, str(HERE))
+    from foreign.model import foreign
+
+    return foreign(name).options
 
 
 def table(rows: list[Row]) -> str:

@@ -142,7 +142,7 @@ class Hooked(nn.Module):
         super().__init__()
         self.one, self.two, self.head = body(6, 16), body(16, 16), nn.Linear(16, 4)
         self.two.register_forward_pre_hook(halved)
-        self.one.register_full_backward_hook(doubled)
+        self.two.register_full_backward_hook(doubled)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits."""
@@ -553,7 +553,8 @@ MODELS: dict[str, Foreign] = {
     "vmapped-ensemble": _classified(Ensemble),
     "deep-equilibrium": _classified(Equilibrium),
     "contrastive": Foreign(
-        Contrast, lambda n: (torch.randn(n, 6), torch.randn(n, 6)), _contrast, None
+        Contrast, lambda n: (torch.randn(n, 6), torch.randn(n, 6)), _contrast, None,
+        options="--loss-over batch",
     ),
     "ctc": Foreign(
         Crnn, _randn(4, 12), _ctc,

@@ -73,7 +73,9 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
     for node, source in zip(placeholders, entry.signature.inputs, strict=True):
         lowering.arguments[node] = Ref(source.name)
     ops, returned = lowering.nodes(graph)
-    leaves = list(returned[0])
+    copies = {leaf: _copied(leaf) for leaf in returned[0] if isinstance(leaf, StateRef)}
+    ops = [*ops, *copies.values()]
+    leaves = [Ref(copies[leaf].name) if leaf in copies else leaf for leaf in returned[0]]
     loss = None
     if entry.has_loss:
         first = leaves.pop(0)
@@ -99,6 +101,12 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         example=dict(entry.signature.named()),
     )
     return check(simplify_graph(raw), after="the frontend")
+
+
+def _copied(state: StateRef) -> Op:
+    """What stands for a parameter or buffer that the model returns: a stage makes its outputs."""
+    own = f"{state.name.replace('.', '_')}_returned"
+    return Op(own, MethodCall("clone", (state,)), own)
 
 
 def local_path(path: str) -> str:

@@ -89,12 +89,15 @@ def always_contiguous(ops: tuple[Op, ...]) -> tuple[Op, ...]:
     Tracers leave it out where they see that it does nothing, which memory layouts decide.
     """
     sides: dict[ByMode, str] = {}
+    alone = {value for op in ops if op.mode is not Mode.ALWAYS for value in op.outputs}
     for op in ops:
         call = op.call
         if op.mode is Mode.ALWAYS or not isinstance(op.result, str):
             continue
         if isinstance(call, MethodCall) and call.method == "contiguous" and len(call.args) == 1:
             own, plain = Ref(op.result), call.args[0]
+            if not isinstance(plain, Ref) or plain.name in alone:
+                continue
             pair = ByMode(own, plain) if op.mode is Mode.TRAIN else ByMode(plain, own)
             sides[pair] = op.result
     if not sides:

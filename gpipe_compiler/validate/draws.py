@@ -27,7 +27,7 @@ from gpipe_compiler.passes.random_ops import (
 from gpipe_compiler.runtime.core.random import SeededRandom, seed_in_eval, seeded
 
 _Described: TypeAlias = tuple[Any, tuple[object, ...]]
-"""A random op and what it was called with: the shapes of tensors, everything else as it is."""
+"""A random op and what it was called with: tensors on meta, everything else as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,23 +160,28 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
 
     def _cut(self, leaf: object, part: object) -> _Cut | None:
         """How a leaf of the whole's arguments is cut, from that of the first micro-batch."""
-        if _described(leaf) == part:
-            return None
-        if isinstance(leaf, torch.Tensor) and isinstance(part, torch.Size):
-            pairs = zip(leaf.shape, part, strict=False)
+        if isinstance(leaf, torch.Tensor) and isinstance(part, torch.Tensor):
+            pairs = zip(leaf.shape, part.shape, strict=False)
             grown = [dim for dim, (more, few) in enumerate(pairs) if more != few]
-            if len(part) == leaf.dim() and len(grown) == 1:
-                return self._proportional(leaf.shape[grown[0]], part[grown[0]], grown[0])
+            if leaf.dim() == part.dim() and not grown:
+                return None
+            if leaf.dim() == part.dim() and len(grown) == 1:
+                (dim,) = grown
+                return self._proportional(leaf.shape[dim], part.shape[dim], dim, part)
+        elif not isinstance(leaf, torch.Tensor) and leaf == part:
+            return None
         elif isinstance(leaf, int) and isinstance(part, int):
             return self._proportional(leaf, part, None)
         raise self._apart("draws numbers that grow with the batch in another way than one by one")
 
-    def _proportional(self, whole: int, part: int, dim: int | None) -> _Cut:
+    def _proportional(
+        self, whole: int, part: int, dim: int | None, example: torch.Tensor | None = None
+    ) -> _Cut:
         each, rest = divmod(whole, sum(self._sizes))
         if rest or part != each * self._sizes[0]:
             raise self._apart("draws numbers that do not grow in proportion to the batch")
         self.flattened = self.flattened or each > 1
-        return _Cut(dim, each, self._inner)
+        return _Cut(dim, each, self._inner, example)
 
     def _join(self, whole: object, parts: Sequence[Any]) -> object:
         """One of the results, from those of the micro-batches."""
@@ -185,7 +190,7 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
             return first
         if whole.shape == first.shape:
             raise self._apart("draws inside a kernel", inside=True)
-        cut = self._cut(whole, first.shape)
+        cut = self._cut(whole, first)
         assert cut is not None
         return cut.join(parts)
 
@@ -203,20 +208,22 @@ class _Cut:
         dim: of a tensor.
         each: entries for one sample.
         inner: whether the samples follow each other fastest.
+        part: a tensor of a micro-batch, which may lie in memory in another order than the whole.
     """
 
     dim: int | None
     each: int
     inner: bool
+    part: torch.Tensor | None = None
 
     def piece(self, whole: Any, start: int, size: int) -> Any:
-        """The share of some samples: of a tensor a dense copy, laid out as the whole is."""
-        if self.dim is None:
+        """The share of some samples: of a tensor a dense copy, laid out as a micro-batch's is."""
+        if self.dim is None or self.part is None:
             return self.each * size
         view = self._view(whole, start, size)
         shape = [size * self.each if d == self.dim else n for d, n in enumerate(whole.shape)]
         copy = torch.empty_strided(
-            shape, like_strides(whole, shape), dtype=whole.dtype, device=whole.device
+            shape, like_strides(self.part, shape), dtype=whole.dtype, device=whole.device
         )
         return copy.copy_(view.reshape(shape))
 
@@ -248,7 +255,9 @@ class _Cut:
 
 
 def _described(leaf: object) -> object:
-    return leaf.shape if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), device="meta")
 
 
 def _places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -444,13 +444,13 @@ def judge(case: Any, package: Any, reference: str) -> Verdict:
                     one.train(inputs, target, samples, f"{what} train")
                 one.infer(inputs, target, samples, f"{what} eval")
     if case.random:
-        _hold_together(case, package, verdict)
+        hold_together(case, package, verdict)
     if hasattr(case.expect, "inputs"):
         _refuses(case, package, verdict)
     return verdict
 
 
-def _hold_together(case: Any, package: Any, verdict: Verdict) -> None:
+def hold_together(case: Any, package: Any, verdict: Verdict) -> None:
     """What cannot be compared with the model, as it draws, is the same in all manners."""
     inputs, target = case.batch(case.sizes[0], seed=1000)
     losses, gradients = [], []

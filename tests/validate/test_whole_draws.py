@@ -52,9 +52,16 @@ def stochastic_depth(x: Tensor, mode: str) -> Tensor:
 
 ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
 
+
+def laid_out(x: Tensor) -> Tensor:
+    """As convolutions do, which choose the order in memory by the number of samples."""
+    return x.mT.contiguous().mT if len(x) == sum(SIZES) else x
+
+
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.4),
     "dropout in place": lambda x: F.dropout(x * 2, 0.4, inplace=True),
+    "in another order": lambda x: F.dropout(laid_out(x), 0.4),
     "channels": lambda x: F.dropout1d(x, 0.4),
     "noise": lambda x: x + torch.randn_like(x) + torch.rand(x.shape[0], 1, 1),
     "rows dropped": lambda x: stochastic_depth(x, "row"),

@@ -57,6 +57,26 @@ class AsDict(Two):
         }
 
 
+class WithParameters(Two):
+    """Returns weights of its tasks beside what they weigh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_vars = nn.Parameter(torch.linspace(-1, 1, 2))
+
+    def forward(self, x: Tensor) -> object:
+        return self.last(self.hidden(x)), self.log_vars, self.first.weight
+
+
+def weighed(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
+    logits, log_vars, _ = output
+    terms = F.cross_entropy(logits, target), logits.square().mean()
+    return sum(
+        (term * (-own).exp() + own for term, own in zip(terms, log_vars, strict=True)),
+        torch.zeros(()),
+    )
+
+
 class AsOrderedDict(Two):
     def forward(self, x: Tensor) -> object:
         hidden = self.hidden(x)
@@ -270,6 +290,7 @@ NOT_OF_PARTS = Refused(
 
 CASES = (
     Case("tuple", AsTuple, rows, first, classes),
+    Case("parameters", WithParameters, rows, weighed, classes),
     Case("list", AsList, rows, first, classes),
     Case("dict", AsDict, rows, first, classes, quick=True),
     Case("ordered_dict", AsOrderedDict, rows, lambda y, t: F.cross_entropy(y["out"], t), classes),
