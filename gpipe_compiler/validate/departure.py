@@ -179,7 +179,7 @@ def _where(
     for call in calls:
         with torch.no_grad(), call.around:
             _interpreter(graph, entry).run(dict(zip(names, call.inputs, strict=True)), note)
-    whole = all_at_once(batch, draws, calls[0], inner=False)
+    whole = all_at_once(batch, draws, calls, inner=False)
     interpreter = _interpreter(graph, entry)
     with torch.no_grad(), whole.around:
         values = interpreter.run(dict(zip(names, whole.inputs, strict=True)), hold)

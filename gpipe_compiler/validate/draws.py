@@ -102,7 +102,7 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
     """Around the model's call on the whole mini-batch.
 
     Args:
-        calls: of the first micro-batch, by `DrawsOfOne`.
+        calls: of a micro-batch of so many samples, by `DrawsOfOne`; of the first at least.
         sizes: samples in each micro-batch.
         inner: where a dimension holds several entries for each sample, whether the samples follow
             each other fastest (time by batch), and not the entries (batch by time).
@@ -112,7 +112,12 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
     """
 
     def __init__(
-        self, draws: Draws, calls: Sequence[_Described], sizes: Sequence[int], *, inner: bool
+        self,
+        draws: Draws,
+        calls: Mapping[int, Sequence[_Described]],
+        sizes: Sequence[int],
+        *,
+        inner: bool,
     ) -> None:
         super().__init__(draws.seed, 0, 0, draws.numbers, draws.shared)
         self.flattened = False
@@ -126,7 +131,8 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
         if number in self.shared:
             return super().draw(number, func, args, kwargs)
         position = self.position - 1
-        known = self._calls[position] if position < len(self._calls) else (None, ())
+        first = self._calls[self._sizes[0]]
+        known = first[position] if position < len(first) else (None, ())
         leaves, tree = tree_flatten((tuple(args), dict(kwargs)))
         if known[0] is not func or len(known[1]) != len(leaves):
             raise self._apart("draws otherwise for a micro-batch than for the batch")
@@ -141,9 +147,10 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
         pieces = []
         for microbatch, (start, size) in enumerate(_places(self._sizes)):
             self.key = (*self.key[:2], microbatch)
+            _, laid_out = self._calls.get(size, first)[position]
             own = [
-                leaf if cut is None else cut.piece(leaf, start, size)
-                for leaf, cut in zip(leaves, cuts, strict=True)
+                leaf if cut is None else cut.piece(leaf, start, size, part)
+                for leaf, cut, part in zip(leaves, cuts, laid_out, strict=True)
             ]
             positional, keywords = tree_unflatten(own, tree)
             returned = seeded(self.seed_of(number), func, positional, keywords)
@@ -167,21 +174,19 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
                 return None
             if leaf.dim() == part.dim() and len(grown) == 1:
                 (dim,) = grown
-                return self._proportional(leaf.shape[dim], part.shape[dim], dim, part)
+                return self._proportional(leaf.shape[dim], part.shape[dim], dim)
         elif not isinstance(leaf, torch.Tensor) and leaf == part:
             return None
         elif isinstance(leaf, int) and isinstance(part, int):
             return self._proportional(leaf, part, None)
         raise self._apart("draws numbers that grow with the batch in another way than one by one")
 
-    def _proportional(
-        self, whole: int, part: int, dim: int | None, example: torch.Tensor | None = None
-    ) -> _Cut:
+    def _proportional(self, whole: int, part: int, dim: int | None) -> _Cut:
         each, rest = divmod(whole, sum(self._sizes))
         if rest or part != each * self._sizes[0]:
             raise self._apart("draws numbers that do not grow in proportion to the batch")
         self.flattened = self.flattened or each > 1
-        return _Cut(dim, each, self._inner, example)
+        return _Cut(dim, each, self._inner)
 
     def _join(self, whole: object, parts: Sequence[Any]) -> object:
         """One of the results, from those of the micro-batches."""
@@ -208,22 +213,20 @@ class _Cut:
         dim: of a tensor.
         each: entries for one sample.
         inner: whether the samples follow each other fastest.
-        part: a tensor of a micro-batch, which may lie in memory in another order than the whole.
     """
 
     dim: int | None
     each: int
     inner: bool
-    part: torch.Tensor | None = None
 
-    def piece(self, whole: Any, start: int, size: int) -> Any:
-        """The share of some samples: of a tensor a dense copy, laid out as a micro-batch's is."""
-        if self.dim is None or self.part is None:
+    def piece(self, whole: Any, start: int, size: int, laid_out: Any) -> Any:
+        """The share of some samples: of a tensor a dense copy, laid out as another is."""
+        if self.dim is None:
             return self.each * size
         view = self._view(whole, start, size)
         shape = [size * self.each if d == self.dim else n for d, n in enumerate(whole.shape)]
         copy = torch.empty_strided(
-            shape, like_strides(self.part, shape), dtype=whole.dtype, device=whole.device
+            shape, like_strides(laid_out, shape), dtype=whole.dtype, device=whole.device
         )
         return copy.copy_(view.reshape(shape))
 

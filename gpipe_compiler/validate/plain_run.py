@@ -148,18 +148,25 @@ def _terms(
     return tuple(values[term.value] for term in graph.loss.summands)
 
 
-def all_at_once(batch: MiniBatch, draws: Draws, first: ModelCall, *, inner: bool) -> ModelCall:
+def all_at_once(
+    batch: MiniBatch, draws: Draws, calls: Sequence[ModelCall], *, inner: bool
+) -> ModelCall:
     """A call for all micro-batches, with the random numbers that theirs draw.
 
     Args:
-        first: one that has been made, for the first micro-batch.
+        calls: for each of them; that for the first has been made.
         inner: as for `DrawsOfAll`.
     """
-    if not isinstance(first.around, DrawsOfOne):
+    made = {
+        size: call.around.calls
+        for size, call in zip(batch.sizes, calls, strict=True)
+        if isinstance(call.around, DrawsOfOne) and (call.around.calls or call is calls[0])
+    }
+    if not made:
         return ModelCall(batch.whole(), contextlib.nullcontext())
     if len(batch.sizes) == 1:
         return ModelCall(batch.whole(), draws.seeded(0))
-    return ModelCall(batch.whole(), DrawsOfAll(draws, first.around.calls, batch.sizes, inner=inner))
+    return ModelCall(batch.whole(), DrawsOfAll(draws, made, batch.sizes, inner=inner))
 
 
 def flattened(call: ModelCall) -> bool:

@@ -263,7 +263,7 @@ class _Work:
         parts = evaluate(entry, calls, Precision.FP32)
         found = Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
         for inner in (False, True) if len(parts) > 1 else ():
-            call = all_at_once(self.batch, draws, calls[0], inner=inner)
+            call = all_at_once(self.batch, draws, calls, inner=inner)
             (whole,) = evaluate(entry, [call], Precision.FP32)
             found = dataclasses.replace(found, whole=whole)
             if found.alike or not flattened(call):
@@ -288,11 +288,12 @@ class _Work:
             ApartError: where what is drawn for the whole is not drawn for micro-batches.
         """
         entry = self._entry(training=True)
-        first = self._calls(entry, draws)[0]
+        calls = self._calls(entry, draws)
         if draws.numbers:
-            evaluate(entry, [first], Precision.FP32)
+            of_each_size = dict(zip(self.batch.sizes[::-1], calls[::-1], strict=True))
+            evaluate(entry, [*of_each_size.values()], Precision.FP32)
         for inner in (False, True):
-            call = all_at_once(self.batch, draws, first, inner=inner)
+            call = all_at_once(self.batch, draws, calls, inner=inner)
             step = train_step(self._entry(training=True), [call], Precision.FP32)
             yield step, flattened(call)
             if not flattened(call):

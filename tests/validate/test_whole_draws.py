@@ -36,9 +36,12 @@ def both(
     for microbatch, part in enumerate(x.split(SIZES, dim)):
         with SeededRandom(SEED, 0, microbatch, draws.numbers, draws.shared):
             parts.append(function(part.clone()))
-    with DrawsOfOne(draws, 0) as first:
-        function(x.narrow(dim, 0, SIZES[0]).clone())
-    with DrawsOfAll(draws, first.calls, SIZES, inner=inner) as whole:
+    calls = {}
+    for microbatch, part in enumerate(x.split(SIZES, dim)):
+        with DrawsOfOne(draws, microbatch) as one:
+            function(part.clone())
+        calls[SIZES[microbatch]] = one.calls
+    with DrawsOfAll(draws, calls, SIZES, inner=inner) as whole:
         together = function(x.clone())
     return together, torch.cat(parts, dim), whole
 
@@ -55,7 +58,7 @@ ATTENTION = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
 
 def laid_out(x: Tensor) -> Tensor:
     """As convolutions do, which choose the order in memory by the number of samples."""
-    return x.mT.contiguous().mT if len(x) == sum(SIZES) else x
+    return x.mT.contiguous().mT if len(x) != SIZES[-1] else x
 
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
