@@ -90,7 +90,7 @@ class Row:
 def row(label: str, batch: int, *, training: bool) -> Row:
     """The figures of one example."""
     subject = load(str(EXAMPLES / f"{label}.py"), input_specs=[], training=training)
-    graph, _ = trace_subject(subject)
+    graph = trace_subject(subject)
     plain = annotate(out_of_place(graph), batch)
     written = write_in_place(plain)
     pairs = zip(plain.ops, written.ops, strict=True)
@@ -154,7 +154,7 @@ def article(batch: int = 32) -> str:
     """ResNet-50 beside the figures of Graphcore's article on memory: 26M weights, 16M activations
     an image, more than 7.5 GB to train at a mini-batch of 32."""
     subject = load(str(EXAMPLES / "resnet50.py"), input_specs=[], training=True)
-    graph = annotate(out_of_place(trace_subject(subject)[0]), batch)
+    graph = annotate(out_of_place(trace_subject(subject)), batch)
     saved = saved_tensors(graph).saved_bytes(op.name for op in graph.ops)
     forward = _activations(annotate(graph.replace(loss=None, values={}), batch))
     step = _activations(graph)

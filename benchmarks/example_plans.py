@@ -91,7 +91,7 @@ class Case:
 
 def problem(name: str) -> CutProblem:
     """An example as a cut problem, on a V100 at the example's batch."""
-    graph, _ = trace_subject(load(str(EXAMPLES / f"{name}.py")))
+    graph = trace_subject(load(str(EXAMPLES / f"{name}.py")))
     graph = weigh_loss(graph)
     return problem_of(CutFacts.of(graph, roofline(graph, DEVICE)))
 

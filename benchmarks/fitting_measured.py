@@ -144,7 +144,7 @@ def planned(sized: Sized, stages: int, memory: int) -> Plan:
         optimizer=OptimizerKind.MOMENTUM,
         cut_inside=0.0,
     )
-    planner = Planner(trace_subject(subject)[0], cluster)
+    planner = Planner(trace_subject(subject), cluster)
     choice = planner.choose(stages, MICROBATCHES, policy)
     return planner.plan(choice, policy, WORK // SHARE, exact_memory=True)
 

@@ -161,7 +161,7 @@ def packages(
     subject = subject_of(name)
     if optimizer is None:
         subject = dataclasses.replace(subject, training=False)
-    graph, _ = trace_subject(subject)
+    graph = trace_subject(subject)
     whole = Planner(graph, local_cluster())
     schedules = [ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B]
     for schedule in schedules[: 1 if stages == 1 or optimizer is None else 2]:

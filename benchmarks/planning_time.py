@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.cluster.catalogue import DEFAULT_HOST
 from gpipe_compiler.compile import trace
-from gpipe_compiler.options import Frontend, Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.planner import Planner
@@ -62,7 +62,7 @@ def one(ops: int, stages: int, schedule: ScheduleKind, *, repeats: bool) -> dict
     """The figures of one plan, in this process."""
     model = net(ops, repeats=repeats)
     x = torch.empty(MICROBATCHES * 4, 64, device="meta")
-    graph = trace(model, x, target=0, loss_fn=lambda out, _: out.sum(), frontend=Frontend.EXPORT)
+    graph = trace(model, x, target=0, loss_fn=lambda out, _: out.sum())
     cluster = Cluster.of(DEFAULT_HOST, Link(12e9, 1e-6))
     policy = Policy(schedule=schedule)
     planner = Planner(graph, cluster)

@@ -119,7 +119,7 @@ def packages(
     name: str, schedules: Sequence[ScheduleKind], folder: Path
 ) -> dict[ScheduleKind, Case | str]:
     """The package of every schedule, or why there is none."""
-    graph, _ = trace_subject(subject_of(name))
+    graph = trace_subject(subject_of(name))
     planner = Planner(graph, local_cluster(), measured=True)
     found: dict[ScheduleKind, Case | str] = {}
     for schedule in schedules:

@@ -37,7 +37,6 @@ from gpipe_compiler.options import (
     NO_CONSTRAINTS,
     CompileOptions,
     Constraints,
-    Frontend,
     LossChoice,
     Policy,
 )
@@ -69,7 +68,6 @@ class Compiled:
     """What a compile gives.
 
     Attributes:
-        frontend: the one that traced the model; None for an ONNX model.
         directory: the package; None after a dry run.
         validation: what was compared; None when nothing was.
         not_validated: why nothing was compared, where that was not what the user asked for.
@@ -78,7 +76,6 @@ class Compiled:
         under_torchrun: the package may be run with one process for each device.
     """
 
-    frontend: Frontend | None
     plan: Plan
     directory: Path | None
     validation: Validation | None
@@ -105,7 +102,6 @@ def trace(
     loss_fn: LossFunction | None = None,
     training: bool = True,
     loss: LossChoice = LossChoice.MODEL,
-    frontend: Frontend = Frontend.AUTO,
     batch_dims: Mapping[str, int | None] | None = None,
     free: Sequence[str] = (),
 ) -> Graph:
@@ -137,19 +133,19 @@ def trace(
         batch_dims=batch_dims or {},
         free=Wish.parse(free),
     )
-    return trace_subject(subject, frontend)[0]
+    return trace_subject(subject)
 
 
-def trace_subject(subject: Subject, frontend: Frontend = Frontend.AUTO) -> tuple[Graph, Frontend]:
-    """The graph of a subject, every value described at the example's batch size; and its frontend.
+def trace_subject(subject: Subject) -> Graph:
+    """The graph of a subject, every value described at the example's batch size.
 
     Raises:
         TraceError, ModelError: naming the user's line.
     """
-    graph, used = auto.choose(find_batch_dims(subject).subject, frontend)
+    graph = auto.trace(find_batch_dims(subject).subject)
     graph = check(annotate(graph, graph.batch_size), after="shapes")
     refuse_overlaps(graph, subject.model)
-    return graph, used
+    return graph
 
 
 def plan(
@@ -225,7 +221,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         target = open_target(model, options, progress, launch)
         made, frontier = target.plan(progress)
     if directory is None:
-        return Compiled(target.frontend, made, None, None, frontier=frontier, batch=target.batch)
+        return Compiled(made, None, None, frontier=frontier, batch=target.batch)
     if target.options.remedies:
         progress("looking at what would save memory")
         made = dataclasses.replace(made, what_if=what_if(target.planner, made, target.options))
@@ -233,7 +229,6 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     with _left_aside(directory):
         placed = place(directory, package.write, force=options.force, check=package.check)
     return Compiled(
-        target.frontend,
         package.plan,
         placed,
         package.validation,

@@ -24,14 +24,6 @@ SHOWN_HOLDERS = 8
 """Of what is in memory at a peak, the largest that are shown."""
 
 
-class Frontend(Enum):
-    """The ways to trace a model, by the name a user types."""
-
-    AUTO = "auto"
-    EXPORT = "export"
-    DYNAMO = "dynamo"
-
-
 class LossChoice(Enum):
     """What a model is trained on.
 
@@ -263,7 +255,6 @@ class CompileOptions(Policy):
     stages: int | Auto
     microbatches: int | Auto | None = None
     training: bool = True
-    frontend: Frontend = Frontend.AUTO
     measured: bool = False
     cluster: Cluster = field(default_factory=_this_machine)
     validate: bool = True

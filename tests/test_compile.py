@@ -25,9 +25,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def graph(model: nn.Module) -> gpc.Graph:
-    return gpc.trace(
-        model, torch.ones(8, 4), frontend=gpc.Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
-    )
+    return gpc.trace(model, torch.ones(8, 4), loss=LossChoice.SUM_OF_SQUARES)
 
 
 @pytest.fixture(scope="module")

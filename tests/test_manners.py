@@ -23,7 +23,7 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend, LossChoice, RematChoice
+from gpipe_compiler.options import LossChoice, RematChoice
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.validate.package import Validation, validate
 from gpipe_compiler.validate.plain_run import MiniBatchStatistics
@@ -31,7 +31,6 @@ from gpipe_compiler.validate.plain_run import MiniBatchStatistics
 OPTIONS = CompileOptions(
     stages=2,
     microbatches=4,
-    frontend=Frontend.EXPORT,
     cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS),
 )
 BATCH = 8
@@ -158,7 +157,7 @@ def test_a_model_that_looks_at_types_is_followed(tmp_path: Path) -> None:
     model = Subject(
         "types", LooksAtTypes(), (torch.randn(BATCH, 6),), loss=LossChoice.SUM_OF_SQUARES
     )
-    options = dataclasses.replace(OPTIONS, precision=Precision.BF16, frontend=Frontend.EXPORT)
+    options = dataclasses.replace(OPTIONS, precision=Precision.BF16)
 
     made = compile_subject(model, options, tmp_path / "types_x2")
 

@@ -21,7 +21,6 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.options import Frontend
 
 MODEL = Path(__file__).with_name("meta_decoder.py")
 GOLDEN = Path(__file__).parent / "codegen" / "golden" / "on_meta"
@@ -153,7 +152,7 @@ def test_it_trains_at_once(packages: Callable[[int], Compiled]) -> None:
 )
 def test_the_text_of_the_stages(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every stage is, word for word, the one in the golden folder."""
-    directory = compiled(MODEL, tmp_path / "p", frontend=Frontend.EXPORT, validate=False).directory
+    directory = compiled(MODEL, tmp_path / "p", validate=False).directory
     assert directory is not None
     files = (*directory.glob("stage_*.py"), directory / "layers.py")
     texts = {path.name: path.read_text() for path in files}

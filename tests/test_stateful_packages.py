@@ -1,4 +1,4 @@
-"""Packages of every frontend whose model keeps state, recomputed and deferred.
+"""Packages whose model keeps state, recomputed and deferred.
 
 Recomputing is held to the bit against not recomputing. Deferred running statistics are compared
 with torch's BatchNorm on all that each layer of the plain model was given.
@@ -75,21 +75,18 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(SAMPLES, 2, 5, 5, dtype=F64) * 2 + 1, torch.randn(SAMPLES, 2, dtype=F64)
 
 
-@pytest.fixture(scope="module", params=list(gpc.Frontend)[1:], ids=lambda item: item.value)
+@pytest.fixture(scope="module")
 def package(
-    request: pytest.FixtureRequest,
     model: Model,
     batch: tuple[torch.Tensor, torch.Tensor],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> ModuleType:
     """Two stages, three micro-batches."""
-    graph = gpc.trace(
-        copy.deepcopy(model), batch[0], target=batch[1], loss_fn=F.mse_loss, frontend=request.param
-    )
+    graph = gpc.trace(copy.deepcopy(model), batch[0], target=batch[1], loss_fn=F.mse_loss)
     made = gpc.plan(
         graph, stages=2, microbatches=MICROBATCHES, cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS)
     )
-    place: Path = tmp_path_factory.mktemp("made") / f"stateful_{request.param.value}"
+    place: Path = tmp_path_factory.mktemp("made") / "stateful"
     gpc.emit(made, place)
     sys.path.insert(0, str(place.parent))
     try:

@@ -9,7 +9,6 @@ from gpipe_compiler.cli.search import positive, search_arguments, setting_argume
 from gpipe_compiler.options import (
     SEARCH_SECONDS,
     SHOWN_HOLDERS,
-    Frontend,
     LossChoice,
     RematChoice,
 )
@@ -48,12 +47,6 @@ def compile_parser() -> argparse.ArgumentParser:
         default="torch",
         help="what the stages run on: torch, or ONNX Runtime, which only infers; an ONNX model "
         "always runs on that (default %(default)s)",
-    )
-    parser.add_argument(
-        "--frontend",
-        choices=[frontend.value for frontend in Frontend],
-        default=Frontend.AUTO.value,
-        help="what traces the model (default %(default)s: the first that is right)",
     )
     search_arguments(parser)
     _training_arguments(parser)

@@ -26,7 +26,6 @@ from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.options import (
     Auto,
     CompileOptions,
-    Frontend,
     LossChoice,
     Objective,
     RematChoice,
@@ -69,7 +68,6 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         batchnorm=BatchNorm(arguments.batchnorm),
         precision=Precision(arguments.precision),
         training=arguments.mode == "train",
-        frontend=Frontend(arguments.frontend),
         measured=arguments.cost == "measured",
         cluster=cluster_asked(arguments),
         validate=not arguments.no_validate,
@@ -145,7 +143,6 @@ def _document(compiled: Compiled) -> dict[str, object]:
     validation = compiled.validation
     return {
         "directory": str(compiled.directory) if compiled.directory else None,
-        "frontend": compiled.frontend.value if compiled.frontend else "onnx",
         "plan": json.loads(compiled.plan.to_json()),
         "frontier": document(compiled.frontier) if compiled.frontier else None,
         "batch": compiled.batch or None,
@@ -179,9 +176,8 @@ def _print_compiled(compiled: Compiled) -> None:
     if directory is None and any(stage.remat is not Remat.NONE for stage in plan.stages):
         console.print(remat_table(plan))
     held, refused = compiled.validation, compiled.not_validated
-    frontend = compiled.frontend.value if compiled.frontend else "onnx"
     unread = [f"input {name}" for name in _unread(plan)]
-    console.print(summary_table(plan, frontend, held, refused, compiled.batch, unread))
+    console.print(summary_table(plan, held, refused, compiled.batch, unread))
     if directory is None:
         _say("dry run: nothing written")
         return

@@ -19,7 +19,7 @@ _MODEL = (
         "loss",
         "loss_over",
     ),
-    *("frontend", "per_microbatch", "batch_dim", "print_after", "pass_option", "free"),
+    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free"),
 )
 """Options that say how a package trains, or how a model is traced and transformed."""
 

@@ -182,7 +182,7 @@ class _Scribe:
                 raise EmitError(
                     f"the op {op.name} cannot be written as source code: {error}",
                     location=op.source,
-                    hint="use an operator of torch, or trace with another --frontend",
+                    hint="use an operator of torch",
                 ) from error
         self._flush()
 

@@ -25,6 +25,7 @@ from torch._subclasses import FakeTensor
 from gpipe_compiler.frontend.aten import brackets, write
 from gpipe_compiler.frontend.aten_functions import WrittenCall, bind, has_effect
 from gpipe_compiler.frontend.casts import is_asked_for, speaking_cast
+from gpipe_compiler.frontend.traced_python import is_data
 from gpipe_compiler.ir.symbolic import same_shape
 
 _CHECKS = frozenset(
@@ -182,6 +183,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     written = write(node.target, node.args, node.kwargs)
     if written is None:
         return
+    if is_data(node):
+        written = WrittenCall(getattr, (*node.args, "data"))
     if speaking_cast(node) and not written.kwargs:
         written = WrittenCall(speaking_cast(node), written.args[:1])
     name = _name(node)

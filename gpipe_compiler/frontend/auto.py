@@ -1,4 +1,4 @@
-"""Chooses the frontend: the first whose graph is right."""
+"""Traces a model: the graph of torch.export, by way of fewer layers where that is right, too."""
 
 from __future__ import annotations
 
@@ -21,31 +21,18 @@ from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
-from gpipe_compiler.frontend.shorten import Shortened, shortened
+from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
 from gpipe_compiler.no_gc import uncollected
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
-_ORDER = (Frontend.EXPORT, Frontend.DYNAMO)
-"""By how many of 69 real models each traces right."""
 
-
-def trace(subject: Subject, frontend: Frontend = Frontend.AUTO) -> Graph:
-    """The graph of a model, as `choose` finds it."""
-    return choose(subject, frontend)[0]
-
-
-def choose(
-    subject: Subject,
-    frontend: Frontend = Frontend.AUTO,
-    precision: Precision = Precision.FP32,
-) -> tuple[Graph, Frontend]:
-    """The first graph that is right, and the frontend that gave it.
+def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
+    """The graph of a model, which is right.
 
     Right means equal to the model in train and in eval mode, as `frontend.check` compares them: at
     two batch sizes each, or one each where a comparison takes seconds. A long run of equal layers
@@ -55,53 +42,37 @@ def choose(
         precision: that the graph is to be for, whatever else it is for.
 
     Raises:
-        TraceError: when no frontend gives a right graph; says what each of them met.
+        TraceError: when the model cannot be traced, or its graph is not right; says why.
         ModelError: when the model raises on its example inputs.
     """
     if subject.training:
         refuse_gradient_hooks(subject.model)
-    candidates = _ORDER if frontend is Frontend.AUTO else (frontend,)
-    short = shortened(subject, placeless=True)
-    if short is not None:
-        # Where there are numbers, the whole model can be traced as well: one attempt is enough.
-        on_meta = state_table(subject.model).on_meta
-        attempts = candidates if on_meta else candidates[: runs_on_meta(subject)]
-        for candidate in attempts:
-            graph = _by_fewer_layers(short, subject, candidate, precision)
-            if graph is not None:
-                return _with_modules(graph, subject.model), candidate
-    met: list[tuple[Frontend, GPipeCompilerError]] = []
-    for candidate in candidates:
-        try:
-            graph = trace_with(subject, candidate, precision)
-            return _with_modules(graph, subject.model), candidate
-        except (TraceError, IllegalGraphError) as error:
-            if frontend is not Frontend.AUTO and isinstance(error, TraceError):
-                raise
-            met.append((candidate, error))
-    drawn = decided_by_draws(subject) if any(_BY_VALUES in e.problem for _, e in met) else None
-    raise drawn or _all_failed(met, definition(type(subject.model).forward))
+    graph = _by_fewer_layers(subject, precision)
+    try:
+        graph = graph or trace_whole(subject, precision)
+    except (TraceError, IllegalGraphError) as error:
+        drawn = decided_by_draws(subject) if _BY_VALUES in error.problem else None
+        raise drawn or _untraceable(error, definition(type(subject.model).forward)) from error
+    return _with_modules(graph, subject.model)
 
 
-def trace_with(
-    subject: Subject, frontend: Frontend, precision: Precision = Precision.FP32
-) -> Graph:
-    """The graph that one frontend gives, compared with the model.
+def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
+    """The graph of a model that is traced with all its layers, compared with the model.
 
     Raises:
-        TraceError: when it cannot trace the model, or gives a graph that differs from it.
+        TraceError: when it cannot be traced, or the graph differs from it.
     """
-    graph = unchecked(subject, frontend, precision)
+    graph = unchecked(subject, precision)
     wrong = differences(graph, subject)
     if wrong and graph.sizes and not subject.free.must:
-        return trace_with(subject.with_free(Wish()), frontend, precision)
+        return trace_whole(subject.with_free(Wish()), precision)
     if wrong:
         own = own_backward(subject)
         if own is not None:
             raise own
         listing = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
         raise TraceError(
-            f"the graph that {frontend.value} traced differs from the model: {listing}",
+            f"the graph that torch.export traced differs from the model: {listing}",
             hint="something that the tracer cannot see decides what the model computes: a branch "
             "on the number of samples, Python values taken from tensors, global state, or random "
             "numbers not drawn by torch",
@@ -109,23 +80,16 @@ def trace_with(
     return graph
 
 
-def unchecked(subject: Subject, frontend: Frontend, precision: Precision) -> Graph:
-    """The graph that one frontend gives.
+def unchecked(subject: Subject, precision: Precision) -> Graph:
+    """The graph of a model as torch.export traces it.
 
     A model that is another program in the precision asked for is traced in that precision.
 
     Raises:
-        TraceError: when the frontend cannot trace the model.
+        TraceError: when it cannot be traced.
     """
-    if frontend is not Frontend.EXPORT:
-        if subject.free.must:
-            raise TraceError(
-                "it leaves no size free beside the batch",
-                hint=f"leave out --free {min(subject.free.must)}",
-            )
-        subject = subject.with_free(Wish())
-    graph = _in_both_modes(frontend, subject, Precision.FP32)
-    return _in_both_modes(frontend, subject, precision) if precision in graph.unlike else graph
+    graph = _in_both_modes(subject, Precision.FP32)
+    return _in_both_modes(subject, precision) if precision in graph.unlike else graph
 
 
 def _with_modules(graph: Graph, model: nn.Module) -> Graph:
@@ -161,20 +125,15 @@ def _uncalled(graph: Graph, model: nn.Module) -> Iterator[tuple[str, ModuleSpec]
 
 
 @uncollected()
-def _in_both_modes(frontend: Frontend, subject: Subject, precision: Precision) -> Graph:
+def _in_both_modes(subject: Subject, precision: Precision) -> Graph:
     """The graph of both modes."""
     modes = (True, False) if subject.training else (False,)
-    if frontend is Frontend.EXPORT:
-        try:
-            graphs = _exported(subject, modes, precision)
-        except TraceError:
-            if not subject.free.asks or subject.free.must:
-                raise
-            graphs = _exported(subject.with_free(Wish()), modes, precision)
-    else:
-        # Imported when used: dynamo takes seconds to import.
-        captured = importlib.import_module("gpipe_compiler.frontend.captured")
-        graphs = [captured.trace_dynamo(subject, training, precision) for training in modes]
+    try:
+        graphs = _exported(subject, modes, precision)
+    except TraceError:
+        if not subject.free.asks or subject.free.must:
+            raise
+        graphs = _exported(subject.with_free(Wish()), modes, precision)
     return merge(*graphs) if subject.training else graphs[0]
 
 
@@ -191,18 +150,20 @@ def _exported(subject: Subject, modes: Sequence[bool], precision: Precision) -> 
     return [trace.graph(free) for trace in traces]
 
 
-def _by_fewer_layers(
-    short: Shortened, subject: Subject, frontend: Frontend, precision: Precision
-) -> Graph | None:
-    """The graph of a model by way of that of the shortened one; None where there is no such way.
+def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
+    """The graph of a model by way of that of a shortened one; None where there is no such way.
 
     It is compared with the whole model kernel by kernel, and compared in numbers as a traced graph
     is: hooks of tensors, casts and a model's own look at whether it is exported leave no kernel on
     meta. Where the model has no numbers, those of few layers are compared.
     """
+    short = shortened(subject, placeless=True)
     on_meta = state_table(subject.model).on_meta
+    # Where there are numbers, the whole model can be traced as well.
+    if short is None or not (on_meta or runs_on_meta(subject)):
+        return None
     try:
-        few = unchecked(short.subject, frontend, precision)
+        few = unchecked(short.subject, precision)
         graph = expand_repeats(few, short, subject)
         if graph is None:
             return None
@@ -243,41 +204,24 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
     ),
 )
-"""What no frontend follows: how what they say of the user's line reads; in words; the way out."""
+"""What torch.export does not follow: how what it says of the user's line reads; in words; the way
+out."""
 
 
 _BY_VALUES = "decides by the values of a tensor"
-"""In what frontends say of a branch on the data."""
-
-_ANOTHER = "try another frontend"
+"""In what is said of a branch on the data."""
 
 
-def _all_failed(
-    met: list[tuple[Frontend, GPipeCompilerError]], forward: SourceLocation | None
-) -> TraceError:
-    """One error out of those of all frontends.
-
-    It points at the line that most of them name, or else at the model's `forward`.
-    """
-    errors = [error for _, error in met]
-    said = {
-        frontend: f"{f'{error.location}: ' if error.location else ''}{error.problem}"
-        for frontend, error in met
-    }
-    alike = len(set(said.values())) == 1
-    lines = [f"  {frontend.value}: {text}" for frontend, text in said.items()]
-    listing = f" {errors[0].problem}" if alike else "\n" + "\n".join(lines)
-    hints = [error.hint for error in errors if error.hint and not error.hint.startswith(_ANOTHER)]
-    hint = hints[0] if hints else "write what the line does with torch's operators on tensors alone"
+def _untraceable(error: GPipeCompilerError, forward: SourceLocation | None) -> TraceError:
+    """Why a model cannot be traced, in the words of whoever knows what it uses."""
     cause = ""
+    hint = error.hint or "write what the line does with torch's operators on tensors alone"
     for pattern, words, way_out in _KNOWN:
-        telling = [error for error in errors if re.search(pattern, error.problem)]
-        if telling:
-            errors, cause, hint = telling, f", as {words}", way_out
+        if re.search(pattern, error.problem):
+            cause, hint = f", as {words}", way_out
             break
-    places = [error.location for error in errors if error.location is not None]
     return TraceError(
-        f"the model cannot be traced{cause}:{listing}",
-        location=max(places, key=places.count) if places else forward,
+        f"the model cannot be traced{cause}: {error.problem}",
+        location=error.location or forward,
         hint=hint,
     )

@@ -20,8 +20,6 @@ from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
-_OTHER_FRONTENDS = "try another frontend (--frontend dynamo)"
-
 
 @dataclass(frozen=True)
 class _Cause:
@@ -62,9 +60,14 @@ _CAUSES = (
 )
 
 
-def explained(error: Exception) -> TraceError:
-    """The error that tells the user which construct cannot be traced, and where."""
-    where = line_of(error)
+def explained(error: Exception, transform: SourceLocation | None = None) -> TraceError:
+    """The error that tells the user which construct cannot be traced, and where.
+
+    Args:
+        transform: the user's line that runs inside of a transform of torch.func, if any does; the
+            fault where the error itself knows no line.
+    """
+    where = line_of(error) or transform
     code = f" at `{where.code}`" if where and where.code else ""
     text = text_of(error)
     called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
@@ -83,7 +86,6 @@ def explained(error: Exception) -> TraceError:
     return TraceError(
         f"torch.export cannot trace the model{code}: {type(error).__name__}: {first}",
         location=where,
-        hint=_OTHER_FRONTENDS,
     )
 
 

@@ -22,7 +22,6 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.errors import GPipeCompilerError, TraceError
@@ -55,9 +54,10 @@ from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
+from gpipe_compiler.frontend.traced_python import PythonFollowed
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
-from gpipe_compiler.ir.symbolic import general, same_shape
+from gpipe_compiler.ir.symbolic import general
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
@@ -230,6 +230,7 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
         for source, example in zip(signature.inputs, examples, strict=True)
     )
     entry.ties = ties(signature, free) if free else ()
+    python = PythonFollowed()
     try:
         with (
             general() if free else contextlib.nullcontext(),
@@ -237,7 +238,7 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
             _user_lines(),
             torch.set_grad_enabled(gradients),
             watch.watching(),
-            _assignments_written(),
+            python.around(),
             checks_passed(),
             lengths_traced(entry),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
@@ -251,7 +252,7 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
     except GPipeCompilerError:
         raise
     except Exception as error:  # whatever the user's code or torch raises on fake tensors
-        raise explained(error) from error
+        raise explained(error, python.transform) from error
 
 
 @contextlib.contextmanager
@@ -261,35 +262,28 @@ def tracing_settings() -> Iterator[None]:
     Failures are explained here; when it fails, torch.export prints the graph so far on stderr, and
     torch 2.11 leaves its hook on assignments to buffers to every module of the process.
     Where opt_einsum is installed, torch has it choose the order of contractions by the sizes, the
-    batch among them: the package finds its own, as the model does at every call.
+    batch among them: the package finds its own, as the model does at every call. On torch 2.11 the
+    states of an LSTM have a dimension more in a trace.
     """
+    lstm = mock.patch.object(torch._VF, "lstm", _lstm)
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
     hooks_restored = mock.patch.dict(nn.modules.module._global_buffer_registration_hooks)
-    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored:
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored, lstm:
         yield
 
 
-@contextlib.contextmanager
-def _assignments_written() -> Iterator[None]:
-    """Has what forward assigns to a buffer written into that buffer, as no trace holds the rest."""
-    original = nn.Module.__setattr__
+_own_lstm = torch._VF.lstm
 
-    def assign(module: nn.Module, name: str, value: Any) -> None:
-        buffer = vars(module).get("_buffers", {}).get(name)
-        if (
-            isinstance(value, torch.Tensor)
-            and isinstance(buffer, torch.Tensor)
-            and get_proxy_mode() is not None
-            and value.dtype == buffer.dtype
-            and same_shape(value.shape, buffer.shape)
-        ):
-            if value is not buffer:
-                buffer.copy_(value)
-        else:
-            original(module, name, value)
 
-    with mock.patch.object(nn.Module, "__setattr__", assign):
-        yield
+def _lstm(*args: Any) -> Any:
+    """The output and the states of an LSTM, these of the shapes that it was given."""
+    given = next(item for item in args if isinstance(item, tuple | list))
+    output, *states = _own_lstm(*args)
+    shaped = (
+        state if state.ndim == old.ndim else state.reshape(old.shape)
+        for state, old in zip(states, given, strict=True)
+    )
+    return output, *shaped
 
 
 @contextlib.contextmanager

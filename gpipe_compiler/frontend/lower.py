@@ -1,8 +1,8 @@
-"""From a torch.fx graph, whichever frontend made it, to a Graph.
+"""From a torch.fx graph to a Graph.
 
 The fx graph is that of an `Entry`: placeholders in the order of the signature's inputs, and one
 output, the list that `Entry.forward` returns. Nodes may carry `meta["source"]` (a SourceLocation)
-or `meta["stack_trace"]`, `meta["nn_module_stack"]`, and `meta["val"]` or `meta["example_value"]`.
+or `meta["stack_trace"]`, `meta["nn_module_stack"]` and `meta["val"]`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import fx, nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError
-from gpipe_compiler.frontend.casts import hooked
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import line_of_trace
 from gpipe_compiler.frontend.modules import rebuild
@@ -51,9 +50,6 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.own_functions import OwnFunction
 
 _MODEL = "model"
-
-_DATA = "_get_data_attr"
-"""As torch.export calls the attribute `data` of a tensor."""
 
 
 def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
@@ -176,8 +172,6 @@ class _Lowering:
         args = tuple(self.argument(item) for item in node.args)
         kwargs = {key: self.argument(item) for key, item in node.kwargs.items()}
         match node.op:
-            case "call_function" if getattr(node.target, "__name__", "") == _DATA:
-                return FunctionCall(getattr, (*args, "data"))
             case "call_function":
                 args, kwargs = _attention_by_keyword(node.target, args, kwargs)
                 assert callable(node.target)  # fx guarantees it
@@ -185,8 +179,6 @@ class _Lowering:
                     raise transformed(source_of(node))
                 return FunctionCall(node.target, args, _without_defaults(node.target, kwargs))
             case "call_method":
-                if node.target in ("register_hook", "register_post_accumulate_grad_hook"):
-                    raise hooked(str(node.target), source_of(node))
                 return MethodCall(str(node.target), args, kwargs)
             case _:
                 return ModuleCall(self._module(str(node.target), node), args, kwargs)
@@ -349,7 +341,7 @@ def module_of(node: fx.Node) -> str:
     own = local_path(str(node.target)) if node.op == "call_module" else None
     for value in reversed(list(stack.values())):
         path = value[0] if isinstance(value, tuple) else str(value)
-        path = local_path(str(path).removeprefix("L['self']").removeprefix("."))
+        path = local_path(path)
         if path != own and not path.startswith("_empty_nn_module_stack"):  # torch's own stopgap
             return path
     return ""

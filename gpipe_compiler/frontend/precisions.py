@@ -243,18 +243,6 @@ def only_in(precision: Precision) -> Account:
     return Account(dict.fromkeys(others, f"it was traced in {precision.value}, where it differs"))
 
 
-def in_others(entry: Entry, precision: Precision) -> Mapping[Precision, str]:
-    """The precisions that a graph without notes of its calls is not for, and why.
-
-    Args:
-        precision: one that the graph was traced in alone, or fp32.
-    """
-    if precision is not Precision.FP32:
-        return only_in(precision).unlike
-    found = account(entry)
-    return _BAKED if found.asked or found.follows else found.unlike
-
-
 def _replaced(graph: fx.Graph, nodes: Sequence[fx.Node], source: fx.Node, item: Follow) -> bool:
     """Writes the type of a node's value, or a field of it, for a constant of some other nodes."""
     holding = [

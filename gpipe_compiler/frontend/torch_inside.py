@@ -12,7 +12,7 @@ from gpipe_compiler.errors import GPipeCompilerError
 
 USED: Mapping[str, tuple[str, ...]] = {
     "torch": (
-        *("_assert", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
+        *("_VF", "_assert", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
         "_safe_softmax",
     ),
     "torch.Tensor": ("_make_subclass", "_use_count"),
@@ -23,6 +23,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "_DisableTorchDispatch",
         "_current_autograd_node",
         "_current_graph_task_id",
+        "_functorch",
         "_jit_get_schemas_for_operator",
         "_set_throw_on_mutable_data_ptr",
         "_storage_Use_Count",
@@ -66,8 +67,8 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.utils._sympy.functions": (*("CleanDiv", "FloorDiv", "Max", "Min", "Mod", "PythonMod"),),
     "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }
-"""Names by what holds them. Beside them stands what is looked for where it is used: dynamo's, and
-torch.export's passes (`frontend/captured.py`); checkpoints (`frontend/recompute.py`)."""
+"""Names by what holds them. Beside them stand checkpoints, which are looked for where they are used
+(`frontend/recompute.py`)."""
 
 
 def check_torch(used: Mapping[str, tuple[str, ...]] = USED) -> None:

@@ -23,7 +23,7 @@ from gpipe_compiler.onnx.codegen.package import write_exported
 from gpipe_compiler.onnx.codegen.scripts import closeness
 from gpipe_compiler.onnx.runtime.check import Closeness
 from gpipe_compiler.onnx.validate import Arrays, batch_sizes, validate_stages
-from gpipe_compiler.options import CompileOptions, Frontend
+from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
@@ -55,7 +55,6 @@ class ExportedStages:
     found: FoundBatch
     subject: Subject
     planner: Planner
-    frontend: Frontend
     batch: str
 
     @classmethod
@@ -71,14 +70,14 @@ class ExportedStages:
         if options.microbatches != 1:
             _refuse_other_dims(found)
         batch = FoundBatch(subject) if _other_dims(found) else found
-        graph, frontend = auto.choose(batch.subject, options.frontend)
+        graph = auto.trace(batch.subject)
         if on_meta(graph):
             raise ModelError(
                 "the model is on the meta device, so there are no weights to export",
                 hint="build it on the processor, or compile it with --target torch",
             )
         planner = planner_of(graph, options)
-        return cls(options, found, batch.subject, planner, frontend, batch.note)
+        return cls(options, found, batch.subject, planner, batch.note)
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
         """As in `Target`."""

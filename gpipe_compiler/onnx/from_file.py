@@ -21,7 +21,7 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.measure import onnx_measured
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
-from gpipe_compiler.options import Auto, CompileOptions, Frontend
+from gpipe_compiler.options import Auto, CompileOptions
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.effects import Effects
@@ -48,7 +48,6 @@ class OnnxStages:
     model: OnnxModel
     sizes: InputSizes
     planner: Planner
-    frontend: Frontend | None = None
     batch: str = ""
 
     @classmethod

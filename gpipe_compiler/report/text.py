@@ -278,7 +278,6 @@ class ValidationResult(Protocol):
 
 def summary_table(
     plan: Plan,
-    frontend: str,
     validation: ValidationResult | None,
     not_validated: str = "",
     batch: str = "",
@@ -287,7 +286,6 @@ def summary_table(
     """What a compile made, in a few lines.
 
     Args:
-        frontend: what traced the model.
         validation: None where nothing was compared.
         not_validated: why not, where the user did not say so.
         batch: what there is to know about which dimensions are the batch.
@@ -298,7 +296,6 @@ def summary_table(
         ("stages", str(len(plan.stages))),
         ("ops", str(len({name for stage in plan.stages for name in stage.ops}))),
         ("parameters", f"{parameter_count(plan):,}"),
-        ("traced by", frontend),
         *([("batch", batch)] if batch else []),
         *([("without effect", ", ".join(unread))] if unread else []),
         *constraint_rows(plan),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     from gpipe_compiler.codegen.package import Progress
-    from gpipe_compiler.options import CompileOptions, Frontend
+    from gpipe_compiler.options import CompileOptions
     from gpipe_compiler.plan import Plan
     from gpipe_compiler.plan.pareto import Frontier
     from gpipe_compiler.planner.planner import Planner
@@ -31,10 +31,6 @@ class Target(Protocol):
     @property
     def planner(self) -> Planner:
         """Plans the model's graph."""
-
-    @property
-    def frontend(self) -> Frontend | None:
-        """The frontend that traced the model; None where it was read as it is."""
 
     @property
     def batch(self) -> str:

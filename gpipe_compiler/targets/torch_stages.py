@@ -17,7 +17,7 @@ from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import CompileOptions, Frontend
+from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.plan import Plan
@@ -54,7 +54,6 @@ class TorchStages:
     options: CompileOptions
     found: FoundBatch
     planner: Planner
-    frontend: Frontend
     optimizer: str
     launch: Launch
 
@@ -65,13 +64,13 @@ class TorchStages:
         """Traces a model; an `OpenTarget`."""
         progress("tracing")
         found = find_batch_dims(subject)
-        graph, frontend = auto.choose(found.subject, options.frontend, options.precision)
+        graph = auto.trace(found.subject, options.precision)
         if graph.loss is not None:
             over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
             graph = graph.replace(loss=over)
         options, words = _with_optimizer(options, graph, found.subject)
         planner = planner_of(graph, options)
-        return cls(options, found, planner, frontend, words, launch)
+        return cls(options, found, planner, words, launch)
 
     @property
     def batch(self) -> str:
@@ -135,7 +134,7 @@ class TorchStages:
     ) -> Plan:
         """Writes the package of a subject in the schedule and number of stages of another plan."""
         policy = dataclasses.replace(self.options, schedule=like.schedule, data_parallel=1)
-        planner = Planner(auto.trace(subject, self.frontend), self.options.cluster)
+        planner = Planner(auto.trace(subject), self.options.cluster)
         made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
         emit(made, folder, example=real_example(subject))
         return made

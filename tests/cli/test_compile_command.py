@@ -23,7 +23,7 @@ from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend, LossChoice, RematChoice
+from gpipe_compiler.options import LossChoice, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
@@ -38,7 +38,6 @@ class Outcome:
     plan: Plan
     directory: Path | None
     validation: object
-    frontend: Frontend = Frontend.EXPORT
     not_validated: str = ""
     frontier: Frontier | None = None
     batch: str = ""
@@ -101,7 +100,7 @@ class TestCompileArguments:
 
     def test_everything(self, compiler: Compiler) -> None:
         words = (
-            "model.py --stages 2 --microbatches 8 --schedule 1f1b --frontend export "
+            "model.py --stages 2 --microbatches 8 --schedule 1f1b "
             "--per-microbatch --cost measured --bandwidth 12.5G --latency 2ms --input 16x3 -o here "
             "--force --no-validate --seed 7 --remat auto --batchnorm deferred --precision bf16 "
             "--memory 16GiB --loss sum-of-squares"
@@ -117,7 +116,6 @@ class TestCompileArguments:
             precision=Precision.BF16,
             per_microbatch=True,
             must_fit=True,
-            frontend=Frontend.EXPORT,
             measured=True,
             cluster=Cluster.of(
                 dataclasses.replace(compiler.plan.cluster.devices[0], memory=16 * 2**30),
@@ -211,7 +209,7 @@ class TestCompilePrints:
         cli.compile_command(["model.py", "--stages", "2"])
 
         out = capsys.readouterr().out
-        for line in ("stages 2", "ops 2", "parameters 10", "traced by export", "bubble 33.3%"):
+        for line in ("stages 2", "ops 2", "parameters 10", "bubble 33.3%"):
             assert line in " ".join(out.split())
         assert "900 ms (proved optimal)" in out
         assert "output: 1 tensor, largest difference 1e-07" in out
@@ -234,7 +232,6 @@ class TestCompilePrints:
         printed = capsys.readouterr()
         document = json.loads(printed.out)
         assert document["directory"] == str(Path.cwd() / "model_x2")
-        assert document["frontend"] == "export"
         assert document["plan"]["prediction"]["step_s"] == 0.9
         assert document["validation"] == {
             "passed": True,

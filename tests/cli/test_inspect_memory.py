@@ -19,7 +19,7 @@ from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import Constraints, Frontend, LossChoice, Policy, RematChoice
+from gpipe_compiler.options import Constraints, LossChoice, Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.what_if import Remedy
 from gpipe_compiler.planner.memory_advice import what_if
@@ -52,9 +52,7 @@ class Blocks(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     torch.manual_seed(0)
-    return trace(
-        Blocks(), torch.randn(BATCH, 16), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
-    )
+    return trace(Blocks(), torch.randn(BATCH, 16), loss=LossChoice.SUM_OF_SQUARES)
 
 
 def bench_of(graph: Graph, memory: int = 2**30) -> Planner:
@@ -147,7 +145,7 @@ def test_nothing_is_told_twice_of_a_plan_that_does_so_already(graph: Graph) -> N
 
 
 def test_inference_has_no_remedies_of_training(graph: Graph) -> None:
-    infer = trace(Blocks(), torch.randn(BATCH, 16), training=False, frontend=Frontend.EXPORT)
+    infer = trace(Blocks(), torch.randn(BATCH, 16), training=False)
     planner = bench_of(infer)
     made = planned(planner, Policy())
     told = dataclasses.replace(made, what_if=what_if(planner, made, Policy()))

@@ -24,7 +24,7 @@ from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import Frontend, LossChoice
+from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.duplicate import duplicable
@@ -45,7 +45,6 @@ MICROBATCHES = 2
 def graph_of(
     model: nn.Module,
     *args: torch.Tensor,
-    frontend: Frontend = Frontend.AUTO,
     target: object = None,
     loss_fn: Callable[[object, object], torch.Tensor] | None = None,
     kwargs: Mapping[str, object] | None = None,
@@ -60,7 +59,7 @@ def graph_of(
     """
     loss = loss if loss_fn is None else LossChoice.MODEL
     subject = Subject(name, model, args, kwargs or {}, target, loss_fn, training, loss)
-    graph = trace(subject, frontend)
+    graph = trace(subject)
     if not graph.example:
         call = {"args": args, "kwargs": subject.kwargs, "target": target}
         graph = graph.replace(

@@ -107,7 +107,7 @@ def small_named(name: str) -> Small:
 @functools.cache
 def graph_of(small_name: str) -> Graph:
     """The example's graph, traced once for all the pipelines that are cut out of it."""
-    return trace_subject(subject_of(small_named(small_name), fp64=True))[0]
+    return trace_subject(subject_of(small_named(small_name), fp64=True))
 
 
 @functools.cache
@@ -248,7 +248,7 @@ def test_four_stages_learn_to_read_digits(tmp_path: Path) -> None:
         target=digits.example_target(),
         loss_fn=digits.loss_fn,
     )
-    made = plan(trace_subject(subject)[0], stages=4, microbatches=MICROBATCHES, cluster=CLUSTER)
+    made = plan(trace_subject(subject), stages=4, microbatches=MICROBATCHES, cluster=CLUSTER)
     emit(made, tmp_path / "digits_x4")
     sys.path.insert(0, str(tmp_path))
     try:

@@ -1,4 +1,4 @@
-"""The first frontend whose graph is right is taken; when none is, each one's reason is told."""
+"""A graph is taken where it is right; where it is not, the reason is told."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_model_on_meta_is_traced_without_memory():
     assert all(tensor.is_meta for tensor in graph.tensors.values())
 
 
-def test_a_branch_on_data_is_refused_with_every_frontends_reason():
+def test_a_branch_on_data_is_refused_with_its_line():
     class Model(nn.Module):
         def forward(self, x):
             if x.sum() > 0:
@@ -104,7 +104,7 @@ def test_a_branch_on_data_is_refused_with_every_frontends_reason():
     text = str(caught.value)
     assert caught.value.location is not None
     assert "if x.sum() > 0" in caught.value.location.code
-    assert all(f"{name}: " in text for name in ("export", "dynamo"))
+    assert text.count("torch.export") == 1
     assert "torch.where" in text
 
 

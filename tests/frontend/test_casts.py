@@ -16,11 +16,10 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_
-from gpipe_compiler.frontend.auto import choose
+from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.spec import Precision
 
 TYPES = {Precision.FP32: None, Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
@@ -201,7 +200,7 @@ BLOCKS = (Llama, Gemma, T5, Limits, Constants, Spellings, Off, Residual, Asking)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_graph_traced_in_fp32_is_the_model_in_every_precision(block):
     model = rows(block)
-    graph, _ = choose(subject_of(model), Frontend.EXPORT)
+    graph = auto.trace(subject_of(model))
     x = torch.randn(6, DIM)
 
     assert not graph.unlike
@@ -210,17 +209,6 @@ def test_a_graph_traced_in_fp32_is_the_model_in_every_precision(block):
 
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected), precision
-
-
-@pytest.mark.parametrize("block", [Llama, Gemma, Residual])
-def test_dynamo_says_which_precisions_its_graph_is_for(block):
-    model = rows(block)
-    graph, _ = choose(subject_of(model), Frontend.DYNAMO)
-    x = torch.randn(6, DIM)
-
-    assert Precision.FP32 not in graph.unlike
-    for precision in set(Precision) - set(graph.unlike):
-        assert torch.equal(run(graph, precision, x), truth(model, x, precision)), precision
 
 
 @pytest.mark.parametrize("compiled", [Precision.FP32, Precision.BF16])
@@ -238,7 +226,7 @@ def test_a_package_runs_in_every_precision(tmp_path, compiled):
 
 
 def test_casts_stand_where_the_author_wrote_them():
-    graph = trace(rows(Gemma), torch.randn(4, DIM), training=False, frontend=Frontend.EXPORT)
+    graph = trace(rows(Gemma), torch.randn(4, DIM), training=False)
     methods = [op.call.method for op in graph.ops if isinstance(op.call, MethodCall)]
 
     assert methods.count("float") == 2
@@ -250,7 +238,7 @@ def test_a_type_that_is_the_same_in_every_precision_is_a_constant():
         def forward(self, x):
             return x + torch.ones(DIM, dtype=x.dtype)
 
-    graph = trace(Same(), torch.randn(4, DIM), training=False, frontend=Frontend.EXPORT)
+    graph = trace(Same(), torch.randn(4, DIM), training=False)
 
     assert not any(
         isinstance(op.call, FunctionCall) and op.call.function is getattr for op in graph.ops
@@ -276,9 +264,9 @@ def test_another_program_in_fp16_is_compiled_for_fp16_or_refused_there(tmp_path,
 
 def test_a_branch_on_autocast_is_traced_in_the_precision_asked_for():
     model = rows(Branching)
-    plain, _ = choose(subject_of(model))
+    plain = auto.trace(subject_of(model))
     assert set(plain.unlike) == {Precision.BF16, Precision.FP16}
     assert "test_casts.py" in plain.unlike[Precision.BF16]
 
-    lower, _ = choose(subject_of(model), precision=Precision.BF16)
+    lower = auto.trace(subject_of(model), precision=Precision.BF16)
     assert lower.traced_in is Precision.BF16

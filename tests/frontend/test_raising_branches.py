@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.options import Frontend
 
 
 class Checked(nn.Module):
@@ -89,10 +88,10 @@ def differing(h: Tensor) -> Tensor:
 @pytest.mark.parametrize("check", [of_both, asserted, by_a_number, otherwise])
 def test_a_branch_that_only_raises_is_passed(check: Callable[[Tensor], Tensor]) -> None:
     model, x = Checked(check), torch.randn(4, 4)
-    assert len(trace(model, x, frontend=Frontend.EXPORT, training=False).ops) <= 4
+    assert len(trace(model, x, training=False).ops) <= 4
 
 
 @pytest.mark.parametrize("check", [deciding, caught, suppressed, either, differing])
 def test_a_branch_that_decides_is_refused(check: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match="decides by the values of a tensor"):
-        trace(Checked(check), torch.randn(4, 4), frontend=Frontend.EXPORT, training=False)
+        trace(Checked(check), torch.randn(4, 4), training=False)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.auto import choose, trace_with, unchecked
+from gpipe_compiler.frontend.auto import trace, trace_whole, unchecked
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.own_functions import own_functions_met
@@ -26,7 +26,6 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.own_functions import own_functions
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.spec import Precision
 
@@ -276,9 +275,9 @@ def lengths() -> Iterator[list[int]]:
     """How many modules each model had that was traced."""
     seen: list[int] = []
 
-    def traced(subject: Subject, frontend: Frontend, *rest: object) -> Graph:
+    def traced(subject: Subject, precision: Precision) -> Graph:
         seen.append(sum(1 for _ in subject.model.modules()))
-        return unchecked(subject, frontend, *rest)
+        return unchecked(subject, precision)
 
     with mock.patch.object(auto, "unchecked", traced):
         yield seen
@@ -316,29 +315,29 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "frontend", "device"),
+    ("make", "device"),
     [
-        (stack, Frontend.EXPORT, "meta"),
-        (stack, Frontend.EXPORT, "cpu"),
-        (Pair, Frontend.EXPORT, "meta"),
-        (normed, Frontend.EXPORT, "cpu"),
-        (Zipped, Frontend.EXPORT, "cpu"),
-        (placed, Frontend.EXPORT, "cpu"),
-        (windowed, Frontend.EXPORT, "cpu"),
-        (wary, Frontend.EXPORT, "cpu"),
+        (stack, "meta"),
+        (stack, "cpu"),
+        (Pair, "meta"),
+        (normed, "cpu"),
+        (Zipped, "cpu"),
+        (placed, "cpu"),
+        (windowed, "cpu"),
+        (wary, "cpu"),
     ],
 )
 def test_the_graph_is_that_of_the_whole_model(
-    make: Callable[[], nn.Module], frontend: Frontend, device: str, lengths: list[int]
+    make: Callable[[], nn.Module], device: str, lengths: list[int]
 ) -> None:
     subject = subject_of(make(), device)
 
-    graph, _ = choose(subject, frontend)
+    graph = trace(subject)
 
     whole = sum(1 for _ in subject.model.modules())
     assert len(lengths) == 1
     assert lengths[0] < whole / 2
-    plain = trace_with(subject, frontend)
+    plain = trace_whole(subject)
     assert sorted(graph.state) == sorted(plain.state)
     assert dict(graph.state) == dict(plain.state)
     assert str(graph) == str(plain)
@@ -358,10 +357,10 @@ def test_what_only_looks_like_equal_layers_is_traced_plainly(
 ) -> None:
     subject = subject_of(cls(layers()), device)
 
-    graph, frontend = choose(subject, Frontend.EXPORT)
+    graph = trace(subject)
 
     assert len(lengths) == 2
-    assert text_of(graph) == text_of(trace_with(subject, frontend))
+    assert text_of(graph) == text_of(trace_whole(subject))
 
 
 @pytest.mark.parametrize("cls", [Branching, Single, Sloped, Looking, Kept, Dropping])
@@ -369,20 +368,20 @@ def test_layers_whose_place_tells_are_traced_plainly(cls: type[Layer], lengths: 
     torch.manual_seed(0)
     subject = subject_of(Stack([cls(place) for place in range(MANY)]))
 
-    graph, frontend = choose(subject, Frontend.EXPORT)
+    graph = trace(subject)
 
     assert lengths[-1] == sum(1 for _ in subject.model.modules())
-    assert text_of(graph) == text_of(trace_with(subject, frontend))
+    assert text_of(graph) == text_of(trace_whole(subject))
 
 
 def test_what_no_number_shows_is_seen(lengths: list[int]) -> None:
     subject = subject_of(Clamping(layers()))
 
-    graph, frontend = choose(subject, Frontend.EXPORT)
+    graph = trace(subject)
 
     assert lengths[-1] == sum(1 for _ in subject.model.modules())
     assert str(graph).count(".clamp(-") == 1
-    assert text_of(graph) == text_of(trace_with(subject, frontend))
+    assert text_of(graph) == text_of(trace_whole(subject))
 
 
 class Remembering(Stack):
@@ -398,7 +397,7 @@ class Remembering(Stack):
 
 
 def test_a_buffer_that_is_assigned_is_written() -> None:
-    graph, _ = choose(subject_of(Remembering(layers())), Frontend.EXPORT)
+    graph = trace(subject_of(Remembering(layers())))
 
     calls = [op.call for op in graph.ops if StateRef("mean") in op.call.args]
     assert [call.method for call in calls if isinstance(call, MethodCall)] == ["copy_"]
@@ -436,7 +435,7 @@ def test_functions_with_a_backward_of_their_own_are_met_where_they_are_called() 
 
 
 def test_a_backward_of_its_own_is_kept() -> None:
-    graph, _ = choose(subject_of(Adversarial(layers())), Frontend.EXPORT)
+    graph = trace(subject_of(Adversarial(layers())))
 
     assert [function.cls for function in own_functions(graph)] == [Reversal]
 
@@ -455,10 +454,10 @@ class Cast(Stack):
 def test_a_cast_around_one_layer_is_seen(lengths: list[int]) -> None:
     subject = subject_of(Cast(layers()))
 
-    graph, frontend = choose(subject, Frontend.EXPORT)
+    graph = trace(subject)
 
     assert lengths[-1] == sum(1 for _ in subject.model.modules())
-    assert text_of(graph) == text_of(trace_with(subject, frontend))
+    assert text_of(graph) == text_of(trace_whole(subject))
 
 
 class Differing(Stack):
@@ -538,7 +537,7 @@ def test_what_one_layer_does_in_another_precision_is_seen(
     subject = subject_of(cls(layers()))
     inputs, target = subject.args[0], subject.target
 
-    graph, _ = choose(subject, Frontend.EXPORT, precision)
+    graph = trace(subject, precision)
 
     assert precision not in graph.unlike
     assert graph.loss is not None
@@ -555,7 +554,7 @@ def test_layers_that_are_cast_alike_are_traced_as_few(lengths: list[int]) -> Non
     model = Island(layers())
     model.where = None
 
-    choose(subject_of(model), Frontend.EXPORT, Precision.BF16)
+    trace(subject_of(model), Precision.BF16)
 
     assert len(lengths) == 1
     assert lengths[0] < sum(1 for _ in model.modules()) / 2
@@ -600,7 +599,7 @@ class Exported(Stack):
 
 
 def test_a_hook_between_two_layers_is_held_where_it_is() -> None:
-    graph, _ = choose(subject_of(Doubling(layers())), Frontend.EXPORT)
+    graph = trace(subject_of(Doubling(layers())))
     (hooked,) = (op for op in graph.ops if "hooked" in op.name)
 
     (given,) = hooked.inputs
@@ -610,7 +609,7 @@ def test_a_hook_between_two_layers_is_held_where_it_is() -> None:
 @pytest.mark.parametrize("cls", [Prehooked, Exported])
 def test_what_leaves_no_kernel_is_refused(cls: type[Stack]) -> None:
     with pytest.raises(TraceError):
-        choose(subject_of(cls(layers())), Frontend.EXPORT)
+        trace(subject_of(cls(layers())))
 
 
 def test_a_place_is_no_number_that_could_be_used() -> None:
@@ -634,12 +633,12 @@ def test_a_layer_that_differs_stays_in_its_place(lengths: list[int]) -> None:
     subject = subject_of(Stack(stack), "meta")
 
     short = shortened(subject)
-    graph, _ = choose(subject, Frontend.EXPORT)
+    graph = trace(subject)
 
     assert short is not None
     assert short.runs == (EqualRun("layers", 6, 1, 14),)
     assert len(lengths) == 1
-    assert text_of(graph) == text_of(trace_with(subject, Frontend.EXPORT))
+    assert text_of(graph) == text_of(trace_whole(subject))
 
 
 def hooked(layer: nn.Module) -> None:
@@ -692,7 +691,7 @@ def test_the_model_stays_as_it_is() -> None:
     subject = subject_of(Stack(layers()))
     before = {name: id(tensor) for name, tensor in subject.model.state_dict(keep_vars=True).items()}
 
-    choose(subject, Frontend.EXPORT)
+    trace(subject)
 
     after = {name: id(tensor) for name, tensor in subject.model.state_dict(keep_vars=True).items()}
     assert before == after
@@ -736,7 +735,7 @@ def test_kernels_tell_models_apart_that_have_no_numbers(
     subject = subject_of(Rescaled(layers()), "meta")
     short = shortened(subject)
     assert short is not None
-    graph = expand_repeats(trace_with(short.subject, Frontend.EXPORT), short, subject)
+    graph = expand_repeats(trace_whole(short.subject), short, subject)
     assert graph is not None
     assert same_kernels(graph, subject, short.subject, exported=exported)
 

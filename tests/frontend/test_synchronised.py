@@ -6,20 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.frontend.auto import choose, trace_with
+from gpipe_compiler.frontend.auto import trace, trace_whole
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend, LossChoice
+from gpipe_compiler.options import LossChoice
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
-@pytest.mark.parametrize("frontend", [Frontend.EXPORT, Frontend.DYNAMO])
-def test_every_frontend_sees_a_batchnorm(frontend: Frontend) -> None:
+def test_a_batchnorm_is_seen() -> None:
     """Which also means that the graph does what the model does."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SyncBatchNorm(4, momentum=0.3))
 
-    graph = trace_with(
-        Subject("m", model, (torch.randn(4, 3, 5, 5),), loss=LossChoice.SUM_OF_SQUARES), frontend
+    graph = trace_whole(
+        Subject("m", model, (torch.randn(4, 3, 5, 5),), loss=LossChoice.SUM_OF_SQUARES)
     )
 
     assert {spec.cls for spec in graph.modules.values()} <= {nn.Conv2d, nn.BatchNorm2d}
@@ -33,7 +32,7 @@ def test_the_kind_follows_from_what_the_layer_is_given(dimensions: int, device: 
     model = nn.Sequential(nn.SyncBatchNorm(3), nn.ReLU()).to(device)
     batch = torch.randn((4, 3, 2, 2, 2)[:dimensions], device=device)
 
-    graph, _ = choose(Subject("m", model, (batch,), loss=LossChoice.SUM_OF_SQUARES), Frontend.AUTO)
+    graph = trace(Subject("m", model, (batch,), loss=LossChoice.SUM_OF_SQUARES))
 
     assert graph.modules["0"].cls is KINDS[dimensions]
 
@@ -50,10 +49,7 @@ class Twice(nn.Module):
 
 
 def test_a_layer_of_two_kinds_is_traced_into() -> None:
-    graph, _ = choose(
-        Subject("m", Twice(), (torch.randn(4, 3, 2, 2),), loss=LossChoice.SUM_OF_SQUARES),
-        Frontend.AUTO,
-    )
+    graph = trace(Subject("m", Twice(), (torch.randn(4, 3, 2, 2),), loss=LossChoice.SUM_OF_SQUARES))
 
     assert not graph.modules
     assert {"norm.running_mean", "norm.num_batches_tracked"} <= graph.state.keys()

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def planned(example: str, stages: int, microbatches: int) -> Plan:
     """A plan for devices that are no hosts, exact in memory."""
-    graph, _ = trace_subject(load(str(EXAMPLES / f"{example}.py")))
+    graph = trace_subject(load(str(EXAMPLES / f"{example}.py")))
     device = Device("device", 1e14, 1e12, 10**13, 1e-6)
     return plan(
         graph,

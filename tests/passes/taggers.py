@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.shapes import annotate
 
 BATCH, LENGTH, CLASSES, WIDTH = 4, 3, 5, 4
@@ -194,7 +193,7 @@ BY_HAND: dict[str, list[float]] = {
 """The weight of every single sample of LABELS and MASK."""
 
 
-def traced(loss: LossOf, frontend: Frontend, size: int = 2) -> tuple[Graph, Tagger]:
+def traced(loss: LossOf, size: int = 2) -> tuple[Graph, Tagger]:
     """The model on LABELS and MASK, its graph described for micro-batches of some size."""
     torch.manual_seed(0)
     model = Tagger(loss).double()
@@ -202,4 +201,4 @@ def traced(loss: LossOf, frontend: Frontend, size: int = 2) -> tuple[Graph, Tagg
     call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": MASK}
     call = {name: tensor.double() if name == "mask" else tensor for name, tensor in call.items()}
     subject = Subject("tagger", model, (), call)
-    return annotate(trace(subject, frontend), size), model
+    return annotate(trace(subject), size), model

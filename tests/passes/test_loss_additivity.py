@@ -14,7 +14,6 @@ from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.loss_additivity import never_additive
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
@@ -128,7 +127,7 @@ def test_only_what_is_proven_is_accused(loss: LossOf) -> None:
 
 @pytest.mark.parametrize("loss", [root, balance])
 def test_they_are_refused_with_their_line_before_anything_runs(loss: LossOf) -> None:
-    options = CompileOptions(stages=2, microbatches=4, frontend=Frontend.EXPORT)
+    options = CompileOptions(stages=2, microbatches=4)
 
     with pytest.raises(ModelError, match="not that of its micro-batches") as raised:
         compile_subject(subject(loss), options, None)

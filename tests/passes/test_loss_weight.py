@@ -1,6 +1,6 @@
 """What losses are means over, compared with counts by hand and against losses of whole batches.
 
-The models are traced by every frontend. For random targets, some of them ignored, and random sizes
+For random targets, some of them ignored, and random sizes
 of micro-batches, the micro-batches' losses, each with its share, come to the loss that the plain
 model gives for the whole batch at once, in double precision.
 """
@@ -42,20 +42,17 @@ from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes import loss_functions
 from gpipe_compiler.passes.loss_weight import different_means, weigh_loss
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.validate.loss_splitting import loss_shares
 
-FRONTENDS = (Frontend.EXPORT, Frontend.DYNAMO)
-
 Parts = dict[str, Tensor]
 
 
 @functools.cache
-def weighed(label: str, frontend: Frontend) -> tuple[Graph, Tagger]:
-    graph, model = traced(WEIGHTED[label], frontend)
+def weighed(label: str) -> tuple[Graph, Tagger]:
+    graph, model = traced(WEIGHTED[label])
     return weigh_loss(graph), model
 
 
@@ -68,11 +65,10 @@ def weight_of(graph: Graph, part: Parts) -> float:
     return float(apart.run(given)[weight.value])
 
 
-@pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("label", WEIGHTED)
-def test_weights_are_those_counted_by_hand(label: str, frontend: Frontend) -> None:
+def test_weights_are_those_counted_by_hand(label: str) -> None:
     """Sample by sample; and the weight of all is the sum."""
-    graph, _ = weighed(label, frontend)
+    graph, _ = weighed(label)
 
     found = [
         weight_of(graph, {"labels": LABELS[i : i + 1], "mask": MASK[i : i + 1].double()})
@@ -89,7 +85,7 @@ def test_weights_are_those_counted_by_hand(label: str, frontend: Frontend) -> No
 @pytest.mark.parametrize("label", ["tokens", "smoothed", "masked", "summed"])
 def test_only_what_it_takes_is_computed(label: str) -> None:
     """From the labels or the mask, without flattening them, and from nothing else."""
-    graph, _ = weighed(label, Frontend.EXPORT)
+    graph, _ = weighed(label)
     assert graph.loss is not None
     weight = graph.loss.weight
     assert weight is not None
@@ -117,16 +113,13 @@ def batches(draw: st.DrawFn) -> tuple[Parts, list[int]]:
     return {"x": x, "labels": labels, "mask": mask}, sizes
 
 
-@pytest.mark.parametrize("frontend", FRONTENDS)
 @pytest.mark.parametrize("label", WEIGHTED)
 @settings(max_examples=40, deadline=None)
 @given(drawn=batches())
-def test_micro_batches_come_to_the_whole(
-    label: str, frontend: Frontend, drawn: tuple[Parts, list[int]]
-) -> None:
+def test_micro_batches_come_to_the_whole(label: str, drawn: tuple[Parts, list[int]]) -> None:
     """To 1e-12, whatever the sizes, also where nothing counts in some of them."""
     inputs, sizes = drawn
-    graph, model = weighed(label, frontend)
+    graph, model = weighed(label)
     pieces = {name: tensor.split(sizes) for name, tensor in inputs.items()}
     parts = [{name: piece[m] for name, piece in pieces.items()} for m in range(len(sizes))]
     with torch.no_grad():
@@ -229,7 +222,7 @@ def test_others_go_by_samples(loss: LossOf, size: int) -> None:
 
     What one sample comes to is no total of all, even where the micro-batch has one sample.
     """
-    graph, _ = traced(loss, Frontend.EXPORT, size)
+    graph, _ = traced(loss, size)
 
     found = weigh_loss(graph).loss
     assert found is not None
@@ -240,21 +233,21 @@ def test_others_go_by_samples(loss: LossOf, size: int) -> None:
 @pytest.mark.parametrize("loss", [unlike, with_auxiliary])
 def test_different_means_are_named(loss: LossOf) -> None:
     """By the ops that take them."""
-    graph, _ = traced(loss, Frontend.EXPORT)
+    graph, _ = traced(loss)
 
     assert len(different_means(graph)) == 2
 
 
 @pytest.mark.parametrize("loss", [tokens, alike, squares, total])
 def test_one_mean_is_not_different(loss: LossOf) -> None:
-    graph, _ = traced(loss, Frontend.EXPORT)
+    graph, _ = traced(loss)
 
     assert different_means(graph) == ()
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.11 does not have it")
 def test_a_fused_loss_counts_its_targets() -> None:
-    graph, _ = traced(linear, Frontend.EXPORT)
+    graph, _ = traced(linear)
 
     loss: Any = weigh_loss(graph).loss
     weight = loss.weight
@@ -276,7 +269,7 @@ def test_a_loss_function_beside_the_model() -> None:
     loss_fn = nn.CrossEntropyLoss(torch.tensor([0.5, 1.0, 2.0]), ignore_index=1)
     target = torch.tensor([0, 1, 2, 2])
     subject = Subject("row", nn.Linear(4, 3), (torch.randn(4, 4),), {}, target, loss_fn)
-    graph = weigh_loss(annotate(trace(subject, Frontend.EXPORT), 2))
+    graph = weigh_loss(annotate(trace(subject), 2))
 
     assert weight_of(graph, {"target": target}) == 0.5 + 2 + 2
 
@@ -286,7 +279,7 @@ def test_a_mean_is_never_taken_for_a_sum() -> None:
     mask = torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]).double()
     model = Tagger(clamped).double()
     call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": mask}
-    graph = annotate(trace(Subject("tagger", model, (), call), Frontend.EXPORT), 2)
+    graph = annotate(trace(Subject("tagger", model, (), call)), 2)
     assert graph.loss is not None
     assert graph.loss.reduction is Reduction.SUM
 

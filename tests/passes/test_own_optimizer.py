@@ -13,7 +13,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import Frontend, OwnOptimizer, Policy
+from gpipe_compiler.options import OwnOptimizer, Policy
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import OptimizerKind
@@ -43,7 +43,6 @@ def graph() -> Graph:
         torch.randn(8, 16),
         target=torch.randn(8, 4),
         loss_fn=nn.MSELoss(),
-        frontend=Frontend.EXPORT,
     )
 
 

@@ -16,7 +16,6 @@ from torch import nn
 
 from gpipe_compiler.cluster import local
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.cost import roofline
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -54,9 +53,7 @@ def test_a_plan_is_the_best_whatever_the_speed_of_this_machine(
     torch.manual_seed(0)
     widths = [8, 64, 256, 16, 128, 8, 32]
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-    graph = trace(
-        nn.Sequential(*layers), torch.randn(64, 8), frontend=Frontend.EXPORT, training=False
-    )
+    graph = trace(nn.Sequential(*layers), torch.randn(64, 8), training=False)
     cluster = local.local_cluster()
 
     made = plan(graph, stages=2, microbatches=4, cluster=cluster)

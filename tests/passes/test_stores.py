@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph, called
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.duplicate import duplicable
 from gpipe_compiler.passes.effects import effects
@@ -99,7 +98,7 @@ def test_steps_are_tied_no_more(fill: Callable[[nn.Linear, Tensor, Tensor, int],
 
 def traced(model: nn.Module) -> Graph:
     x = torch.randn(4, STEPS, WIDTH)
-    graph = trace(model, x, target=x, loss_fn=nn.MSELoss(), frontend=Frontend.EXPORT)
+    graph = trace(model, x, target=x, loss_fn=nn.MSELoss())
     return annotate(graph, 4)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options import Frontend, Policy
+from gpipe_compiler.options import Policy
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
@@ -37,7 +37,7 @@ def test_ops_in_place_forbid_no_cut(stages: int) -> None:
     """The step is that without ops in place, and every stage writes what it has made itself."""
     torch.manual_seed(0)
     model, x, target = Chain(), torch.randn(64, 8), torch.randint(4, (64,))
-    graph = trace(model, x, target=target, loss_fn=F.cross_entropy, frontend=Frontend.EXPORT)
+    graph = trace(model, x, target=target, loss_fn=F.cross_entropy)
     planner = Planner(graph, Cluster.of(DEFAULT_HOST, Link(1e12, 0.0)))
 
     def planned(*, in_place: bool) -> Plan:

@@ -17,7 +17,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import Frontend, LossChoice, Policy, RematChoice
+from gpipe_compiler.options import LossChoice, Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.timeline import stage_times
@@ -52,9 +52,7 @@ class Bottlenecks(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     torch.manual_seed(0)
-    return trace(
-        Bottlenecks(), torch.randn(64, 4), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
-    )
+    return trace(Bottlenecks(), torch.randn(64, 4), loss=LossChoice.SUM_OF_SQUARES)
 
 
 def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
@@ -193,9 +191,7 @@ class Normalised(nn.Module):
 
 def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
     """It has all micro-batches whole for its backward, unless it recomputes in segments."""
-    graph = trace(
-        Normalised(), torch.randn(64, 4), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
-    )
+    graph = trace(Normalised(), torch.randn(64, 4), loss=LossChoice.SUM_OF_SQUARES)
     exact = Policy(batchnorm=BatchNorm.EXACT)
     none = planned(graph, exact, stages=2)
     assert none.joint == (0,)
@@ -215,7 +211,7 @@ def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
 
 
 def test_inference_recomputes_nothing() -> None:
-    graph = trace(Bottlenecks(), torch.randn(64, 4), frontend=Frontend.EXPORT, training=False)
+    graph = trace(Bottlenecks(), torch.randn(64, 4), training=False)
 
     made = planned(graph, Policy(remat=RematChoice.FULL))
 
@@ -230,9 +226,7 @@ def test_a_schedule_that_cannot_normalise_the_whole_batch_is_refused() -> None:
 
 def test_older_plans_are_read() -> None:
     """What was written before there was a choice is a plan without it."""
-    graph = trace(
-        nn.Linear(4, 4), torch.randn(4, 4), frontend=Frontend.EXPORT, loss=LossChoice.SUM_OF_SQUARES
-    )
+    graph = trace(nn.Linear(4, 4), torch.randn(4, 4), loss=LossChoice.SUM_OF_SQUARES)
     made = plan(graph, stages=1, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, LINK))
     fields = json.loads(made.to_json())
     for name in ("batchnorm", "precision"):

@@ -23,7 +23,7 @@ from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, interpret
-from gpipe_compiler.options import Frontend, LossChoice, Policy
+from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.passes import cost
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.runtime.spec import ScheduleKind
@@ -92,9 +92,9 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
     priced: list[str] = []
     unchecked, run_all, work_of = auto.unchecked, DryRun.run, cost.work_of
 
-    def tracing(subject: object, frontend: object, *rest: object) -> Graph:
+    def tracing(subject: object, precision: object) -> Graph:
         traced.append(sum(1 for _ in subject.model.modules()))  # type: ignore[attr-defined]  # a Subject
-        return unchecked(subject, frontend, *rest)  # type: ignore[arg-type]  # as above
+        return unchecked(subject, precision)  # type: ignore[arg-type]  # as above
 
     def running(self: DryRun, *args: object) -> dict[str, object]:
         run.append(len(self.graph.ops))
@@ -152,7 +152,7 @@ def test_an_op_of_unequal_layers_is_run_and_made_a_few_times(layers: int, stages
     net = nn.Sequential(
         *(nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths))
     )
-    graph = trace(net, torch.ones(8, 8), loss=LossChoice.SUM_OF_SQUARES, frontend=Frontend.EXPORT)
+    graph = trace(net, torch.ones(8, 8), loss=LossChoice.SUM_OF_SQUARES)
     ran, made = Counter[str](), Counter[str]()
     run_all, construct = DryRun.run, interpret.construct
 

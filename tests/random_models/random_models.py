@@ -139,9 +139,6 @@ PREPARE: dict[str, Prepare] = {}
 RUN: dict[str, Run] = {}
 REGIONS = frozenset({"no_grad", "autocast"})
 """Steps that compute in another mode than the rest."""
-WRONGLY_EXPORTED = frozenset({"recurrent"} if torch.__version__ < "2.13" else ())
-"""Steps that torch's own export fails on: in 2.11 states of an nn.LSTM get a dimension more there.
-Left to itself the compiler then takes another frontend."""
 TYPED = frozenset({"autocast", "cast", "zeros"})
 """Steps that ask for the type of a value. torch.export writes the answer down, that without
 autocast, so its packages compute in 16 bits what the model does not; validation tells."""

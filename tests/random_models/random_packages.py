@@ -29,7 +29,7 @@ from gpipe_compiler.frontend import auto
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.options import Frontend, LossChoice, Policy, RematChoice
+from gpipe_compiler.options import LossChoice, Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.shapes import annotate
@@ -127,7 +127,7 @@ def subject_of(recipe: Recipe, layout: Layout) -> Subject:
 def traced(subject: Subject) -> Graph:
     """Its graph, not compared with the model: packages are."""
     with mock.patch.object(auto, "differences", return_value=[]):
-        return auto.trace(subject, Frontend.EXPORT)
+        return auto.trace(subject)
 
 
 def plan_of(graph: Graph, layout: Layout) -> Plan:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from random_models import RUN, TYPED, WRONGLY_EXPORTED, Recipe, Step, recipes
+from random_models import RUN, TYPED, Recipe, Step, recipes
 from random_packages import Layout, device_counts, layouts, package_of, plan_of, subject_of, traced
 from safetensors.torch import save_file
 
@@ -65,7 +65,6 @@ def accept(recipe: Recipe, layout: Layout) -> None:
 
 
 EVERY_KIND = sorted(RUN)
-EXPORT_KINDS = [kind for kind in EVERY_KIND if kind not in WRONGLY_EXPORTED]
 FEW = settings(max_examples=10, derandomize=True, deadline=None, database=None)
 MANY = settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -73,7 +72,7 @@ MANY = settings(
 
 
 @FEW
-@given(recipes(EXPORT_KINDS, 7), layouts)
+@given(recipes(EVERY_KIND, 7), layouts)
 def test_random_model_equals_its_package(recipe: Recipe, layout: Layout) -> None:
     accept(recipe, layout)
 
@@ -81,7 +80,7 @@ def test_random_model_equals_its_package(recipe: Recipe, layout: Layout) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # hundreds of examples
 @MANY
-@given(recipes(EXPORT_KINDS, 12), layouts)
+@given(recipes(EVERY_KIND, 12), layouts)
 def test_many_random_models_equal_their_packages(recipe: Recipe, layout: Layout) -> None:
     accept(recipe, layout)
 

@@ -171,14 +171,13 @@ def test_the_summary_tells_what_was_validated(plan: Plan) -> None:
         Row("gradient", 161, 0.0, 0.0, 1e-3, "fc.weight", ()),
     )
 
-    text = plain_text(summary_table(plan, "export", Validation(rows, ("it mixes",))))
+    text = plain_text(summary_table(plan, Validation(rows, ("it mixes",))))
 
-    assert "traced by        export" in text
     assert "output: 1 tensor, largest difference 1.2e-07 (2e-07 of its size, 1e-03 allowed)" in text
     assert "gradient: 161 tensors, largest difference 0 (0 of its size, 1e-03 allowed)" in text
     assert "it mixes" in text
-    assert "validated        no" in plain_text(summary_table(plan, "export", None))
-    without = summary_table(plan, "export", None, unread=["input mask"])
+    assert "validated        no" in plain_text(summary_table(plan, None))
+    without = summary_table(plan, None, unread=["input mask"])
     assert "without effect   input mask" in plain_text(without)
 
 

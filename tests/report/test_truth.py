@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, GLOO, Cluster
 from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.plan import Plan
 
 
@@ -53,7 +52,7 @@ def leaves(module: nn.Module) -> Counter[str]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_notes_agree_with_the_emitted_stage(stage: int, tmp_path: Path) -> None:
-    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.EXPORT)
+    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False)
     made = plan(graph, stages=2, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, GLOO))
     folder = emit(made, tmp_path / "skipping_x2")
 
@@ -70,7 +69,7 @@ def test_notes_agree_with_the_emitted_stage(stage: int, tmp_path: Path) -> None:
 
 
 def test_source_lines_are_the_users(tmp_path: Path) -> None:
-    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False, frontend=Frontend.EXPORT)
+    graph = trace(Skipping(), (torch.randn(4, 3, 8, 8),), training=False)
 
     made = plan(graph, stages=2, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, GLOO))
 

@@ -31,12 +31,11 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.package import validate
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
-OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.EXPORT, cluster=CLUSTER)
+OPTIONS = CompileOptions(stages=2, microbatches=4, cluster=CLUSTER)
 VOCABULARY = 11
 
 

@@ -19,7 +19,6 @@ from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.targets import torch_stages
 from gpipe_compiler.validate.package import Validation, validate
@@ -27,7 +26,6 @@ from gpipe_compiler.validate.package import Validation, validate
 OPTIONS = CompileOptions(
     stages=2,
     microbatches=2,
-    frontend=Frontend.EXPORT,
     cluster=Cluster.of(DEFAULT_HOST, Link(1e18, 0.0)),
 )
 

@@ -15,14 +15,12 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 from gpipe_compiler.validate.package import validate
 from gpipe_compiler.validate.second_batch import Use, integer_uses, other_batches, other_size
 
 OPTIONS = CompileOptions(
     stages=2,
     microbatches=2,
-    frontend=Frontend.EXPORT,
     cluster=Cluster.of(DEFAULT_HOST, Link(1e18, 0.0)),
 )
 ROWS, CLASSES, LENGTH = 50, 7, 6
@@ -242,9 +240,7 @@ def test_what_plain_pytorch_rejects_is_said(tmp_path: Path) -> None:
         target=torch.randn(8, 6),
         loss_fn=F.mse_loss,
     )
-    made = compile_subject(
-        subject, dataclasses.replace(OPTIONS, frontend=Frontend.EXPORT), tmp_path / "x"
-    )
+    made = compile_subject(subject, dataclasses.replace(OPTIONS), tmp_path / "x")
 
     assert made.validation is not None
     (note,) = made.validation.notes
@@ -265,9 +261,7 @@ def test_model_that_takes_the_example_alone_says_so(tmp_path: Path) -> None:
 
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     subject = Subject("one", model, args=(torch.randn(8, 6),), target=example, loss_fn=loss_fn)
-    made = compile_subject(
-        subject, dataclasses.replace(OPTIONS, frontend=Frontend.EXPORT), tmp_path / "x"
-    )
+    made = compile_subject(subject, dataclasses.replace(OPTIONS), tmp_path / "x")
 
     assert made.validation is not None
     (note,) = made.validation.notes

@@ -23,10 +23,9 @@ from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.options import Frontend
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
-OPTIONS = CompileOptions(stages=2, microbatches=4, frontend=Frontend.EXPORT, cluster=CLUSTER)
+OPTIONS = CompileOptions(stages=2, microbatches=4, cluster=CLUSTER)
 LENGTH, CLASSES, WIDTH = 5, 7, 6
 IGNORED = -100
 
