@@ -15,7 +15,9 @@ that draws in training, outputs in eval mode. Processes of their own, with limit
 - traceback: any other end;
 - late: not done within the limit.
 
-Needs `pip install --no-deps torchvision timm transformers diffusers peft accelerate`.
+Needs `pip install --no-deps torchvision timm transformers diffusers peft accelerate`. Where PyPI's
+torchvision does not load beside this torch, packages that import transformers need its operators
+declared, too: by `foreign/__init__.py`, copied into site-packages for a .pth file to import.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,6 @@ sys.path.insert(0, {here!r})
 from foreign.model import foreign
 
 globals().update(foreign({name!r}).user_file())
-"""
-SITE = """\
-# Declares torchvision's operators to every process, as what a package imports may import them.
-import sys
-
-sys.path.insert(0, {here!r})
-import foreign  # noqa: F401  # for what it declares
 """
 
 
@@ -82,21 +76,14 @@ class Ended:
     seconds: float
 
 
-def run(words: list[str], limit_s: int, site: Path | None = None) -> Ended:
-    """Runs a process; its limit is of processor time, and thrice as long by the clock.
-
-    Args:
-        site: a folder from which Python and its own processes import first.
-    """
+def run(words: list[str], limit_s: int) -> Ended:
+    """Runs a process; its limit is of processor time, and thrice as long by the clock."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", "COLUMNS": "200"}
-    if site is not None:
-        paths = (str(site), environment.get("PYTHONPATH", ""))
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     try:
         ended = subprocess.run(
             words,
@@ -123,13 +110,9 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
         folder.mkdir(parents=True, exist_ok=True)
         file, package = folder / "model.py", folder / "package"
         file.write_text(USER_FILE.format(name=name, here=str(HERE)), encoding="utf-8")
-        site = folder / "site"
-        site.mkdir(exist_ok=True)
-        if find_spec("torchvision") is not None:
-            (site / "sitecustomize.py").write_text(SITE.format(here=str(HERE)), encoding="utf-8")
         words = ["-m", "gpipe_compiler", str(file), "--stages", "2", "--force", "-o", str(package)]
         words += options_of(name).split()
-        made = run([sys.executable, *words], limit_s, site)
+        made = run([sys.executable, *words], limit_s)
         (folder / "output.txt").write_text(made.text, encoding="utf-8")
         if made.code != 0 or TRACEBACK in made.text:
             return Row(name, *_failed(made), round(made.seconds, 1))

@@ -62,5 +62,5 @@ KEPT: list[torch.library.Library] = []
 """The declarations, which end with the object that made them."""
 
 
-if not loads():
+if not loads() and not hasattr(torch.ops.torchvision, "nms"):
     declare_operators()

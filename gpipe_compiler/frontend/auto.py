@@ -183,8 +183,8 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
     (
         r"torch\.func\b|torch\.vmap|functorch",
         "it applies a transform of torch.func",
-        "compute on the whole batch at once: torch's ops take batches, and "
-        "torch.autograd.grad(..., create_graph=True) gives gradients in forward",
+        "compute on the whole batch at once: torch's ops take batches; write derivatives with "
+        "torch's operators",
     ),
     (
         r"pack(ed|_padded)_sequence|PackedSequence",

@@ -53,6 +53,13 @@ _CAUSES = (
         "compute it with torch operators",
     ),
     _Cause(
+        r"fake tensor in the exported program constant's list",
+        "the model makes a tensor in a way that torch.export does not record, as in "
+        "torch.autograd.grad or torch.distributions in forward",
+        "write what it computes with torch's operators on the inputs, or compute it in __init__ "
+        "and keep it in a buffer",
+    ),
+    _Cause(
         r"torch\.utils\.checkpoint",
         "the model recomputes activations with torch.utils.checkpoint",
         "turn its checkpointing off: a pipeline recomputes by itself",

@@ -382,7 +382,7 @@ def of_tokens(output: object, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-TRANSFORMED = Refused(1, ("torch.func",), ("whole batch", "torch.autograd.grad"))
+TRANSFORMED = Refused(1, ("torch.func",), ("whole batch",))
 BY_VALUES = Refused(1, ("values of a tensor",), ("torch.where",))
 MIXES = Refused(
     1, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
