@@ -324,10 +324,10 @@ class Assertive(Two):
 
 
 class ChecksValues(Two):
-    """Looks for NaN, as careful people do."""
+    """Looks for NaN, as careful people do: a branch that only raises stands in no package."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.isnan(x).any():  # refused: checks_values
+        if torch.isnan(x).any():
             raise ValueError("not a number")
         return super().forward(x)
 
@@ -426,7 +426,7 @@ CASES = (
     simple("solves", Solves, manners=FP32_ONLY),
     simple("scanned", Scanned, manners=FP32_ONLY),
     simple("assertive", Assertive),
-    simple("checks_values", ChecksValues, expect=BY_VALUES),
+    simple("checks_values", ChecksValues),
     Case(
         "generates",
         Generates,
