@@ -43,7 +43,6 @@ from gpipe_compiler.frontend.free_sizes import (
     write_fixed,
 )
 from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
-from gpipe_compiler.frontend.lengths import lengths_traced
 from gpipe_compiler.frontend.locate import line_of_trace, model_frames
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
@@ -240,7 +239,6 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
             watch.watching(),
             python.around(),
             checks_passed(),
-            lengths_traced(entry),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
             gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
             # By itself a reentrant checkpoint is traced without gradients.
