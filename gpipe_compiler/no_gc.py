@@ -1,4 +1,4 @@
-"""Lets Python's garbage collector rest."""
+"""Keeps garbage collection off while many objects are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps to torch what it logs about failures that this compiler explains itself."""
+"""Silences the logs of torch about failures that this compiler explains itself."""
 
 from __future__ import annotations
 

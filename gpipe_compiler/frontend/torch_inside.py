@@ -42,7 +42,9 @@ USED: Mapping[str, tuple[str, ...]] = {
         "FakeTensorMode",
         "in_kernel_invocation_manager",
     ),
-    "torch.ops.aten": ("_ctc_loss", "_cudnn_rnn", "_to_copy", "_unsafe_view"),
+    "torch.ops.aten": (
+        *("_ctc_loss", "_cudnn_rnn", "_embedding_bag_backward", "_to_copy", "_unsafe_view"),
+    ),
     "torch.autograd.function": ("_SingleLevelFunction",),
     "torch.fx.experimental.proxy_tensor": (
         "disable_proxy_modes_tracing",
@@ -52,6 +54,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "track_tensor_tree",
     ),
     "torch.fx.experimental": ("_config",),
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv": ("_log_guard", "_set_replacement"),
     "torch.nn.modules.module": ("BackwardHook", "_global_buffer_registration_hooks"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
