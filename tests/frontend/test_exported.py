@@ -306,19 +306,6 @@ def test_hugging_face_model_computes_the_same(name, training, same_as_eager):
     same_as_eager(graph, subject, training, tolerance=1e-6 if name in ("llama", "mixtral") else 0)
 
 
-class Paired(nn.Module):
-    """Compares the samples of a batch with one another."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = torch.arange(len(x))
-        return x.flatten(1) @ x.flatten(1).T - own * len(own)
-
-
-def test_the_length_of_a_tensor_is_its_first_size(same_as_eager):
-    subject = Subject("m", Paired(), (torch.randn(4, 2, 3),), training=False)
-    same_as_eager(trace_export(subject, training=False), subject, training=False)
-
-
 # --- what cannot be traced ------------------------------------------------------------------------
 
 
