@@ -155,7 +155,8 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
 
     It is compared with the whole model kernel by kernel, and compared in numbers as a traced graph
     is: hooks of tensors, casts and a model's own look at whether it is exported leave no kernel on
-    meta. Where the model has no numbers, those of few layers are compared.
+    meta. Where the model has no numbers, the graph of few layers is compared at other sizes and in
+    its backward: of the whole one that would show shapes alone, which follow from its kernels.
     """
     short = shortened(subject, placeless=True)
     on_meta = state_table(subject.model).on_meta
@@ -171,8 +172,8 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
             graph, subject, short.subject, exported=True
         ):
             return None
-        if on_meta and differences(few, short.subject):
-            return None
+        if on_meta:
+            return None if differences(few, short.subject) else graph
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one tells.
         return None
