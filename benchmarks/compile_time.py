@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_compiler.no_gc import importing
+from gpipe_compiler.runtime.train.process import keep_memory
 from gpipe_compiler.validate.launching import Launch, spare
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -111,6 +112,7 @@ def _processor_s() -> float:
 def one(name: str, stages: int, validate: bool) -> dict[str, float]:
     """The phases of one compile, in this process; its dry runs and peak memory beside them."""
     clock = Clock()
+    keep_memory()
     with spare() as launch:
         return _phases(clock, name, stages, validate, launch)
 

@@ -22,7 +22,7 @@ from gpipe_compiler.cli.arguments import (
 from gpipe_compiler.cli.graph_json import is_graph, plan_file
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.no_gc import importing
-from gpipe_compiler.runtime.train.process import exit_code_of
+from gpipe_compiler.runtime.train.process import exit_code_of, keep_memory
 from gpipe_compiler.runtime.wording import printable_lines
 from gpipe_compiler.text.units import format_source
 from gpipe_compiler.validate.launching import fresh, spare
@@ -104,6 +104,7 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 
 def _compile(arguments: argparse.Namespace) -> None:
     if not is_graph(arguments.model):
+        keep_memory()
         with spare() if _validates(arguments) else nullcontext(fresh) as launch:
             with importing():
                 from gpipe_compiler.frontend.torch_inside import check_torch

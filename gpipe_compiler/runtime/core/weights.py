@@ -110,8 +110,19 @@ def save_weights(
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors into one safetensors file; those that share memory are written each."""
-    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    place(path, lambda file: safetensors.torch.save_file(copies, file))
+    place(path, lambda file: safetensors.torch.save_file(apart(tensors), file))
+
+
+def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as a file takes them: dense ones on the host, no two in the same memory."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        memory = plain.untyped_storage().data_ptr()
+        found[name] = plain.clone() if memory in seen else plain
+        seen.add(memory)
+    return found
 
 
 def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:

@@ -91,12 +91,19 @@ def check_pipeline(
             "there is nothing to check against: this package has no weights",
             hint="train it and save weights, or pass --reference",
         )
+    with intra_op_threads(pipe.threads):
+        return _compared(pipe, batches)
+
+
+def _compared(pipe: Pipeline, batches: Sequence[Expected]) -> tuple[Row, ...]:
+    """How the pipeline compares with the reference of each batch, at its worst."""
     lower = lower_dtype(pipe.options.precision)
     pairs, rows = [], []
-    before = {name: tensor.detach().clone() for name, tensor in _state(pipe)}
-    for batch in batches:
+    several = len(batches) > 1
+    before = {name: tensor.detach().clone() for name, tensor in _state(pipe)} if several else {}
+    for number, batch in enumerate(batches):
         with torch.no_grad():
-            for name, tensor in _state(pipe):
+            for name, tensor in _state(pipe) if number else ():
                 tensor.copy_(before[name])
         pipe.rewind()
         actual = run_pipeline(pipe, batch.inputs, batch.target)

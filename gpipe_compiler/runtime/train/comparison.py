@@ -39,6 +39,7 @@ from enum import Enum
 import torch
 
 from ..core.nest import Path, tensors_of
+from ..core.weights import apart
 
 RELATIVE = 1e-4
 FLOOR = 1e-6
@@ -192,15 +193,13 @@ def path_name(path: Path) -> str:
 
 def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors under the names that a reference file gives them, no two in the same memory."""
-    packed: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for kind, group in _all_dense(tensors).items():
-        for name, tensor in group.items():
-            plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            memory = plain.untyped_storage().data_ptr()
-            packed[f"{kind.value}/{name}"] = plain.clone() if memory in seen else plain
-            seen.add(memory)
-    return packed
+    return apart(
+        {
+            f"{kind.value}/{name}": tensor
+            for kind, group in _all_dense(tensors).items()
+            for name, tensor in group.items()
+        }
+    )
 
 
 def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
@@ -274,6 +273,13 @@ def _magnitude(tensor: torch.Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no entry is nan or infinite."""
+    if tensor.is_complex():
+        return bool(tensor.isfinite().all())
+    return tensor.dtype == torch.bool or math.isfinite(_largest(tensor))
+
+
 def _largest(tensor: torch.Tensor) -> float:
     """The largest absolute entry of numbers; inf or nan where one of them is not finite."""
     if not tensor.numel():
@@ -329,7 +335,7 @@ def _not_finite(kind: ComparedKind, expected: Mapping[str, torch.Tensor]) -> Ite
     """A loss or a gradient that is not finite in the reference proves nothing."""
     if kind in (ComparedKind.LOSS, ComparedKind.GRADIENT):
         for name, tensor in expected.items():
-            if not bool(tensor.isfinite().all()):
+            if not is_finite(tensor):
                 yield f"{name} is not finite in the model itself, so there is nothing to hold to"
 
 
