@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from gpipe_compiler.cluster import Arithmetic, Device
-from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.repeats import shortest
 
 _aten = torch.ops.aten
@@ -187,10 +187,12 @@ class OpKernels:
 def work_of(isolated: IsolatedOp) -> OpKernels:
     """The kernels that one op runs."""
     run = isolated.run
+    fakes = run.mode
+    assert isinstance(fakes, HostFakes)
     forward, backward, of_inputs = (KernelCount() for _ in range(3))
-    with run.mode, torch.set_grad_enabled(run.training):
+    with fakes, torch.set_grad_enabled(run.training):
         arguments = copies(isolated.inputs, _like)
-        with run.autocast(), forward:
+        with run.autocast(), fakes.watched(forward.saw):
             returned = run.interpreter.call(isolated.op.call, arguments.environment)
         results = differentiable(returned)
         trained = [state for state in isolated.states.values() if state.requires_grad]
@@ -202,9 +204,9 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
             ]
             try:
                 if trained and arguments.leaves:
-                    with of_inputs:
+                    with fakes.watched(of_inputs.saw):
                         differentiate(results, arguments.leaves, gradients, again=True)
-                with backward:
+                with fakes.watched(backward.saw):
                     differentiate(results, leaves, gradients)
             except DataDependentOutputException as error:
                 raise ModelError(
@@ -237,18 +239,17 @@ def differentiate(
     torch.autograd.grad(results, leaves, gradients, retain_graph=again, allow_unused=True)
 
 
-class KernelCount(DispatchWatch):
-    """Notes the arithmetic and the traffic of the kernels that run in it."""
+class KernelCount:
+    """Notes the arithmetic and the traffic of the kernels that it is told of."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.kernels: list[KernelCost] = []
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
         """Counts one kernel; views and allocations are none."""
-        if func.namespace == "prim" or func.overloadpacket in _ALLOCATIONS or _is_view(func):
+        if func.overloadpacket in _ALLOCATIONS or _is_view(func):
             return
         self.kernels.append(
             KernelCost(

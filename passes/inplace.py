@@ -11,12 +11,10 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.passes.dry_run import DryRun, modes
+from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects, shares_by_mode, written_memory
 from gpipe_compiler.passes.inplace_variants import (
     Variant,
@@ -27,10 +25,9 @@ from gpipe_compiler.passes.inplace_variants import (
     variants,
 )
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
-from gpipe_compiler.passes.repeats import NameKind, shortest
+from gpipe_compiler.passes.repeats import NameKind
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.uneven_writes import idle_writes
-from gpipe_compiler.quiet import quiet
 
 _NOBODY: frozenset[str] = frozenset()
 
@@ -46,8 +43,8 @@ def write_in_place(graph: Graph) -> Graph:
     - a result of the same shape, type and layout goes into memory that an op of the graph has made
       for itself, that no other value or state looks into, and that the model does not return;
     - the op is its only reader, so that nobody reads it later, and nobody keeps it for the
-      backward but, perhaps, its maker or the op itself: that is observed on fake tensors, and then
-      proved by a backward in which autograd checks the version of all that it kept;
+      backward but, perhaps, its maker or the op itself: that is observed on fake tensors, and once
+      more of what comes of it, by the versions of all that autograd keeps;
     - autocast gives both operands the same type, whichever precision the package is run in.
 
     Where a cut lies between an op and the maker of its operand, the op is `undone` again. Of ops
@@ -284,15 +281,18 @@ def _tried(graph: Graph, chosen: Chosen) -> tuple[Graph | None, frozenset[str]]:
     try:
         written = _written(graph, chosen)
         changed = annotate(written, graph.batch_size, graph.precision, alike=graph.values)
-        if graph.loss is None:
-            return changed, frozenset()
-        run = observed(changed)
-        copying = frozenset(name for name in chosen if _keeps_a_copy(run, changed.op_of[name]))
-        if not copying:
-            _prove(shortest(changed))
     except (ModelError, RuntimeError):
         return None, frozenset(chosen)
-    return None if copying else changed, copying
+    if graph.loss is None:
+        return changed, frozenset()
+    run = observed(changed)
+    copying = frozenset(name for name in chosen if _keeps_a_copy(run, changed.op_of[name]))
+    if copying:
+        return None, copying
+    before = observed(graph).ops
+    if any(op.lost and not before[name].lost for name, op in run.ops.items()):
+        return None, frozenset(chosen)
+    return changed, frozenset()
 
 
 def _keeps_a_copy(run: ObservedRun, op: Op) -> bool:
@@ -300,19 +300,3 @@ def _keeps_a_copy(run: ObservedRun, op: Op) -> bool:
     seen = {storage for name in names for storage in run.values[name].storages}
     saved = run.ops[op.name].saved
     return any(s not in seen and s.name.kind is not NameKind.STATE for s in saved)
-
-
-def _prove(graph: Graph) -> None:
-    """Goes forward and back.
-
-    Raises:
-        RuntimeError: when a tensor was changed that the backward needs.
-    """
-    assert graph.loss is not None
-    run = DryRun.of(graph, training=True)
-    values = run.run(graph.batch_size)
-    ends = (values[name] for name in graph.ends)
-    roots = [end for end in ends if isinstance(end, torch.Tensor) and end.requires_grad]
-    if roots:
-        with run.mode, quiet():
-            torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])

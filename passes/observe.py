@@ -84,6 +84,7 @@ class SeenOp:
         saved: storages that autograd keeps for its backward. What a custom autograd function hides
             in its `ctx` without `save_for_backward` is not seen.
         early: whether all that it saves is saved before its kernel runs.
+        lost: whether any of it is written to later, so that its backward raises.
         peak: bytes above those before it, at most, with what it makes; the model's state and casts
             of it are not counted.
         kept: bytes that stay after it in no value.
@@ -93,6 +94,7 @@ class SeenOp:
     written: frozenset[Storage]
     saved: tuple[Storage, ...]
     early: bool
+    lost: bool
     peak: int
     kept: int
     kernels: tuple[KernelRun, ...]
@@ -191,6 +193,7 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
     made = {source.name for source in graph.inputs}
     before = {storage for name in made for storage in values[name].storages}
     before.update(names.states)
+    lost = watch.overwritten()
     ops: dict[str, SeenOp] = {}
     for op in graph.ops:
         found = notes.get(op.name)
@@ -200,6 +203,7 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
             frozenset(s for s in map(names.get, found.written) if s in before),
             tuple(map(names.of, found.saved)),
             bool(found.saved) and not found.kernels_before,
+            op.name in lost,
             found.most,
             found.kept,
             tuple(found.kernels),

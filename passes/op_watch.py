@@ -71,6 +71,7 @@ class OpWatch(DispatchWatch):
         self.own = {storage_key(tensor) for tensor in states}
         self.alive: dict[str, list[torch.UntypedStorage]] = {}
         self._casts: list[torch.Tensor] = []
+        self._saved: list[tuple[str, torch.Tensor, int]] = []
         self._kept: set[int] = set()
         self._held = 0
         self._sizes: dict[int, int] = {}
@@ -99,8 +100,15 @@ class OpWatch(DispatchWatch):
             self._kept.add(key)
             self.alive.setdefault(self._op, []).append(tensor.untyped_storage())
         notes.saved[key] = None
+        self._saved.append((self._op, tensor, tensor._version))
         notes.kernels_before = notes.ran
         return tensor
+
+    def overwritten(self) -> frozenset[str]:
+        """The ops of which autograd has kept a tensor that was written to since: their backward
+        would raise. To be asked once, at the end: it lets go of these tensors."""
+        saved, self._saved = self._saved, []
+        return frozenset(op for op, tensor, version in saved if tensor._version != version)
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
