@@ -3,7 +3,9 @@
 gloo moves bytes by threads of its own. Where every core computes, such a thread waits for a core
 before a message gets on, and whoever then sends waits for the thread: milliseconds, for what takes
 microseconds. Here the sender writes into memory of the system and hands it over by a Unix socket;
-who has read it hands it back. No thread is needed, and no core but those of the two processes.
+who has read it hands it back. No thread is needed, and no core but those of the two processes. No
+process maps that memory: system calls write and read it, and what is written before a packet is
+sent is read after it is received, on processors that reorder accesses (ARM) too.
 """
 
 from __future__ import annotations
