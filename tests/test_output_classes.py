@@ -14,6 +14,8 @@ from loading import load_package
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.runtime.core.outputs import as_returned
+from gpipe_compiler.runtime.spec import OutputClass
 
 MODEL = Path(__file__).parent / "output_classes_model.py"
 
@@ -72,6 +74,14 @@ def test_plain_objects_with_the_same_fields_elsewhere(
     assert actual.pair._fields == ("first", "rest")
     torch.testing.assert_close(actual.pair.first, expected.pair.first.detach())
     assert "where they can be imported" in (package / "README.md").read_text()
+
+
+def test_a_named_tuple_whose_name_is_none() -> None:
+    """Names of classes that are made at run time may be anything."""
+    for name in ("a b", "class", 'x"\n', "made.<locals>.Out"):
+        known = OutputClass(path=(), module="nowhere", name=name, fields=("one", "two"))
+        found = as_returned((1, 2), [known])
+        assert (found.one, found.two) == (1, 2)
 
 
 def test_an_object_of_a_plain_class_is_refused_where_it_is_used(

@@ -82,6 +82,13 @@ def _obey(
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BaseException as error:
+        from gpipe_compiler.frontend.user_code import error_of_user
+
+        found = error_of_user(error)
+        if found is None:
+            raise
+        return _report(found, as_json)
     return ExitCode.DONE
 
 

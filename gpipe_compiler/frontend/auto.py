@@ -25,7 +25,7 @@ from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
-from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.runtime.spec import Precision
@@ -52,7 +52,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
         graph = graph or trace_whole(subject, precision)
     except (TraceError, IllegalGraphError) as error:
         drawn = decided_by_draws(subject) if _BY_VALUES in error.problem else None
-        raise drawn or _untraceable(error, definition(type(subject.model).forward)) from error
+        raise drawn or _untraceable(error, line_of_forward(subject.model)) from error
     return _with_modules(graph, subject.model)
 
 

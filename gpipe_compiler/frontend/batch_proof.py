@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import buffers_restored, isolated
 from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Row, compare
 
@@ -92,6 +92,7 @@ class Proof:
         """
         started = time.monotonic()
         examples = self.signature.examples
+        self._refuse_sparse(dims)
         answer = self._answer(examples, dims)
         if answer is None:
             return Verdict.FAILS
@@ -112,9 +113,23 @@ class Proof:
             return verdict
         return min(verdict, self._verdict(other, others, dims))
 
+    def _refuse_sparse(self, dims: Dims) -> None:
+        """Raises a ModelError for inputs that are to be split and have no rows in memory."""
+        for source, tensor, dim in zip(
+            self.signature.inputs, self.signature.examples, dims, strict=True
+        ):
+            if dim is not None and tensor.layout is not torch.strided:
+                raise ModelError(
+                    f"the input {source.name} is a tensor of layout {tensor.layout}, which cannot "
+                    "be cut into micro-batches",
+                    location=line_of_forward(self.subject.model),
+                    hint="pass it dense, and convert it in forward; or say with "
+                    f"--batch-dim {source.name}=none that all samples share it",
+                )
+
     def _refuse_types(self, tensors: Sequence[torch.Tensor]) -> None:
         """Raises a ModelError for outputs of types that torch has hardly any ops for."""
-        where = definition(type(self.subject.model).forward)
+        where = line_of_forward(self.subject.model)
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise ModelError(

@@ -127,7 +127,9 @@ def with_other_weights(model: nn.Module) -> nn.Module | None:
 
 
 def _is_trained(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
+    """Whether it can be moved: for numbers of 8 bits torch has no sums."""
+    fractions = parameter.is_floating_point() or parameter.is_complex()
+    return parameter.requires_grad and fractions and parameter.itemsize > 1
 
 
 def _step(parameter: torch.Tensor) -> float:

@@ -49,7 +49,7 @@ from gpipe_compiler.frontend.structure import (
     pick,
 )
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
@@ -215,7 +215,7 @@ class Entry(nn.Module):
         for samples in (count + 1, 2 * count):
             with contextlib.suppress(ModelError):
                 others[samples] = describe(self._probe_output(samples)[0])
-        return with_numbers(structure, count, others, definition(type(self.model).forward))
+        return with_numbers(structure, count, others, line_of_forward(self.model))
 
     def _dims(self, output: object, count: int, structure: Template) -> tuple[Dims, Dims]:
         """The batch dimensions of the model's outputs for so many samples, and of the targets.
@@ -310,7 +310,7 @@ class Entry(nn.Module):
         return ModelError(
             f"the model returns {cls}, which is no tensor, tuple, dict or dataclass: "
             "what is in it cannot be taken apart into micro-batches",
-            location=definition(type(self.model).forward),
+            location=line_of_forward(self.model),
             hint=f"make {cls} a dataclass (@dataclasses.dataclass), or return a dict",
         )
 

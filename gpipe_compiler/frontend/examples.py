@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.user_code import line_of_forward
 
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of one call."""
@@ -139,6 +139,12 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
     for path, leaf in leaves(nest, ""):
         if isinstance(leaf, torch.Tensor):
             found = True
+            if leaf.is_nested:
+                raise ModelError(
+                    f"{what} holds a nested tensor, which no frontend follows",
+                    location=location,
+                    hint="pad its rows to one length, and pass a mask beside them",
+                )
             if leaf.numel() == 0:
                 raise ModelError(
                     f"{what} is an empty batch: a tensor of shape {tuple(leaf.shape)}",
@@ -176,7 +182,7 @@ def check_call(model: nn.Module, call: Call, what: str) -> None:
         names = ", ".join(signature.parameters)
         raise ModelError(
             f"{what} does not fit {type(model).__name__}.forward({names}): {error}",
-            location=definition(type(model).forward),
+            location=line_of_forward(model),
             hint="a tuple gives positional arguments, a dict keyword arguments",
         ) from error
 

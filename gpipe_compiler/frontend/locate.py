@@ -30,6 +30,11 @@ def is_users(file: str) -> bool:
     return not file.startswith((_TORCH, _OWN, "<")) or file == "<stdin>"
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is this compiler's."""
+    return file.startswith(_OWN)
+
+
 def location(
     file: str, line: int, function: str = "", callers: tuple[SourceLocation, ...] = ()
 ) -> SourceLocation:

@@ -24,7 +24,7 @@ from gpipe_compiler.frontend.recompute import CHECKPOINT
 from gpipe_compiler.frontend.simplify_graph import simplify_graph
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.untraced import transformed
-from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import (
     Argument,
     Autocast,
@@ -132,7 +132,7 @@ class _Lowering:
                 raise TraceError(
                     f"forward makes {name}, a parameter or buffer that the model did not have "
                     "before: no stage can begin with it",
-                    location=definition(type(self.entry.model).forward),
+                    location=line_of_forward(self.entry.model),
                     hint="call the model once in build_model(), or make it in the constructor",
                 )
             self._names[id(tensor)] = table.canonical[name]

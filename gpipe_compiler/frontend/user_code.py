@@ -16,7 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
+from torch import nn
+
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
+from gpipe_compiler.frontend.locate import is_own, is_users
 from gpipe_compiler.runtime.wording import text_of
 
 T = TypeVar("T")
@@ -188,12 +191,31 @@ def located(what: str, home: Path) -> Iterator[None]:
             location=user_line(error, home),
             hint=_import_hint(error),
         ) from error
-    except Exception as error:  # the user's code may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
         raise ModelError(
             f"{what} raises {type(error).__name__}: {_first_line(error)}",
             location=user_line(error, home),
             hint="the line is the last of your own; run the file with Python to see all of it",
         ) from error
+
+
+def error_of_user(error: BaseException) -> ModelError | None:
+    """What to say of an error that arose in the user's own code; None for any other.
+
+    That code is called in many places: a module's `forward` and `train`, the `__eq__` of its class.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    last_own = max((at for at, frame in enumerate(frames) if is_own(frame.filename)), default=-1)
+    users = [frame for frame in frames[last_own + 1 :] if is_users(frame.filename)]
+    if last_own < 0 or not users:
+        return None
+    try:
+        with located(f"{users[0].name}()", Path(users[-1].filename).parent):
+            raise error
+    except ModelError as found:
+        return found
 
 
 def _first_line(error: BaseException) -> str:
@@ -241,3 +263,8 @@ def definition(function: object) -> SourceLocation | None:
     except (OSError, TypeError):
         return None
     return SourceLocation(file, line, getattr(code, "__qualname__", "")) if file else None
+
+
+def line_of_forward(model: nn.Module) -> SourceLocation | None:
+    """Where the forward of a model's class stands; None for one that torch.jit has compiled."""
+    return definition(getattr(type(model), "forward", None))

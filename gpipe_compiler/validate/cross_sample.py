@@ -18,7 +18,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     may_be_tried,
     with_other_weights,
 )
-from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, Input, Mode, Op
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.interpret import Interpreter
@@ -60,7 +60,7 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         f"{what} takes the samples of a batch together, if they lie in dimension "
         f"{first.batch_dim} of {first.name}: outputs for some of them are not those rows of the "
         "outputs for all; no other dimension was found along which they are",
-        location=definition(type(found.subject.model).forward) if op is None else op.source,
+        location=line_of_forward(found.subject.model) if op is None else op.source,
         hint=f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
         "--batch-dim NAME=none which inputs all samples share; compile with --microbatches 1; or "
         "accept with --per-microbatch that every micro-batch is taken by itself",

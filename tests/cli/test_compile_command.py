@@ -325,10 +325,11 @@ class TestCompileFails:
         assert cli.compile_command(["model.py", "--stages", "2"]) == 130
         assert capsys.readouterr().err.endswith("interrupted\n")
 
-    def test_a_mistake_of_ours_shows_its_traceback(self, compiler: Compiler) -> None:
-        compiler.error = AssertionError("a bug")
+    @pytest.mark.usefixtures("compiler")
+    def test_a_mistake_of_ours_shows_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gpipe_compiler.cli.commands.compile_model", ord)
 
-        with pytest.raises(AssertionError, match="a bug"):
+        with pytest.raises(TypeError, match="ord"):
             cli.compile_command(["model.py", "--stages", "2"])
 
 

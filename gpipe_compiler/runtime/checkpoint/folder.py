@@ -81,7 +81,14 @@ class Index:
             content = json.loads(path.read_text(encoding="utf-8"))
             version, crc = content["format"], content.pop("crc")
             known = {name.name: content[name.name] for name in dataclasses.fields(cls)}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"{path} is broken: {described(error)}") from error
         if crc != _crc(content):
             raise CheckpointError(f"{path} is broken: it is not what was written")

@@ -9,6 +9,7 @@ import importlib
 import math
 import types
 from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -151,7 +152,9 @@ def _made(known: OutputClass, held: Any) -> object:
     if known.fields:
         if getattr(cls, "_fields", None) == known.fields:
             return cls._make(held)
-        plain: Any = collections.namedtuple(known.name.split(".")[-1], known.fields)  # type: ignore[misc]  # made at run time
+        name = known.name.split(".")[-1]
+        named = name if name.isidentifier() and not iskeyword(name) else "Output"
+        plain: Any = collections.namedtuple(named, known.fields)  # type: ignore[misc]  # made at run time
         return plain(*held)
     if isinstance(held, tuple):  # one of torch.return_types
         return held if cls is None else cls(held)

@@ -42,13 +42,13 @@ class Weights:
             WeightsError: when there is no such folder, or the index is broken.
         """
         index = directory / INDEX
-        if not index.is_file():
+        if not index.exists():
             raise WeightsError(f"{index} is missing", hint="compile the model again")
         try:
             content = json.loads(index.read_text(encoding="utf-8"))
             files = content.get("weight_map", content)
             return cls(directory, {str(name): str(file) for name, file in files.items()})
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise WeightsError(f"{index} is no index of weights: {error}") from error
 
     def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:

@@ -138,7 +138,7 @@ class Batches:
                     raise TypeError("it has no load_state_dict any more, as the checkpoint's had")
                 self._data.load_state_dict(state)  # type: ignore[attr-defined]  # it was asked for
             self._iterator = iter(self._data)
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._failed(error) from error
 
     def _skip(self, count: int) -> None:
@@ -155,13 +155,13 @@ class Batches:
             item = next(self._iterator)
         except StopIteration:
             return None
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._failed(error) from error
         self.taken += 1
         place = f"batch {self.taken} of pass {self.passes + 1} of {self.source.name}"
         return Batch(*pair(item, place), place)
 
-    def _failed(self, error: Exception) -> PipelineError:
+    def _failed(self, error: BaseException) -> PipelineError:
         return PipelineError(
             f"{self.source.name} failed at batch {self.taken + 1} of pass {self.passes + 1}: "
             f"{said(error)}"

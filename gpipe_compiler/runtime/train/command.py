@@ -98,7 +98,9 @@ def _run(
         user = UserHooks.load(hooks)
         options = train_options(arguments, user)
     weights = directory / "weights"
-    stored = weights if (weights / INDEX).is_file() else None
+    # A model on meta has none; without their index they are refused.
+    written = (weights / INDEX).exists() or any(weights.glob("stage_*.safetensors"))
+    stored = weights if written else None
     with Pipeline(
         spec,
         stored,

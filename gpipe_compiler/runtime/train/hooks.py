@@ -78,7 +78,7 @@ class UserHooks:
             return {}
         try:
             return {str(name): float(x) for name, x in self.metrics(output, target).items()}
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._failed("metrics", error) from error
 
     def _made(
@@ -86,7 +86,7 @@ class UserHooks:
     ) -> Result:
         try:
             made = make(argument)
-        except Exception as error:  # whatever the user's code raises
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._failed(name, error) from error
         if not isinstance(made, kind):
             raise PipelineError(
@@ -94,7 +94,7 @@ class UserHooks:
             )
         return made
 
-    def _failed(self, name: str, error: Exception) -> PipelineError:
+    def _failed(self, name: str, error: BaseException) -> PipelineError:
         return PipelineError(f"{name}() of {self.name} failed: {said(error)}")
 
 
@@ -120,5 +120,5 @@ def _import(source: str) -> ModuleType:
         return module
     except PipelineError:
         raise
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises
         raise PipelineError(f"importing {source} failed: {said(error)}") from error

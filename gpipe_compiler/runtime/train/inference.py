@@ -89,7 +89,7 @@ def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
         prediction = plan["prediction"]
         timed = prediction.get("threads_s" if pipe.world.size == 1 else "torchrun_s")
         return float(prediction.get("here_s", prediction["step_s"]) if timed is None else timed)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # a package without its plan still runs
 
 

@@ -103,3 +103,34 @@ def test_a_timeout_of_months_is_one_of_weeks() -> None:
 def test_more_samples_than_memory_holds(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of(package, ["infer", "--batch-size", "2147483647"]) == 2
     assert "larger than" in capsys.readouterr().err
+
+
+def test_an_index_that_is_none(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index = package / "weights" / "index.json"
+    for file in files(package / "here"):
+        index.unlink(missing_ok=True)
+        index.symlink_to(file)
+        if file.name not in ("object", "private"):  # of no weights; of what root may read
+            assert code_of(package, ["check"]) in {1, 2}, file
+    assert "index.json" in capsys.readouterr().err
+
+
+def test_a_plan_that_is_none(package: Path) -> None:
+    plan = package / "plan.json"
+    for file in files(package / "here"):
+        plan.unlink(missing_ok=True)
+        plan.symlink_to(file)
+        assert code_of(package, ["bench", "--steps=1"]) == 0, file
+
+
+@pytest.mark.parametrize("name", ["train_data", "make_optimizer", "file"])
+def test_hooks_that_leave(
+    name: str, package: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They end in an error, whatever the exit code that they ask for: nothing was trained."""
+    hooks = tmp_path / "hooks.py"
+    body = "import sys\nsys.exit(0)\n" if name == "file" else ""
+    hooks.write_text(body or f"import sys\ndef {name}(*_):\n    sys.exit(0)\n")
+
+    assert main(skip_spec(), package, hooks=str(hooks), argv=["train", "--steps=1"]) == 1
+    assert "SystemExit: 0" in capsys.readouterr().err
