@@ -6,12 +6,12 @@ import importlib
 import re
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 
 from gpipe_compiler.errors import (
     GPipeCompilerError,
     IllegalGraphError,
-    SourceLocation,
     TraceError,
 )
 from gpipe_compiler.frontend.check import differences
@@ -52,7 +52,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
         graph = graph or trace_whole(subject, precision)
     except (TraceError, IllegalGraphError) as error:
         drawn = decided_by_draws(subject) if _BY_VALUES in error.problem else None
-        raise drawn or _untraceable(error, line_of_forward(subject.model)) from error
+        raise drawn or _untraceable(error, subject.model) from error
     return _with_modules(graph, subject.model)
 
 
@@ -213,16 +213,18 @@ _BY_VALUES = "decides by the values of a tensor"
 """In what is said of a branch on the data."""
 
 
-def _untraceable(error: GPipeCompilerError, forward: SourceLocation | None) -> TraceError:
+def _untraceable(error: GPipeCompilerError, model: nn.Module) -> TraceError:
     """Why a model cannot be traced, in the words of whoever knows what it uses."""
     cause = ""
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
+    used = f"{error.problem} {'ScriptModule' if scripted else ''}"
     hint = error.hint or "write what the line does with torch's operators on tensors alone"
     for pattern, words, way_out in _KNOWN:
-        if re.search(pattern, error.problem):
+        if re.search(pattern, used):
             cause, hint = f", as {words}", way_out
             break
     return TraceError(
         f"the model cannot be traced{cause}: {error.problem}",
-        location=error.location or forward,
+        location=error.location or line_of_forward(model),
         hint=hint,
     )
