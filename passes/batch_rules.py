@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gpipe_compiler.ir import Graph, Op, Ref, StateRef, ValueKind, called
 from gpipe_compiler.ir.arguments import leaves
-from gpipe_compiler.ir.sizes import LARGEST_BATCH
+from gpipe_compiler.ir.sizes import LARGEST_BATCH, SampleRule, in_order
 
 _COMPARING = frozenset(
     {
@@ -25,15 +25,15 @@ _NUMBERING = frozenset({"arange", "cumsum", "linspace"})
 """What gives samples numbers."""
 
 
-def largest_compared(graph: Graph) -> int:
-    """The largest of these numbers; 0 where there is none.
+def all_rules(graph: Graph) -> tuple[SampleRule, ...]:
+    """The rules by which the model or its graph tells them apart, in order.
 
     Args:
         graph: annotated.
     """
-    found = (number for op in graph.ops for number in _compared(graph, op))
-    numbers = [int(number) for number in found if abs(number) <= LARGEST_BATCH]
-    return max(*(size - 1 for size in graph.trial_sizes), *numbers, 0, 0)
+    found = ((number, op.source) for op in graph.ops for number in _compared(graph, op))
+    rules = (SampleRule(int(n) + 1, line) for n, line in found if 0 < n <= LARGEST_BATCH)
+    return in_order((*graph.sample_rules, *rules))
 
 
 def _compared(graph: Graph, op: Op) -> Iterator[float]:

@@ -74,12 +74,23 @@ def guard_of(terms: Terms, term: Guarded) -> Count | None:
     return Count(term.op, "", base, (total,))
 
 
-def with_targets(graph: Graph, count: Count) -> Count:
-    """A count in which the targets that are no index stand, where it is one of such targets."""
+def with_targets(graph: Graph, count: Count, ignored: int | None) -> Count:
+    """A count in which the targets that are no index stand, where it is one of such targets.
+
+    Args:
+        ignored: of the targets of a loss of torch's, which raises for others below zero.
+    """
     maker = graph.producer.get(count.base.name) if isinstance(count.base, Ref) else None
-    if maker is None or called(maker.call) != "ne" or len(maker.call.args) != 2:
+    if maker is None or len(maker.call.args) != 2:
         return count
-    targets, ignored = maker.call.args
+    targets, bound = maker.call.args
+    match called(maker.call), bound:
+        case "ne", _:
+            ignored = bound
+        case ("ge", 0) | ("gt", -1) if ignored is not None and ignored < 0:
+            pass
+        case _:
+            return count
     counted = FunctionCall(operator.ne, (LAST, ignored))
     base = elements_of(graph, targets)
     return dataclasses.replace(count, base=base, steps=(counted, *count.steps))

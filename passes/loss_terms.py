@@ -28,6 +28,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
@@ -163,8 +164,10 @@ class Terms:
         return self.graph.values.get(argument.name) if isinstance(argument, Ref) else None
 
     def keeps(self, op: Op) -> bool:
-        """Whether an op makes a scalar of a scalar that differs in no more than type and shape."""
-        return verb(op) in SAME and self.is_scalar(op.call.args[0])
+        """Whether an op makes a scalar of a scalar that differs in no more than type and shape, or
+        in what a hook makes of its gradient."""
+        hooked = any(function.text for function in own_functions_of(op))
+        return (hooked or verb(op) in SAME) and self.is_scalar(op.call.args[0])
 
     def is_scalar(self, argument: Argument) -> bool:
         """Whether an argument is a tensor of one element, however many samples there are."""

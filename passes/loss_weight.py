@@ -28,6 +28,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import choices, map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
+from gpipe_compiler.passes.loss_functions import Targets
 from gpipe_compiler.passes.loss_terms import (
     ConstantTerm,
     Guarded,
@@ -122,7 +123,9 @@ def _count(terms: Terms, numbers: _Numbers, term: Term) -> Count | None:
     inner, guard = count_of(terms, term.inner.term), guard_of(terms, term)
     if inner is None or guard is None:
         return None
-    same = {numbers.sum_of(with_targets(terms.graph, count)) for count in (inner, guard)}
+    ignored = term.inner.term.ignored if isinstance(term.inner.term, Targets) else None
+    counts = (with_targets(terms.graph, count, ignored) for count in (inner, guard))
+    same = set(map(numbers.sum_of, counts))
     return dataclasses.replace(inner, above=0.0) if len(same) == 1 else None
 
 

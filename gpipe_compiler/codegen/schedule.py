@@ -23,6 +23,7 @@ from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
+from gpipe_compiler.ir.sizes import UNKNOWN_LINE
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.loss_counts import per_sample
@@ -45,6 +46,7 @@ from gpipe_compiler.runtime.spec import (
     Precision,
     Reduction,
     Remat,
+    SampleLimit,
     Samples,
     ScheduleKind,
     StageSpec,
@@ -83,7 +85,7 @@ _SPEC_TYPES = (
     *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
     *(Unreturned, LossSpec, LossTerm),
     *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
-    *(Size, Requirement, Relation),
+    *(Size, Requirement, Relation, SampleLimit),
 )
 
 
@@ -233,12 +235,21 @@ def _pipeline(
         "unlike": _unlike(plan),
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
+        "limit": _limit(graph),
         "classes": graph.classes,
     }
     try:
         return write_record(PipelineSpec, values, imports)
     except UnwritableError as error:
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
+
+
+def _limit(graph: Graph) -> SampleLimit | None:
+    """Of the samples in a mini-batch, below the rule for which none was tried."""
+    rule = graph.untried
+    if rule is None:
+        return None
+    return SampleLimit(rule.samples - 1, UNKNOWN_LINE if rule.source is None else rule.source.brief)
 
 
 def _unless_in_order(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:

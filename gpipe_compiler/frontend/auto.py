@@ -14,7 +14,7 @@ from gpipe_compiler.errors import (
     IllegalGraphError,
     TraceError,
 )
-from gpipe_compiler.frontend.check import differences
+from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces
 from gpipe_compiler.frontend.host_draws import decided_by_draws
@@ -63,7 +63,7 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
         TraceError: when it cannot be traced, or the graph differs from it.
     """
     graph = unchecked(subject, precision)
-    wrong = differences(graph, subject)
+    wrong, untried = compared(graph, subject)
     if wrong and graph.sizes and not subject.free.must:
         return trace_whole(subject.with_free(Wish()), precision)
     if wrong:
@@ -77,7 +77,7 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
             "on the number of samples, Python values taken from tensors, global state, or random "
             "numbers not drawn by torch",
         )
-    return graph
+    return graph.replace(untried=untried)
 
 
 def unchecked(subject: Subject, precision: Precision) -> Graph:
@@ -177,7 +177,8 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one tells.
         return None
-    return None if differences(graph, subject) else graph
+    wrong, untried = compared(graph, subject)
+    return None if wrong else graph.replace(untried=untried)
 
 
 _KNOWN: tuple[tuple[str, str, str], ...] = (

@@ -44,7 +44,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.ir.sizes import other_sizes
+from gpipe_compiler.ir.sizes import SampleRule, other_sizes
 from gpipe_compiler.runtime.core.nest import tensors_of
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.wording import text_of
@@ -78,7 +78,13 @@ class _Run:
 
 
 def differences(graph: Graph, subject: Subject) -> list[str]:
-    """How the graph differs from the model, in words; empty when it does not.
+    """How the graph differs from the model, as `compared` finds it."""
+    return compared(graph, subject)[0]
+
+
+def compared(graph: Graph, subject: Subject) -> tuple[list[str], SampleRule | None]:
+    """How the graph differs from the model, in words; and the first of the numbers of samples at
+    which the model may be another that takes too long to be compared at.
 
     The comparison ends with the first mode and size that differ. The subject's model stays as it
     is.
@@ -89,7 +95,7 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     found = list(_state_differences(graph, subject))
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     others = other_sizes(graph.sizes, graph.requires)
-    slow, untried = False, 0
+    slow, untried = False, None
     modes = (True, False) if subject.training else (False,)
     entries = [make_entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
@@ -108,26 +114,21 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
             longest = max(longest, time.process_time() - started)
             slow = slow or longest > _SLOW_S
             if found:
-                return found
+                return found, None
         few, seconds = max(sizes[-1]), longest
         many = larger_batch(few, longest) if len(sizes) > 1 else 0
-        for samples in sorted({many, *graph.trial_sizes} - {0}):
+        rules = {many: None, **{rule.samples: rule for rule in graph.sample_rules}}
+        for samples in sorted(rules.keys() - {0}):
             if samples != many and not may_be_tried(samples, few, seconds):
-                untried = samples
+                untried = rules[samples]
                 break
             larger = (samples, *sizes[0])  # what takes no more is compared again as before
             started = time.process_time()
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             few, seconds = samples, time.process_time() - started
             if found:
-                return found
-    if untried:
-        warnings.warn(
-            f"the model asks whether there are {untried} samples or more; what it does then was "
-            "not compared, as a batch of so many takes long",
-            stacklevel=2,
-        )
-    return found
+                return found, None
+    return found, untried
 
 
 def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:

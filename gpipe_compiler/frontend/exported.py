@@ -37,8 +37,8 @@ from gpipe_compiler.frontend.free_sizes import (
     noting_sizes,
     read_sizes,
     refuse_fixed,
+    sample_rules,
     ties,
-    trial_sizes,
     wanted,
     write_fixed,
 )
@@ -204,7 +204,7 @@ class ExportedMode:
             unlike=unlike,
             inputs=sizes.inputs,
             requires=sizes.requires,
-            trial_sizes=trial_sizes(entry.signature, self._placeholders, self.trace.sizes.asked),
+            sample_rules=sample_rules(entry.signature, self._placeholders, self.trace.sizes),
         )
         return asking_first(lowered)
 

@@ -19,7 +19,14 @@ from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
-from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SMALLEST, UNKNOWN_LINE
+from gpipe_compiler.ir.sizes import (
+    BATCH,
+    LARGEST_BATCH,
+    SMALLEST,
+    UNKNOWN_LINE,
+    SampleRule,
+    in_order,
+)
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
     dim_of,
@@ -267,15 +274,16 @@ def _number_of(value: object) -> float | None:
 _ORDERS = frozenset({"<", "<=", ">", ">="})
 
 
-def trial_sizes(
-    signature: Signature, placeholders: Sequence[fx.Node], asked: Collection[Any]
-) -> tuple[int, ...]:
+def sample_rules(
+    signature: Signature, placeholders: Sequence[fx.Node], noted: NotedSizes
+) -> tuple[SampleRule, ...]:
     """Numbers of samples for which a model may be another program than its trace, in order.
+
+    What torch compares, to see whether sizes are equal, tells no batch from another; what the
+    user's own code asks does.
 
     Args:
         placeholders: of the inputs, in order.
-        asked: the conditions that are the user's own. What torch compares, to see whether sizes
-            are equal, tells no batch from another.
     """
     sizes: list[Any] = [
         known.shape[source.batch_dim]
@@ -287,17 +295,34 @@ def trial_sizes(
         return ()
     symbols = {symbol for size in symbolic for symbol in expression_of(size).free_symbols}
     environment: ShapeEnv = symbolic[0].node.shape_env
-    found: set[int] = set()
+    found: list[SampleRule] = []
     for guard in environment.guards:
         condition = environment.replace(guard.expr)
-        numbers = {int(number) for number in condition.atoms(sympy.Integer)}
         if not condition.free_symbols <= symbols:
             continue
+        numbers: set[int] = set()
         if getattr(condition, "rel_op", "") in _ORDERS:
-            found.update(number + 1 for number in numbers)
-        elif guard.expr in asked:
-            found.update(numbers)
-    return tuple(sorted(number for number in found if SMALLEST < number <= LARGEST_BATCH))
+            numbers = _turning_point(condition)
+        elif guard.expr in noted.asked:
+            numbers = {int(number) for number in condition.atoms(sympy.Integer)}
+        where = noted.guards.get(guard.expr)
+        found.extend(SampleRule(n, where) for n in numbers if SMALLEST < n <= LARGEST_BATCH)
+    return in_order(found)
+
+
+def _turning_point(condition: Any) -> set[int]:
+    """The number of samples from which on a condition on it is another, where there is one."""
+
+    def holds(samples: int) -> bool:
+        return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
+
+    least, most = SMALLEST, LARGEST_BATCH
+    if holds(least) == holds(most):
+        return set()
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if holds(middle) == holds(most) else (middle, most)
+    return {most}
 
 
 def asking_first(graph: Graph) -> Graph:

@@ -42,6 +42,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import map_result, with_arguments
+from gpipe_compiler.ir.sizes import in_order
 from gpipe_compiler.runtime.spec import Unreturned
 
 
@@ -63,12 +64,12 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         loss = dataclasses.replace(loss, value=value.name)
     unlike = {**evaluation.unlike, **train.unlike}
     requires = tuple(dict.fromkeys((*train.requires, *evaluation.requires)))
-    trials = tuple(sorted({*train.trial_sizes, *evaluation.trial_sizes}))
+    rules = in_order((*train.sample_rules, *evaluation.sample_rules))
     if not merging.different:
-        same = (unlike, requires, trials) == (train.unlike, train.requires, train.trial_sizes)
+        same = (unlike, requires, rules) == (train.unlike, train.requires, train.sample_rules)
         if same:
             return train
-        return train.replace(unlike=unlike, requires=requires, trial_sizes=trials)
+        return train.replace(unlike=unlike, requires=requires, sample_rules=rules)
     ops = always_contiguous((*ops, *merging.selections))
     ops, outputs = merge_shape_queries(ops, outputs)
     merged = train.replace(
@@ -80,7 +81,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         tensors={**train.tensors, **merging.new_tensors},
         unlike=unlike,
         requires=requires,
-        trial_sizes=trials,
+        sample_rules=rules,
     )
     return check(merged, after="merging train and eval mode")
 

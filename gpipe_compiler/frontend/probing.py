@@ -112,6 +112,9 @@ _FREE = (
     "the batch must be free to vary: dimension 0 of the inputs, unless another was found, or is "
     "said with --batch-dim NAME=DIM"
 )
+_WITHOUT_GRADIENTS = (
+    "it also runs without gradients, as in every evaluation: ask first for output.requires_grad"
+)
 _TARGETS_IN_A_ROW = (
     "give the targets of CTC one row for each sample, padded to the longest: a single row of all "
     "targets has no part for some of the samples"
@@ -139,8 +142,16 @@ def user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {text_of(error)}",
             location=line_of(error),
-            hint=_TARGETS_IN_A_ROW if "ctc_loss" in text_of(error) else hint or _FREE,
+            hint=_way_out(text_of(error)) or hint or _FREE,
         ) from error
+
+
+def _way_out(raised: str) -> str:
+    """What helps against what torch raises, where that is known."""
+    if "ctc_loss" in raised:
+        return _TARGETS_IN_A_ROW
+    needs = "doesn't require gradient" in raised or "does not require grad" in raised
+    return _WITHOUT_GRADIENTS if needs else ""
 
 
 def has_numbers(template: Template) -> bool:

@@ -20,7 +20,7 @@ import torch
 from gpipe_compiler.ir.arguments import Argument, value_names
 from gpipe_compiler.ir.ops import ModuleSpec, Op
 from gpipe_compiler.ir.printing import format_argument, format_op
-from gpipe_compiler.ir.sizes import BATCH, is_free, named
+from gpipe_compiler.ir.sizes import BATCH, SampleRule, is_free, named
 from gpipe_compiler.runtime.sizes import Dim, Requirement, Shape, Size
 from gpipe_compiler.runtime.spec import Input, OutputClass, OutputTerm, Precision, Reduction, Steps
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
-        *("module_classes", "repeats", "trial_sizes"),
+        *("module_classes", "repeats", "sample_rules", "untried"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -255,8 +255,9 @@ class Graph:
             modules), by path: the names of their classes.
         unlike: the precisions in which the model is another program than this graph, and why.
         requires: what the model demands of the sizes that are free (those in `inputs`).
-        trial_sizes: numbers of samples for which the model may be another program, by what it
-            compared theirs with while it was traced.
+        sample_rules: numbers of samples for which the model may be another program, by what it
+            compared theirs with while it was traced; in order.
+        untried: that of these, and of those in the graph, for which no batch was tried.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -281,7 +282,8 @@ class Graph:
     output_terms: Mapping[str, tuple[OutputTerm, ...]] = field(default_factory=dict)
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     requires: tuple[Requirement, ...] = ()
-    trial_sizes: tuple[int, ...] = ()
+    sample_rules: tuple[SampleRule, ...] = ()
+    untried: SampleRule | None = None
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -7,7 +7,9 @@ where it stands in such an expression; by itself it goes by a value's `batch_dim
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
+from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir.arguments import Argument, BatchMultiple, leaves
 from gpipe_compiler.runtime.sizes import (
     Dim,
@@ -29,6 +31,24 @@ UNKNOWN_LINE = "by an operator of torch's, called at a line that is not known"
 
 LARGEST_BATCH = 1 << 20
 """Samples beyond which no batch is expected: larger numbers are compared with something else."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRule:
+    """A line that tells batches, or samples, apart by nothing that a sample holds.
+
+    Attributes:
+        samples: from how many on it may do something else.
+    """
+
+    samples: int
+    source: SourceLocation | None = None
+
+
+def in_order(rules: Iterable[SampleRule]) -> tuple[SampleRule, ...]:
+    """Those of different numbers, the smallest first."""
+    by_number = {rule.samples: rule for rule in rules}
+    return tuple(by_number[number] for number in sorted(by_number))
 
 
 def is_free(dim: object) -> bool:

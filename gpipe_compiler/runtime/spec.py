@@ -55,6 +55,7 @@ __all__ = [
     "Relation",
     "Remat",
     "Requirement",
+    "SampleLimit",
     "Samples",
     "ScheduleKind",
     "Size",
@@ -153,6 +154,18 @@ class Input:
         if self.batch_dim is None:
             return tensor
         return tensor.narrow(self.batch_dim, start, min(size, self.samples(tensor) - start))
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLimit:
+    """Up to how many samples in a mini-batch a package was tried.
+
+    Attributes:
+        where: the line of the model that tells larger batches apart.
+    """
+
+    samples: int
+    where: str
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
@@ -306,6 +319,7 @@ class PipelineSpec:
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
         requires: what the model demands of the sizes of a call.
+        limit: of the samples in a mini-batch, where one of any number could not be tried.
     """
 
     name: str
@@ -328,6 +342,7 @@ class PipelineSpec:
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()
     requires: tuple[Requirement, ...] = ()
+    limit: SampleLimit | None = None
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

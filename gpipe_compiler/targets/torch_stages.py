@@ -27,7 +27,7 @@ from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
-from gpipe_compiler.validate.cross_sample import refuse_mixing
+from gpipe_compiler.validate.cross_sample import refuse_mixing, with_limit
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.loss_splitting import refuse_unsplit
 from gpipe_compiler.validate.package import (
@@ -97,7 +97,7 @@ class TorchStages:
             refuse_unsplit(made)
             progress("looking whether micro-batches give what the batch does")
             made = in_one_piece(made, self._refuse_parts)
-        return made, frontier
+        return with_limit(made), frontier
 
     def _refuse_parts(self, plan: Plan) -> None:
         """Raises ModelError or ValidationError where micro-batches do not give the batch's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,15 +24,18 @@ from gpipe_compiler.ir import Graph, Input, Mode, Op
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.own_functions import own_functions, own_functions_of
-from gpipe_compiler.passes.batch_rules import largest_compared
+from gpipe_compiler.ir.sizes import SampleRule, in_order
+from gpipe_compiler.passes.batch_rules import all_rules
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.selections import takes_by_number
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 from gpipe_compiler.runtime.train.data import resized
 from gpipe_compiler.validate.float_types import double
+from gpipe_compiler.validate.loss_splitting import HINT, Losses, loss_shares
 from gpipe_compiler.validate.mixing_backward import function_that_mixes
 
 _SAMPLES, _PARTS = 6, ((4, 0), (1, 2, 3, 5))
@@ -51,6 +55,7 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         return
     op = _first_mixing(graph, found.subject.model) if found.mixes else _first_numbering(graph)
     if not found.mixes and op is None:
+        _refuse_numbering_in_loss(graph)
         if plan.training:
             _refuse_mixing_in_training(plan, graph, found.subject.model)
         return
@@ -172,17 +177,96 @@ def _first_numbering(graph: Graph) -> Op | None:
 
     Looked for beyond the numbers with which the graph compares these; smaller ones have shown.
     """
-    beyond = largest_compared(graph)
-    if beyond < _SAMPLES or on_meta(graph):
+    counted = next((op for op in graph.ops if _takes_by_number(graph, op)), None)
+    if counted is not None:
+        return counted
+    many = _trials(graph).samples
+    if not many:
         return None
     read = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
     ends = read.union(graph.output_values)
+    return _mixing_among(graph, _SAMPLES, {}, ends) or _mixing_among(graph, many, {}, ends)
+
+
+def _takes_by_number(graph: Graph, op: Op) -> bool:
+    """Whether an op takes some of the rows that are selected, and the loss is not all it is for."""
+    return op.name not in graph.loss_only and takes_by_number(graph, op)
+
+
+def _refuse_numbering_in_loss(graph: Graph) -> None:
+    """Refuses a loss that tells samples apart by their numbers, or by how many there are.
+
+    Raises:
+        ModelError: naming the line of the op.
+    """
+    if graph.loss is None or graph.loss.over_batch:
+        return
+    many = _trials(graph).samples
+    if many and _adds_up(graph, _SAMPLES) and not _adds_up(graph, many):
+        raise ModelError(
+            "the loss of a mini-batch is not that of its micro-batches put together: it tells "
+            "samples apart by their numbers, or by how many there are",
+            location=all_rules(graph)[-1].source,
+            hint=HINT,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """What rules about the number of samples are tried.
+
+    Attributes:
+        samples: beyond all rules that can be tried; 0 where there are none.
+        untried: the first that takes too long.
+    """
+
+    samples: int = 0
+    untried: SampleRule | None = None
+
+
+def _trials(graph: Graph) -> _Trials:
+    return graph.once("trials of sample rules", lambda: _find_trials(graph))
+
+
+def _find_trials(graph: Graph) -> _Trials:
+    rules = [rule for rule in all_rules(graph) if rule.samples > _SAMPLES]
+    if on_meta(graph):
+        return _Trials(untried=next((rule for rule in rules if rule.samples > MANY), None))
+    if not rules:
+        return _Trials()
     started = time.process_time()
-    op = _mixing_among(graph, _SAMPLES, {}, ends)
+    _values_of_parts(graph, {}, _SAMPLES, _PARTS)
     seconds = time.process_time() - started
-    if op is not None or not may_be_tried(beyond + 1, _SAMPLES, seconds):
-        return op
-    return _mixing_among(graph, beyond + 1, {}, ends)
+    tried = [rule for rule in rules if may_be_tried(2 * rule.samples, _SAMPLES, seconds)]
+    untried = next((rule for rule in rules if rule not in tried), None)
+    return _Trials(2 * tried[-1].samples if tried else 0, untried)
+
+
+def with_limit(plan: Plan) -> Plan:
+    """The plan whose graph says for how many samples it was tried, where that is not for any."""
+    graph = plan.graph
+    assert graph is not None
+    rules = [rule for rule in (graph.untried, _trials(graph).untried) if rule is not None]
+    untried = next(iter(in_order(rules)), None)
+    return dataclasses.replace(plan, graph=dataclasses.replace(graph, untried=untried))
+
+
+def _adds_up(graph: Graph, count: int) -> bool:
+    """Whether the loss of so many samples is that of their halves put together; where that cannot
+    be tried, too."""
+    assert graph.loss is not None
+    half = count // 2
+    rows = (range(half), range(half, count))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
+            whole = _values(graph, {}, range(count), count)[graph.loss.value]
+            made = [_values(graph, {}, part, count) for part in rows]
+            inputs = [_inputs(graph, part, count) for part in rows]
+            shares = loss_shares(graph, graph.tensors, inputs, [len(part) for part in rows])
+    except Exception:  # noqa: BLE001  # whatever the user's ops raise
+        return True
+    terms = tuple(tuple(v[term.value] for term in graph.loss.summands) for v in made)
+    return Losses(whole, terms, shares).equal
 
 
 def _mixing_among(
@@ -200,17 +284,28 @@ def _mixing_among(
             samples meet.
     """
     parts = _PARTS if count == _SAMPLES else (_PARTS[1], range(1, count))
+    both = _values_of_parts(graph, other, count, parts)
+    wrong = [values for values in both if ends is None or values.differ_at(ends)]
+    return next((op for op in (values.root() for values in wrong) if op is not None), None)
+
+
+def _values_of_parts(
+    graph: Graph,
+    other: Mapping[str, torch.Tensor],
+    count: int,
+    parts: Sequence[Sequence[int]],
+) -> list[_Both]:
+    """The values for so many samples beside those for parts of them; none where the graph does
+    not run on so many."""
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
             whole = _values(graph, other, range(count), count)
-            both = [
+            return [
                 _Both(graph, whole, _values(graph, other, part, count), part, count)
                 for part in parts
             ]
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
-        return None
-    wrong = [values for values in both if ends is None or values.differ_at(ends)]
-    return next((op for op in (values.root() for values in wrong) if op is not None), None)
+        return []
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,16 +398,23 @@ def _values(
         samples: of which these are some.
     """
 
-    def some(source: Input) -> torch.Tensor:
-        tensor = resized(graph.example[source.name], source.batch_dim, samples)
-        tensor = double(tensor) if training else tensor
-        dim = source.batch_dim
-        return tensor.clone() if dim is None else tensor.index_select(dim, torch.tensor(rows))
-
     tensors = {**graph.tensors, **{name: t for name, t in other.items() if name in graph.tensors}}
     states = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    run = Interpreter(graph, states, training=training)
-    return run.run({source.name: some(source) for source in graph.inputs})
+    given = _inputs(graph, rows, samples)
+    if training:
+        given = {name: double(tensor) for name, tensor in given.items()}
+    return Interpreter(graph, states, training=training).run(given)
+
+
+def _inputs(graph: Graph, rows: Sequence[int], samples: int) -> dict[str, torch.Tensor]:
+    """Some of so many samples of the example, by the names of the inputs."""
+
+    def some(source: Input) -> torch.Tensor:
+        dim = source.batch_dim
+        tensor = resized(graph.example[source.name], dim, samples)
+        return tensor.clone() if dim is None else tensor.index_select(dim, torch.tensor(rows))
+
+    return {source.name: some(source) for source in graph.inputs}
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
 
-_HINT = (
+HINT = (
     "compile with --loss-over batch or --microbatches 1, or accept with --per-microbatch that "
     "every micro-batch has a loss of its own, and the mini-batch their weighted mean"
 )
@@ -125,7 +125,7 @@ def explain(graph: Graph, losses: Losses) -> ValidationError:
         f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "
         f"{len(losses.parts)} micro-batches put together is {losses.together:.6g}: {cause}",
         location=location,
-        hint=_HINT,
+        hint=HINT,
     )
 
 
@@ -143,7 +143,7 @@ def refuse_unsplit(plan: Plan) -> None:
         raise ModelError(
             f"the loss of a mini-batch is not that of its micro-batches put together: {found.what}",
             location=found.op.source,
-            hint=_HINT,
+            hint=HINT,
         )
 
 

@@ -47,7 +47,8 @@ def function_that_mixes(
     for number, call in enumerate(whole):
         others = [calls[number] for calls in shorter]
         split = _Split(call, others, samples, parts)
-        if split.forward_splits() and not split.backward_splits():
+        is_hook = bool(call.function.text)  # whose forward is its argument
+        if (is_hook or split.forward_splits()) and not split.backward_splits():
             return call.function
     return None
 

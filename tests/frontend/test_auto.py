@@ -134,7 +134,9 @@ def test_a_branch_that_changes_no_number_is_taken():
 
     graph = trace(Subject("s", Model(), (torch.randn(4, 4),), training=False))
 
-    assert graph.trial_sizes == (501,)
+    (rule,) = graph.sample_rules
+    assert rule.samples == 501
+    assert "parts = x.split(500)" in rule.source.code
 
 
 def test_the_graph_is_refused_when_python_state_decides_what_is_computed():

@@ -23,7 +23,7 @@ from .inputs import (
 )
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
-from .options import ExecutionOptions, refuse_parts
+from .options import ExecutionOptions, refuse_parts, refuse_untried
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
@@ -232,6 +232,8 @@ class Execution:
                 may_be_empty=replicas > 1,
             )
             refuse_parts(self._spec, len(bound.samples))
+            together = max if bound.listed else sum
+            refuse_untried(self._spec, replicas * together(bound.samples or (0,)))
             weighed = work.makes_loss and not self._is_whole(bound.samples)
             weights = self._weigher.weigh(bound) if weighed else ()
             trains = work is RunRequest.TRAIN

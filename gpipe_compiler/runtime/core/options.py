@@ -103,6 +103,20 @@ def refuse_parts(spec: PipelineSpec, parts: int) -> None:
         )
 
 
+def refuse_untried(spec: PipelineSpec, samples: int) -> None:
+    """Makes sure that a mini-batch has no more samples than a package was tried with.
+
+    Raises:
+        UsageError: naming the line that tells larger ones apart.
+    """
+    if spec.limit is not None and samples > spec.limit.samples:
+        raise UsageError(
+            f"{spec.name} takes up to {spec.limit.samples} samples, not {samples}: what it does "
+            f"with more took too long to be tried, {spec.limit.where}",
+            hint="pass fewer samples at once; or have the model not ask how many there are",
+        )
+
+
 def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
     """Make sure that numbers which a caller chooses fit where they go.
 
