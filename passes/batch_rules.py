@@ -24,6 +24,11 @@ _COMPARING = frozenset(
 _NUMBERING = frozenset({"arange", "cumsum", "linspace"})
 """What gives samples numbers."""
 
+_FROM_NUMBERS = frozenset(
+    {"tensor", "scalar_tensor", "as_tensor", "add", "sub", "mul", "div", "truediv"}
+)
+"""What makes tensors of numbers that are none."""
+
 
 def all_rules(graph: Graph) -> tuple[SampleRule, ...]:
     """The rules by which the model or its graph tells them apart, in order.
@@ -75,5 +80,12 @@ def _counts_samples(graph: Graph, op: Op) -> bool:
         if any(graph.values[name].kind is ValueKind.TENSOR for name in maker.outputs)
     ]
     return all(batched.isdisjoint(maker.inputs) for maker in computing) and any(
-        called(maker.call) in _NUMBERING for maker in before
+        called(maker.call) in _NUMBERING or _takes_number(graph, maker) for maker in before
+    )
+
+
+def _takes_number(graph: Graph, op: Op) -> bool:
+    """Whether an op makes a tensor whose elements follow from the number of samples."""
+    return called(op.call) in _FROM_NUMBERS and any(
+        graph.values[name].kind is ValueKind.SCALAR and name in graph.batched for name in op.inputs
     )

@@ -73,7 +73,7 @@ _CURVED = frozenset(
 )
 """Functions that are nowhere straight."""
 
-_KINKED = frozenset(
+KINKED = frozenset(
     {
         *("clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "max", "min"),
         *("relu", "relu6", "leaky_relu", "hardtanh", "abs", "absolute", "fabs"),
@@ -81,7 +81,7 @@ _KINKED = frozenset(
 )
 """Functions that are straight but for a bend."""
 
-_COMPARING = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "sign", "round", "floor", "ceil"})
+COMPARING = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "sign", "round", "floor", "ceil"})
 """Functions that are flat but for steps."""
 
 _NEVER_NEGATIVE = frozenset(
@@ -110,7 +110,7 @@ _NEAR_ZERO = 1e-6
 _EXTREMES = frozenset({"amax", "amin", "std", "var", "logsumexp", "prod", "norm"})
 """What a reduction over the batch can be besides a sum or a mean."""
 
-_FILLED = frozenset(
+FILLED = frozenset(
     {
         *("zeros_like", "ones_like", "full_like", "empty_like", "arange", "zeros", "ones", "full"),
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "rand_like"),
@@ -156,9 +156,9 @@ def _dependences(graph: Graph) -> dict[str, Dependence]:
 def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dependence | None:
     """What an op makes of what it reads; None for what is the same for all samples."""
     known = graph.values[name]
-    name_of_call = _function(graph, op)
+    name_of_call = name_of(graph, op)
     read = [found[value] for value in op.inputs if value in found]
-    if known.kind is not ValueKind.TENSOR or name_of_call in _FILLED or not read:
+    if known.kind is not ValueKind.TENSOR or name_of_call in FILLED or not read:
         return None
     if known.batch_dim is not None or not known.splittable:
         return SampleUse.ROWS if all(item is SampleUse.ROWS for item in read) else SampleUse.UNKNOWN
@@ -167,7 +167,7 @@ def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dep
     return _combined(graph, op, name_of_call, found)
 
 
-def _function(graph: Graph, op: Op) -> str:
+def name_of(graph: Graph, op: Op) -> str:
     """What an op does, also where it is written as `F.relu`, or as a module of torch's."""
     match op.call:
         case FunctionCall(function=function) if not verb(op):
@@ -205,7 +205,7 @@ def _combined(
 ) -> Dependence | None:
     """What becomes of sums over samples."""
     read = [found[value] for value in op.inputs if value in found]
-    if name in _COMPARING and not {SampleUse.ROWS, SampleUse.UNKNOWN} & set(read):
+    if name in COMPARING and not {SampleUse.ROWS, SampleUse.UNKNOWN} & set(read):
         return Bent(op, "it compares a sum or mean over the batch", kinked=True)
     bent = next((item for item in read if isinstance(item, Bent)), None)
     args = op.call.args
@@ -239,7 +239,7 @@ def _combined(
             return Bent(op, "it takes a power of a mean over the batch")
         case _ if bent is None and name in _CURVED:
             return Bent(op, f"it takes the {name} of a mean over the batch")
-        case _ if bent is None and name in _KINKED:
+        case _ if bent is None and name in KINKED:
             if _never_turns(graph, op, name):
                 return straight
             return Bent(op, f"it bends a mean over the batch, by {name}", kinked=True)
@@ -266,7 +266,7 @@ def _decided_by_the_model(graph: Graph, value: str) -> Op | None:
     op = graph.producer.get(value)
     if op is None:
         return None
-    name = _function(graph, op)
+    name = name_of(graph, op)
     if name in ("gt", "ge", "lt", "le"):
         bounded = any(number_of(graph, item) is not None for item in op.call.args)
         return op if bounded and _follows_from_trained(graph, value) else None
@@ -308,7 +308,7 @@ def _is_never_negative(graph: Graph, value: Argument) -> bool:
     if op is None:
         known = graph.values.get(_name(value))
         return known is not None and known.dtype is torch.bool
-    name, args = _function(graph, op), op.call.args
+    name, args = name_of(graph, op), op.call.args
     if name in _NEVER_NEGATIVE or (name == "pow" and args[1] in (2, 4)):
         return True
     if name in _OF_PROBABILITIES:
@@ -340,7 +340,7 @@ def _is_probability(graph: Graph, value: Argument) -> bool:
     op = graph.producer.get(known.name)
     if op is None:
         return False
-    name, args = _function(graph, op), op.call.args
+    name, args = name_of(graph, op), op.call.args
     if name in ("clamp", "clip"):
         bounds = [*args[1:], *op.call.kwargs.values()]
         return len(bounds) == 2 and all(type(b) in (int, float) and 0 <= b <= 1 for b in bounds)

@@ -27,7 +27,7 @@ from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
-from gpipe_compiler.validate.cross_sample import refuse_mixing, with_limit
+from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.loss_splitting import refuse_unsplit
 from gpipe_compiler.validate.package import (
@@ -37,6 +37,7 @@ from gpipe_compiler.validate.package import (
     why_not_materialised,
 )
 from gpipe_compiler.validate.reference import reference_of
+from gpipe_compiler.validate.sample_rules import with_limit
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,125 @@
+"""Tries graphs beyond the numbers with which they compare those of samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+import torch
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, may_be_tried
+from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.sizes import SampleRule, in_order
+from gpipe_compiler.passes.batch_rules import all_rules
+from gpipe_compiler.passes.selections import takes_by_number
+from gpipe_compiler.plan import Plan
+from gpipe_compiler.quiet import quiet
+from gpipe_compiler.validate.loss_splitting import HINT, Losses, loss_shares
+from gpipe_compiler.validate.some_samples import (
+    PARTS,
+    SAMPLES,
+    inputs_of,
+    mixing_among,
+    on_meta,
+    values_of,
+    values_of_parts,
+)
+
+
+def first_numbering(graph: Graph) -> Op | None:
+    """The first op that tells samples apart by their numbers, or by how many there are.
+
+    Looked for beyond the numbers with which the graph compares these; smaller ones have shown.
+    """
+    counted = next((op for op in graph.ops if _takes_by_number(graph, op)), None)
+    if counted is not None:
+        return counted
+    many = _trials(graph).samples
+    if not many:
+        return None
+    read = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
+    ends = read.union(graph.output_values)
+    return mixing_among(graph, SAMPLES, {}, ends) or mixing_among(graph, many, {}, ends)
+
+
+def _takes_by_number(graph: Graph, op: Op) -> bool:
+    """Whether an op takes some of the rows that are selected, and the loss is not all it is for."""
+    return op.name not in graph.loss_only and takes_by_number(graph, op)
+
+
+def refuse_numbering_in_loss(graph: Graph) -> None:
+    """Refuses a loss that tells samples apart by their numbers, or by how many there are.
+
+    Raises:
+        ModelError: naming the line of the op.
+    """
+    if graph.loss is None or graph.loss.over_batch:
+        return
+    many = _trials(graph).samples
+    if many and _adds_up(graph, SAMPLES) and not _adds_up(graph, many):
+        raise ModelError(
+            "the loss of a mini-batch is not that of its micro-batches put together: it tells "
+            "samples apart by their numbers, or by how many there are",
+            location=all_rules(graph)[-1].source,
+            hint=HINT,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """What rules about the number of samples are tried.
+
+    Attributes:
+        samples: beyond all rules that can be tried; 0 where there are none.
+        untried: the first that takes too long.
+    """
+
+    samples: int = 0
+    untried: SampleRule | None = None
+
+
+def _trials(graph: Graph) -> _Trials:
+    return graph.once("trials of sample rules", lambda: _find_trials(graph))
+
+
+def _find_trials(graph: Graph) -> _Trials:
+    rules = [rule for rule in all_rules(graph) if rule.samples > SAMPLES]
+    if on_meta(graph):
+        return _Trials(untried=next((rule for rule in rules if rule.samples > MANY), None))
+    if not rules:
+        return _Trials()
+    started = time.process_time()
+    values_of_parts(graph, {}, SAMPLES, PARTS)
+    seconds = time.process_time() - started
+    tried = [rule for rule in rules if may_be_tried(2 * rule.samples, SAMPLES, seconds)]
+    untried = next((rule for rule in rules if rule not in tried), None)
+    return _Trials(2 * tried[-1].samples if tried else 0, untried)
+
+
+def with_limit(plan: Plan) -> Plan:
+    """The plan whose graph says for how many samples it was tried, where that is not for any."""
+    graph = plan.graph
+    assert graph is not None
+    rules = [rule for rule in (graph.untried, _trials(graph).untried) if rule is not None]
+    untried = next(iter(in_order(rules)), None)
+    return dataclasses.replace(plan, graph=dataclasses.replace(graph, untried=untried))
+
+
+def _adds_up(graph: Graph, count: int) -> bool:
+    """Whether the loss of so many samples is that of their halves put together; where that cannot
+    be tried, too."""
+    assert graph.loss is not None
+    half = count // 2
+    rows = (range(half), range(half, count))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
+            whole = values_of(graph, {}, range(count), count)[graph.loss.value]
+            made = [values_of(graph, {}, part, count) for part in rows]
+            inputs = [inputs_of(graph, part, count) for part in rows]
+            shares = loss_shares(graph, graph.tensors, inputs, [len(part) for part in rows])
+    except Exception:  # noqa: BLE001  # whatever the user's ops raise
+        return True
+    terms = tuple(tuple(v[term.value] for term in graph.loss.summands) for v in made)
+    return Losses(whole, terms, shares).equal

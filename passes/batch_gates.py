@@ -1,0 +1,121 @@
+"""Finds what is decided by a bound on something that is taken over the batch.
+
+`h * (mask.sum() > 1000)`, `where(h.mean() > 50, a, b)` and `rank = mask.cumsum(0)`, `rank < 64` do
+the same to all batches on which they are tried, as long as these lie on one side of the bound. A
+micro-batch may lie on another side than its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+
+import torch
+
+from gpipe_compiler.ir import Graph, Op, Ref, ValueKind
+from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.passes.loss_additivity import COMPARING, FILLED, KINKED, name_of
+from gpipe_compiler.passes.verbs import number_of
+
+_FINITE = frozenset({"isfinite", "isinf", "isnan"})
+"""What guards against numbers that are none: after these, nothing is compared any more."""
+
+_NUMBERING = frozenset({"cumsum", "argsort", "logcumsumexp", "cumprod", "cummax", "cummin"})
+
+_BOUNDING = frozenset(
+    {
+        *("clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
+        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize"),
+    }
+)
+
+_LEAST = 1.0
+"""Bounds up to which a count in a loss asks no more than whether there is anything."""
+
+
+class _Taken(Enum):
+    """What a value is that depends on samples."""
+
+    ROWS = "a part for each sample"
+    RANKED = "a part for each, by how many others come before it"
+    TOGETHER = "one for the whole batch"
+
+
+def first_gate(graph: Graph) -> Op | None:
+    """The first op that does to samples what a bound on something taken over the batch decides.
+
+    Args:
+        graph: annotated.
+    """
+    found = {source.name: _Taken.ROWS for source in graph.inputs if source.batched}
+    gates: dict[str, Op] = {}
+    for op in graph.ops:
+        name = name_of(graph, op)
+        read = [value for value in op.inputs if value in found]
+        if not read or name in FILLED | _FINITE:
+            continue
+        gate = _gate(graph, op, name, found)
+        behind = gate or next((gates[value] for value in read if value in gates), None)
+        for value in op.outputs:
+            known = graph.values[value]
+            if known.kind is not ValueKind.TENSOR:
+                continue
+            if known.batch_dim is None and known.splittable:
+                found[value] = _Taken.TOGETHER
+                chosen = behind or (op if _is_choice(graph, op, value) else None)
+                if chosen is not None:
+                    gates[value] = chosen
+            elif behind is not None:
+                return behind
+            else:
+                found[value] = _of_rows(graph, op, name, found)
+    return None
+
+
+def _is_choice(graph: Graph, op: Op, value: str) -> bool:
+    """Whether a value for the whole batch is a yes or no, as whether any sample has something."""
+    return graph.values[value].dtype is torch.bool and op.name not in graph.loss_only
+
+
+def _of_rows(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> _Taken:
+    """What an op makes of samples each of which has its own part of it."""
+    ranked = any(found.get(value) is _Taken.RANKED for value in op.inputs)
+    return _Taken.RANKED if ranked or _numbers_samples(graph, op, name) else _Taken.ROWS
+
+
+def _numbers_samples(graph: Graph, op: Op, name: str) -> bool:
+    """Whether an op adds up, or orders, along the batch."""
+    if name not in _NUMBERING or not op.call.args or not isinstance(op.call.args[0], Ref):
+        return False
+    known = graph.values[op.call.args[0].name]
+    dim = next(_dims(op), None)
+    if known.batch_dim is None or dim is None:
+        return False
+    return dim % len(known.shape) == known.batch_dim
+
+
+def _dims(op: Op) -> Iterator[int]:
+    args = (op.call.kwargs.get("dim"), *op.call.args[1:2])
+    return (item for item in args if type(item) is int)
+
+
+def _gate(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> Op | None:
+    """The op itself where it sets a bound to what is taken over the batch."""
+    bounds = [number_of(graph, item) for item in leaves(op.arguments)]
+    counts = any(number is not None and number > _LEAST for number in bounds)
+    read = {found[value] for value in op.inputs if value in found}
+    if _Taken.RANKED in read:
+        return op if counts and name in COMPARING | _BOUNDING else None
+    if _Taken.TOGETHER not in read or name not in KINKED | COMPARING:
+        return None
+    if op.name in graph.loss_only:
+        return op if counts and name in COMPARING else None
+    together = [value for value in op.inputs if found.get(value) is _Taken.TOGETHER]
+    # A bound that is the largest length lets each sample's own length pass.
+    whole = all(_is_integer(graph, value) for value in together)
+    return None if whole and len(read) > 1 else op
+
+
+def _is_integer(graph: Graph, value: str) -> bool:
+    dtype = graph.values[value].dtype
+    return dtype is not None and not dtype.is_floating_point and dtype is not torch.bool
