@@ -344,7 +344,9 @@ def _combined(tensors: Sequence[torch.Tensor], sizes: tuple[int, int]) -> bool:
     whole, first, second = tensors
     if not whole.shape == first.shape == second.shape:
         return False
-    ways = [first, torch.maximum(first, second), torch.minimum(first, second)]
+    ways = [first]
+    if not whole.is_complex():
+        ways.extend((torch.maximum(first, second), torch.minimum(first, second)))
     if whole.is_floating_point() or whole.is_complex():
         mean = (sizes[0] * first + sizes[1] * second) / sum(sizes)
         ways.extend((first + second, mean))

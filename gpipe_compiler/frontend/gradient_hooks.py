@@ -79,16 +79,37 @@ def _hook_tensor(tensor: torch.Tensor, hook: _Hook) -> RemovableHandle:
     if mode is None:
         handle: RemovableHandle = _HOOK_TENSOR(tensor, hook)  # type: ignore[no-untyped-call]  # of torch
         return handle
-    if tensor.requires_grad:
-        _put(mode.tracer, tensor, hook)
-    return RemovableHandle(OrderedDict())
+    put = _put(mode.tracer, tensor, hook) if tensor.requires_grad else None
+    return _Handle(put, tensor, mode.tracer)
 
 
-def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> None:
-    """Sends the gradient of a tensor through a hook, wherever the tensor is used."""
+class _Handle(RemovableHandle):
+    """Takes a hook of a tensor out of a trace again: it never runs, whatever was computed since."""
+
+    def __init__(self, put: fx.Node | None, tensor: torch.Tensor, tracer: Any) -> None:
+        super().__init__(OrderedDict())
+        self._put, self._tensor, self._tracer = put, tensor, tracer
+
+    def remove(self) -> None:
+        """Once and for all."""
+        put, self._put = self._put, None
+        if put is None:
+            return
+        before: Any = put.args[0]
+        put.replace_all_uses_with(before)
+        slot = get_proxy_slot(self._tensor, self._tracer)
+        if slot.proxy.node is put:
+            proxy = self._tracer.proxy(before)
+            set_proxy_slot(self._tensor, self._tracer, dataclasses.replace(slot, proxy=proxy))
+        put.graph.erase_node(put)
+
+
+def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> fx.Node | None:
+    """Sends the gradient of a tensor through a hook, wherever the tensor is used; the node that
+    does."""
     carried, read = _written(tracer, tensor, hook)
     if carried is None:
-        return
+        return None
     slot = get_proxy_slot(tensor, tracer)
     # Hooks run in the order in which they were registered: the last one is the nearest to the op.
     node: fx.Node = slot.proxy.node.meta.get(_OF, slot.proxy.node)
@@ -110,6 +131,7 @@ def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> None:
         user.replace_input_with(node, proxy.node)
     if slot.proxy.node is node:
         set_proxy_slot(tensor, tracer, dataclasses.replace(slot, proxy=proxy))
+    return proxy.node  # type: ignore[no-any-return]  # of fx
 
 
 def _traced(hook: _Hook, gradient: torch.Tensor) -> fx.GraphModule:

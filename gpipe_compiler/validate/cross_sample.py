@@ -17,7 +17,6 @@ from gpipe_compiler.frontend.comparable_runs import (
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, Mode, Op
 from gpipe_compiler.ir.arguments import choices
-from gpipe_compiler.ir.own_functions import own_functions, own_functions_of
 from gpipe_compiler.passes.batch_gates import first_gate
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -25,7 +24,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.validate.float_types import double
-from gpipe_compiler.validate.mixing_backward import function_that_mixes
+from gpipe_compiler.validate.mixing_backward import function_that_mixes, ops_with_own_backward
 from gpipe_compiler.validate.sample_rules import first_numbering, refuse_numbering_in_loss
 from gpipe_compiler.validate.some_samples import (
     PARTS,
@@ -119,7 +118,8 @@ def _refuse_mixing_backward(graph: Graph) -> None:
     Raises:
         ModelError: naming the line that calls it.
     """
-    if next(own_functions(graph), None) is None:
+    owners = list(ops_with_own_backward(graph))
+    if not owners:
         return
     wide = {name: double(tensor) for name, tensor in graph.tensors.items()}
 
@@ -130,16 +130,16 @@ def _refuse_mixing_backward(graph: Graph) -> None:
     try:
         with torch.random.fork_rng(), quiet():
             torch.manual_seed(0)
-            function = function_that_mixes(run, SAMPLES, PARTS)
+            found = function_that_mixes(run, SAMPLES, PARTS)
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
         return
-    if function is None:
+    if found is None:
         return
-    what = "a hook on gradients" if function.text else f"the backward of {function.cls.__name__}"
+    what = "a hook on gradients" if found.is_hook else f"the backward of {found.name}"
     raise ModelError(
         f"{what} takes the samples of a batch together: what it makes of some of their gradients "
         "is not those rows of what it makes of all, or does not add up to it",
-        location=next(op.source for op in graph.ops if function in own_functions_of(op)),
+        location=next(op.source for op, function in owners if function == found.function),
         hint="compile with --microbatches 1, or accept with --per-microbatch that every "
         "micro-batch is taken by itself; a bound on the gradient of each sample is exact",
     )

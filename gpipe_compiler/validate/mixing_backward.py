@@ -7,14 +7,20 @@ through each function, for all samples and for some of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 
+from gpipe_compiler.ir import FunctionCall, Graph, Op, ops_within
 from gpipe_compiler.ir.own_functions import OwnFunction
+
+_Operator = torch._ops.OpOverload
+
+_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "higher_order"})
+"""Namespaces of operators whose backwards are torch's own."""
 
 _SCALES = (1e-6, 1e-3, 1.0, 1e3, 1e6)
 """By which gradients are larger than those of a normal distribution."""
@@ -27,14 +33,40 @@ _TOLERANCE = 0.02
 class _Called:
     """One call of a function that has a backward of its own."""
 
-    function: OwnFunction
+    function: Callable[..., Any]
     args: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """That of the user's."""
+        own = self.function
+        return own.cls.__name__ if isinstance(own, OwnFunction) else str(own)
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether its forward is its argument, and its backward a hook on the gradient."""
+        return isinstance(self.function, OwnFunction) and bool(self.function.text)
+
+
+def has_own_backward(function: object) -> bool:
+    """Whether a function is one of the user's, or an operator that is not of torch's own."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace not in _OF_TORCH
+    return isinstance(function, OwnFunction)
+
+
+def ops_with_own_backward(graph: Graph) -> Iterator[tuple[Op, Callable[..., Any]]]:
+    """The ops of a graph that call such functions, regions included."""
+    for op in graph.ops:
+        for inner in ops_within(op):
+            if isinstance(inner.call, FunctionCall) and has_own_backward(inner.call.function):
+                yield op, inner.call.function
 
 
 def function_that_mixes(
     run: Callable[[Sequence[int]], object], samples: int, parts: Sequence[Sequence[int]]
-) -> OwnFunction | None:
-    """A function whose forward gives rows of their own samples, and whose backward does not.
+) -> _Called | None:
+    """A call whose forward gives rows of their own samples, and whose backward does not.
 
     Args:
         run: runs a graph on these samples, of which there are so many.
@@ -47,24 +79,39 @@ def function_that_mixes(
     for number, call in enumerate(whole):
         others = [calls[number] for calls in shorter]
         split = _Split(call, others, samples, parts)
-        is_hook = bool(call.function.text)  # whose forward is its argument
-        if (is_hook or split.forward_splits()) and not split.backward_splits():
-            return call.function
+        if (call.is_hook or split.forward_splits()) and not split.backward_splits():
+            return call
     return None
 
 
 def _calls(run: Callable[[Sequence[int]], object], rows: Sequence[int]) -> list[_Called]:
     """The calls of such functions in one run, in order."""
     found: list[_Called] = []
-    original = OwnFunction.__call__
 
-    def noting(function: OwnFunction, /, *args: object) -> object:
-        found.append(_Called(function, tuple(map(_copied, args))))
-        return original(function, *args)
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+            if has_own_backward(function):
+                given = tuple(map(_copied, (*args, *_in_order(function, len(args), kwargs))))
+                found.append(_Called(function, given))
+            return original(function, *args, **kwargs)
 
-    with mock.patch.object(OwnFunction, "__call__", noting):
+        return call
+
+    with (
+        mock.patch.object(OwnFunction, "__call__", noting(OwnFunction.__call__)),
+        mock.patch.object(_Operator, "__call__", noting(_Operator.__call__)),
+    ):
         run(rows)
     return found
+
+
+def _in_order(
+    function: Callable[..., Any], given: int, kwargs: Mapping[str, object]
+) -> Iterator[object]:
+    """The arguments after those that are given by their places."""
+    if isinstance(function, _Operator):
+        for argument in function._schema.arguments[given:]:
+            yield kwargs.get(argument.name, argument.default_value)
 
 
 def _copied(item: object) -> object:
@@ -110,7 +157,7 @@ class _Split:
                 pieces = [self._rows(given, dim, part) for part in self.parts]
             if not self._comes_to(given, pieces):
                 return False
-        if dim is None or not self.call.function.text:
+        if dim is None or not self.call.is_hook:
             return True
         # What is not finite in one sample may not reach the others.
         given = torch.randn_like(like)
