@@ -21,14 +21,16 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
 from gpipe_compiler.frontend.comparable_runs import larger_batch, may_be_tried
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
-from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.locate import calling_line, line_of
 from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.result_differences import (
@@ -246,7 +248,7 @@ def _run_model(
     attributes = python_state(entry.model)
     sizes = {name: tensor.shape for name, tensor in before.items()}
     torch.manual_seed(_SEED)
-    with torch.set_grad_enabled(entry.has_loss), activations_kept():
+    with torch.set_grad_enabled(entry.has_loss), activations_kept(), _no_new_parameters():
         returned = entry(*inputs)
     loss = returned.pop(0) if entry.has_loss else None
     _backward(loss)
@@ -268,6 +270,30 @@ def _run_model(
         assigned=frozenset(f"buffer {name}" for name in assigned),
         remembers=bool(changed(attributes, python_state(entry.model))),
     )
+
+
+@contextlib.contextmanager
+def _no_new_parameters() -> Iterator[None]:
+    """Refuses a model whose forward makes parameters, in place of others that it had.
+
+    Raises:
+        ModelError: naming the line.
+    """
+    register = nn.Module.register_parameter
+
+    def watched(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if name in module._parameters and parameter is not module._parameters[name]:
+            raise ModelError(
+                f"forward assigns another tensor to the parameter {name} of a "
+                f"{type(module).__name__}, which no stage and no optimizer would follow",
+                location=calling_line(),
+                hint="write into it instead, under torch.no_grad(): "
+                f"self.{name}.copy_(...) or .lerp_(...)",
+            )
+        register(module, name, parameter)
+
+    with mock.patch.object(nn.Module, "register_parameter", watched):
+        yield
 
 
 def _run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -> _Run:
