@@ -84,6 +84,10 @@ class ModelError(GPipeCompilerError):
     """The model file, its factory or its example inputs are at fault."""
 
 
+class UnsplittableError(ModelError):
+    """Micro-batches of the model do not give what it makes of the mini-batch."""
+
+
 class TraceError(GPipeCompilerError):
     """The model cannot be traced into a graph."""
 

@@ -86,7 +86,7 @@ class ExportedStages:
         return in_one_piece(made, self._refuse), frontier
 
     def _refuse(self, plan: Plan) -> None:
-        """Raises ModelError or ValidationError where micro-batches do not give the batch's."""
+        """Raises ModelError where micro-batches do not give the batch's."""
         self._refuse_parts(plan)
         if self.options.validate and plan.microbatches > 1:
             reference_of(self.found.subject, plan, seed=0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
-from gpipe_compiler.errors import GPipeCompilerError, ModelError, ValidationError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.plan import Plan
@@ -85,11 +85,11 @@ def in_one_piece(plan: Plan, refuse: Callable[[Plan], None]) -> Plan:
     the model does not run on half of its example, nothing is said.
 
     Args:
-        refuse: raises ModelError or ValidationError for a plan with several micro-batches that do
+        refuse: raises ModelError for a plan with several micro-batches that do
             not give what the mini-batch does.
 
     Raises:
-        ModelError, ValidationError: for a plan with replicas, each of which takes a part.
+        ModelError: for a plan with replicas, each of which takes a part.
     """
     if plan.microbatches != 1:
         return plan
@@ -97,7 +97,7 @@ def in_one_piece(plan: Plan, refuse: Callable[[Plan], None]) -> Plan:
     halved = dataclasses.replace(plan, microbatches=2, batch_size=samples, replicas=1)
     try:
         refuse(halved)
-    except (ModelError, ValidationError) as error:
+    except ModelError as error:
         if plan.training and plan.replicas > 1:
             raise
         return _because(plan, error)

@@ -40,7 +40,7 @@ class Target(Protocol):
         """The plan; and the settings that it was chosen from, where they are not all given.
 
         Raises:
-            ModelError, ValidationError: where micro-batches do not give what the mini-batch does.
+            ModelError: where micro-batches do not give what the mini-batch does.
             PlanError, UsageError: where there can be no plan.
         """
 

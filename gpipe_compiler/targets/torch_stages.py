@@ -101,7 +101,7 @@ class TorchStages:
         return with_limit(made), frontier
 
     def _refuse_parts(self, plan: Plan) -> None:
-        """Raises ModelError or ValidationError where micro-batches do not give the batch's."""
+        """Raises ModelError where micro-batches do not give the batch's."""
         refuse_mixing(self.found, plan)
         refuse_unsplit(plan)
         if self.options.validate:

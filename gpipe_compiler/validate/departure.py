@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import UnsplittableError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
@@ -85,7 +85,7 @@ def joined(
     What has no such dimension is that of the whole.
     """
     if not all(whole.outputs.keys() == part.outputs.keys() for part in parts):
-        raise ValidationError("the model returns another structure for a micro-batch")
+        raise UnsplittableError("the model returns another structure for a micro-batch")
     found = {}
     for name, tensor in whole.outputs.items():
         pieces = [part.outputs[name] for part in parts]
@@ -119,7 +119,7 @@ def where_parted(
 
 def departure(
     graph: Graph, entry: Entry, batch: MiniBatch, draws: Draws, outputs: Collection[str] = ()
-) -> ValidationError:
+) -> UnsplittableError:
     """The error for results that micro-batches do not give, with the line where they part.
 
     Args:
@@ -134,7 +134,7 @@ def departure(
         op = next(op for op in graph.ops if op.name in written)
         states = ", ".join(sorted(written[op.name]))
         cause = f"{op.name} writes to {states} for each micro-batch"
-    return ValidationError(
+    return UnsplittableError(
         f"what the model makes of the mini-batch ({what}) is not what its {len(batch.sizes)} "
         f"micro-batches come to: {cause}",
         location=None if op is None else op.source,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpipe_compiler.errors import ModelError, SourceLocation, ValidationError
+from gpipe_compiler.errors import ModelError, SourceLocation, UnsplittableError
 from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -114,14 +114,14 @@ class Losses:
         return found or [0.0]
 
 
-def explain(graph: Graph, losses: Losses) -> ValidationError:
+def explain(graph: Graph, losses: Losses) -> UnsplittableError:
     """The error for a loss that micro-batches do not give, with the line at fault if it is found.
 
     Args:
         graph: annotated by `passes.shapes`.
     """
     cause, location = cause_of(graph) or _unknown(graph)
-    return ValidationError(
+    return UnsplittableError(
         f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "
         f"{len(losses.parts)} micro-batches put together is {losses.together:.6g}: {cause}",
         location=location,

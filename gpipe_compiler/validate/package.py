@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gpipe_compiler.errors import GPipeCompilerError, ValidationError, summary
+from gpipe_compiler.errors import GPipeCompilerError, UnsplittableError, ValidationError, summary
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, with_real_example
 from gpipe_compiler.frontend.shorten import shortened
@@ -193,7 +193,7 @@ def _second_reference(
         nothing is.
 
     Raises:
-        ValidationError: when micro-batches cannot give the loss of that batch.
+        UnsplittableError: when micro-batches cannot give the loss of that batch.
     """
     entry = make_entry(subject, training=False)
     size = other_size(plan.batch_size, plan.microbatches, least_samples(plan))
@@ -207,9 +207,9 @@ def _second_reference(
             expected, _ = reference_of(
                 subject, plan, seed, inputs=batch.inputs, per_microbatch=per_microbatch
             )
-        except ValidationError as error:
+        except UnsplittableError as error:
             problem = f"on a second batch ({batch.what}): {error.problem}"
-            raise ValidationError(problem, location=error.location, hint=error.hint) from error
+            raise UnsplittableError(problem, location=error.location, hint=error.hint) from error
         except Exception as error:  # whatever the user's code raises
             met = met or f"of {batch.what}: {summary(error)}"
             continue
@@ -358,7 +358,7 @@ def validate_shortened(
             found = validate(
                 few, made, folder, seed=seed, per_microbatch=per_microbatch, launch=launch
             )
-    except ValidationError:
+    except (UnsplittableError, ValidationError):
         raise
     except GPipeCompilerError as error:
         return f"with {short.what} it cannot be compiled: {error.problem}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.errors import ValidationError
+from gpipe_compiler.errors import UnsplittableError
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
@@ -68,7 +68,7 @@ def reference_of(
         inputs: a tensor for each input of the subject's signature; the example by default.
 
     Raises:
-        ValidationError: when micro-batches do not give the model's results for the mini-batch,
+        UnsplittableError: when micro-batches do not give the model's results for the mini-batch,
             unless that is accepted.
     """
     entry = make_entry(subject, training=False)
@@ -86,7 +86,7 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
     """Says why no package could give a training step on the example, if micro-batches do not.
 
     Raises:
-        ValidationError: naming the line where they part.
+        UnsplittableError: naming the line where they part.
     """
     entry = make_entry(subject, training=False)
     batch = batch_of(plan, entry.signature)
@@ -195,7 +195,7 @@ class _Work:
                     found = self._loop(draws, self.plan.precision) if self._lower else whole
                     return found, self._accept(later)
         except ApartError as problem:
-            error: ValidationError | None = self._apart(problem)
+            error: UnsplittableError | None = self._apart(problem)
             if problem.inside:
                 note = _INSIDE.format(self._apart(problem).problem)
                 return self._loop(draws, self.plan.precision), (note,)
@@ -213,7 +213,7 @@ class _Work:
             layers: these.
 
         Raises:
-            ValidationError: naming the first of these.
+            UnsplittableError: naming the first of these.
         """
         assert self.graph.loss is not None
         if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
@@ -232,7 +232,7 @@ class _Work:
             entry = self._entry(training=True)
             op = where_parted(self.graph, entry, self.batch, draws, beside=layers)
         what = "something" if op is None else op.name
-        raise ValidationError(
+        raise UnsplittableError(
             f"what the model makes of the mini-batch in training is not what its "
             f"{len(self.batch.sizes)} micro-batches come to, BatchNorm apart: {what} takes the "
             "samples of a batch together, or writes for each micro-batch",
@@ -306,7 +306,7 @@ class _Work:
         deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
         return train_step(entry, calls, precision, deferred=deferred)
 
-    def _departs_later(self, draws: Draws) -> ValidationError | None:
+    def _departs_later(self, draws: Draws) -> UnsplittableError | None:
         """The error for a step that is that of its micro-batches with the first weights alone.
 
         Such as where a power iteration, which goes on with every call, has converged.
@@ -351,17 +351,17 @@ class _Work:
             coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps, default=None)
             return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
 
-    def _unlike(self, found: Both, draws: Draws) -> ValidationError:
+    def _unlike(self, found: Both, draws: Draws) -> UnsplittableError:
         losses, outputs = found.losses, found.unlike
         if losses is not None and not losses.equal and (not outputs or cause_of(self.graph)):
             return explain(self.graph, losses)
         entry = self._entry(training=False)
         return departure(self.graph, entry, self.batch, draws, outputs)
 
-    def _apart(self, problem: ApartError) -> ValidationError:
+    def _apart(self, problem: ApartError) -> UnsplittableError:
         """The error for a draw that is not that of micro-batches put together."""
         op = self.graph.op_of.get(problem.op)
-        return ValidationError(
+        return UnsplittableError(
             f"{problem.op or 'an op'} {problem.reason}: what the model draws for the mini-batch is "
             "not what its micro-batches draw",
             location=None if op is None else op.source,
@@ -376,7 +376,7 @@ class _Work:
             f"({first.source or 'no line is known'})"
         )
 
-    def _accept(self, error: ValidationError | None) -> tuple[str, ...]:
+    def _accept(self, error: UnsplittableError | None) -> tuple[str, ...]:
         """Notes on what the user accepts; raises what he does not."""
         if error is None:
             return ()

@@ -22,12 +22,11 @@ Batch = tuple[object, object]
 
 @dataclass(frozen=True)
 class Refused:
-    """The compiler says no.
+    """The compiler says no, with exit code 1.
 
     The line at fault is the one that ends in `# refused: NAME`, with the name of the case.
 
     Attributes:
-        code: the exit code.
         cause: what the message says, apart from its hint.
         way_out: what the hint names.
         accept: options that are the way out; with them the case is exact. "" where the way out is
@@ -36,7 +35,6 @@ class Refused:
         reference: as `Case.reference`, with the way out taken.
     """
 
-    code: int
     cause: tuple[str, ...]
     way_out: tuple[str, ...]
     accept: str = ""

@@ -29,7 +29,7 @@ from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import GPipeCompilerError, ModelError, ValidationError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, UnsplittableError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.package import validate
@@ -120,7 +120,7 @@ def test_a_contrastive_loss_is_refused(tmp_path: Path) -> None:
     halves = [given.model(*(x.split(2)[part] for x in given.args)) for part in range(4)]
     together = sum(contrast(output, None).item() for output in halves) / 4
 
-    with pytest.raises(ValidationError, match="pairs samples with one another") as raised:
+    with pytest.raises(UnsplittableError, match="pairs samples with one another") as raised:
         compile_subject(given, OPTIONS, tmp_path / "out")
 
     error = raised.value
@@ -184,7 +184,7 @@ def centred(output: Any, _: object) -> Tensor:
     ("loss_fn", "error", "cause", "line"),
     [
         (root_of_mean, ModelError, "takes the sqrt of a mean", "mean().sqrt()"),
-        (centred, ValidationError, "no mean over samples", "middle).square()"),
+        (centred, UnsplittableError, "no mean over samples", "middle).square()"),
     ],
 )
 def test_the_cause_is_told(
@@ -194,7 +194,7 @@ def test_the_cause_is_told(
     line: str,
     tmp_path: Path,
 ) -> None:
-    """Where the graph proves it, the model is refused; where numbers show it, its package."""
+    """Where the graph proves it, and where numbers show it."""
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])
     ignored = labels.masked_fill(torch.arange(8) < 3, -100)
     given = dataclasses.replace(pairs(loss_fn), target=(labels, ignored))

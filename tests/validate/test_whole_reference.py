@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ModelError, ValidationError
+from gpipe_compiler.errors import ModelError, UnsplittableError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 
@@ -177,7 +177,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_micro_batches_do_not_come_to_is_refused(name: str, tmp_path: Path) -> None:
     model, cause, code = REFUSED[name]
-    with pytest.raises((ModelError, ValidationError), match=cause) as raised:
+    with pytest.raises((ModelError, UnsplittableError), match=cause) as raised:
         compiled(model(), tmp_path)
 
     assert raised.value.location is not None
@@ -232,7 +232,7 @@ def test_batchnorm_over_micro_batches_is_said(tmp_path: Path) -> None:
 def test_nothing_hides_beside_batchnorm(
     model: type[nn.Module], line: str, batchnorm: BatchNorm, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValidationError, match="BatchNorm apart") as caught:
+    with pytest.raises(UnsplittableError, match="BatchNorm apart") as caught:
         compiled(model(), tmp_path, batchnorm=batchnorm, microbatches=2)
 
     assert "--per-microbatch" in caught.value.hint
@@ -272,7 +272,7 @@ def test_16_bits_of_the_model_s_own_round_as_in_micro_batches(
 
 
 def test_16_bits_of_the_model_s_own_hide_no_departure(tmp_path: Path) -> None:
-    with pytest.raises(ValidationError, match="what the model makes of the mini-batch"):
+    with pytest.raises(UnsplittableError, match="what the model makes of the mini-batch"):
         compiled(AutocastAverage(), tmp_path)
 
 

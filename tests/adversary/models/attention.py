@@ -285,7 +285,6 @@ CASES = (
         manners=FP32_ONLY,
         quick=True,
         expect=Refused(
-            1,
             ("takes the samples of a batch together",),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",

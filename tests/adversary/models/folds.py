@@ -303,9 +303,7 @@ def pair(samples: int) -> tuple[Tensor, Tensor]:
     return rows(samples), rows(samples)
 
 
-MIXES = Refused(
-    1, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
-)
+MIXES = Refused(("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch")
 
 
 def mixes(name: str, model: type[nn.Module], *, quick: bool = False) -> Case:
@@ -366,7 +364,6 @@ CASES = (
         sizes=(8,),
         manners=FP32_ONLY,
         expect=Refused(
-            3,
             ("flip takes the samples", "BatchNorm apart"),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",

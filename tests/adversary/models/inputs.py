@@ -237,6 +237,6 @@ CASES = (
         "branch_on_values",
         DecidesByValue,
         rows,
-        expect=Refused(1, ("values of a tensor",), ("torch.where",)),
+        expect=Refused(("values of a tensor",), ("torch.where",)),
     ),
 )

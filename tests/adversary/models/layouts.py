@@ -211,12 +211,9 @@ def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
 
-MIXES = Refused(
-    1, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
-)
+MIXES = Refused(("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch")
 
 BENDS = Refused(
-    1,
     ("takes the samples of a batch together",),
     ("--microbatches 1", "--per-microbatch"),
     accept="--microbatches 1",

@@ -207,16 +207,12 @@ def chances(samples: int) -> Tensor:
 PER_MICROBATCH = ("--per-microbatch", "--microbatches 1")
 
 
-def refused(cause: str, code: int = 3) -> Refused:
-    return Refused(code, (cause,), PER_MICROBATCH, accept="--per-microbatch")
+def refused(cause: str) -> Refused:
+    return Refused((cause,), PER_MICROBATCH, accept="--per-microbatch")
 
 
-def not_of_parts(name: str, loss: object, target: object, code: int = 3, **options: object) -> Case:
-    """One that micro-batches cannot give; by itself in each when its user says so.
-
-    Args:
-        code: 1 where the graph proves it, 3 where the comparison shows it.
-    """
+def not_of_parts(name: str, loss: object, target: object, **options: object) -> Case:
+    """One that micro-batches cannot give; by itself in each when its user says so."""
     return Case(
         name,
         body,
@@ -225,7 +221,7 @@ def not_of_parts(name: str, loss: object, target: object, code: int = 3, **optio
         target,
         sizes=(8,),
         manners=FP32_ONLY,
-        expect=refused("micro-batches", code),
+        expect=refused("micro-batches"),
         **options,
     )
 
@@ -256,7 +252,7 @@ CASES = (
         of_a_row,
         lambda n: tokens(n).flatten(),
         expect=Refused(
-            1, ("batch_size (8) to match", "(32)"), ("row for each", "flatten it in loss_fn")
+            ("batch_size (8) to match", "(32)"), ("row for each", "flatten it in loss_fn")
         ),
     ),
     Case("tokens_padded_example", body, steps, of_tokens, padded),
@@ -307,20 +303,20 @@ CASES = (
         "none",
         body,
         rows,
-        expect=Refused(1, ("loss",), ("loss_fn", "--mode infer"), "--mode infer", False, "whole"),
+        expect=Refused(("loss",), ("loss_fn", "--mode infer"), "--mode infer", False, "whole"),
     ),
     Case(
         "misspelt",
         body,
         rows,
         hooks={"loss_function": F.cross_entropy},
-        expect=Refused(1, ("loss_function",), ("loss_fn",), at_line=False),
+        expect=Refused(("loss_function",), ("loss_fn",), at_line=False),
     ),
     Case(
         "logits_and_loss",
         NoLoss,
         lambda n: (rows(n), classes(n)),
-        expect=Refused(1, ("loss",), ("loss_fn", "output[1]"), at_line=False),
+        expect=Refused(("loss",), ("loss_fn", "output[1]"), at_line=False),
     ),
     Case(
         "per_sample",
@@ -328,6 +324,6 @@ CASES = (
         rows,
         lambda y, t: F.cross_entropy(y, t, reduction="none"),
         classes,
-        expect=Refused(1, ("loss",), (".mean()", ".sum()"), at_line=False),
+        expect=Refused(("loss",), (".mean()", ".sum()"), at_line=False),
     ),
 )

@@ -344,6 +344,72 @@ def of_the_first(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output[:400], target[:400])  # refused: of_the_first
 
 
+def of_the_first_by_mask(output: Tensor, target: Tensor) -> Tensor:
+    first = torch.arange(len(output)) < 500  # refused: of_the_first_by_mask
+    return (F.cross_entropy(output, target, reduction="none") * first).mean()
+
+
+def over_at_least(output: Tensor, target: Tensor) -> Tensor:
+    losses = F.cross_entropy(output, target, reduction="none")
+    return losses.sum() / max(len(output), 500)  # refused: over_at_least
+
+
+def of_the_first_positives(output: Tensor, target: Tensor) -> Tensor:
+    rank = (target > 0).long().cumsum(0)
+    losses = F.cross_entropy(output, target, reduction="none")
+    return (losses * (rank < 700)).mean()  # refused: of_the_first_positives
+
+
+def where_any_is_valid(output: Tensor, target: Tensor) -> Tensor:
+    """Negative targets are ignored, as torch takes no others below zero."""
+    loss = F.cross_entropy(output, target, ignore_index=-1)
+    return torch.where((target >= 0).any(), loss, 0)
+
+
+def with_hook(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target, ignore_index=-1)
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: 3 * gradient)
+    return loss + 0.1 * output.square().mean()
+
+
+def with_bounding_hook(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target)
+    if loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient.clamp(max=0.5))  # refused: with_bounding_hook
+    return loss
+
+
+def with_hook_always(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target)
+    loss.register_hook(lambda gradient: 3 * gradient)  # refused: with_hook_always
+    return loss
+
+
+def weighted_by_hand(output: Tensor, target: Tensor) -> Tensor:
+    """What F.cross_entropy does with these weights and this index, and a mean."""
+    total = F.cross_entropy(output, target, weight=WEIGHTS, ignore_index=1, reduction="sum")
+    return total / WEIGHTS[target][target != 1].sum()
+
+
+def of_each_length(output: Tensor, lengths: Tensor) -> Tensor:
+    """The mean over each sample's own steps, and one over all of them."""
+    mask = (torch.arange(4) < lengths[:, None]).float()
+    losses = output.square().mean(-1) * mask
+    return (losses.sum(1) / mask.sum(1)).mean() + losses.sum(1).mean() / mask.sum(1).mean()
+
+
+def mean_by_mean(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    losses, counts = masked(output, target)
+    return (losses * counts).mean() / counts.float().mean()
+
+
+def each_step_apart(output: Tensor, target: Tensor) -> Tensor:
+    """A mean of means, each over the targets of its step that count."""
+    steps = [F.cross_entropy(output[:, n], target[:, n], ignore_index=IGNORED) for n in range(4)]
+    return torch.stack(steps).mean()
+
+
 def variance(output: Tensor, target: Tensor) -> Tensor:
     """A penalty of the deviation over the batch, as VICReg has it."""
     deviation = output.var(0).sqrt()  # refused: variance
@@ -440,6 +506,15 @@ def padded(samples: int) -> Tensor:
     return found.masked_fill(torch.arange(4) >= lengths, IGNORED)
 
 
+def some_invalid(samples: int) -> Tensor:
+    """Of which some micro-batches have no others."""
+    return torch.where(torch.arange(samples) < samples // 2, -1, classes(samples))
+
+
+def of_steps(samples: int) -> Tensor:
+    return torch.randint(1, 5, (samples,))
+
+
 def logits_of(output: object, target: Tensor) -> Tensor:
     return F.cross_entropy(output.logits, target)
 
@@ -475,11 +550,8 @@ def not_of_parts(
     target: object = classes,
     model: object = Body,
     inputs: object = rows,
-    *,
-    code: int = 3,
 ) -> Case:
     expect = Refused(
-        code,
         ("micro-batches",),
         ("--per-microbatch", "--microbatches 1"),
         accept="--per-microbatch",
@@ -516,7 +588,7 @@ CASES = (
         "checked",
         checked,
         numbers,
-        expect=Refused(1, ("decides by the values of a tensor",), ("torch.where",)),
+        expect=Refused(("decides by the values of a tensor",), ("torch.where",)),
     ),
     simple("bounded_where_it_lies", bounded_where_it_lies),
     simple("explained", explained, numbers),
@@ -529,31 +601,31 @@ CASES = (
     simple(
         "two_losses",
         two_losses,
-        expect=Refused(1, ("where a loss is expected",), (".mean()",), at_line=False),
+        expect=Refused(("where a loss is expected",), (".mean()",), at_line=False),
     ),
     not_of_parts("clip", clip, lambda n: None, WithLogit, lambda n: (rows(n), torch.randn(n, 5))),
     not_of_parts("variance", variance),
-    not_of_parts("log_of_sum", log_of_sum, code=1),
+    not_of_parts("log_of_sum", log_of_sum),
     not_of_parts("entropy_of_mean", with_entropy),
     not_of_parts("halves", halves),
     not_of_parts("root_of_number", root_of_number),
-    not_of_parts("flooded", flooded, code=1),
-    not_of_parts("flooded_tokens", flooded_tokens, code=1),
-    not_of_parts("free_bits", free_bits, code=1),
-    not_of_parts("capped", capped, code=1),
-    not_of_parts("worse_of_two", worse_of_two, code=1),
-    not_of_parts("above_a_margin", above_a_margin, code=1),
-    not_of_parts("chosen_by_level", chosen_by_level, code=1),
+    not_of_parts("flooded", flooded),
+    not_of_parts("flooded_tokens", flooded_tokens),
+    not_of_parts("free_bits", free_bits),
+    not_of_parts("capped", capped),
+    not_of_parts("worse_of_two", worse_of_two),
+    not_of_parts("above_a_margin", above_a_margin),
+    not_of_parts("chosen_by_level", chosen_by_level),
     simple("where_any_counts", where_any_counts, with_some, later_target=with_counts),
     Case("where_none_counts", OfSteps, steps, where_none_counts, tokens, later_target=padded),
     simple("of_one_at_least", of_one_at_least, with_some, later_target=with_counts),
     simple("of_selected", of_selected, with_some, later_target=with_counts),
     simple("of_selected_elements", of_selected_elements, with_some, later_target=with_counts),
     simple("above_nothing_of_classes", above_nothing_of_classes),
-    not_of_parts("of_first_selected", of_first_selected, with_some, code=1),
-    not_of_parts("not_nan", not_nan, with_some, code=1),
-    not_of_parts("above_nothing", above_nothing, shares, code=1),
-    not_of_parts("switched_off", switched_off, code=1),
+    not_of_parts("of_first_selected", of_first_selected, with_some),
+    not_of_parts("not_nan", not_nan, with_some),
+    not_of_parts("above_nothing", above_nothing, shares),
+    not_of_parts("switched_off", switched_off),
     Case(
         "of_the_first",
         Body,
@@ -563,13 +635,44 @@ CASES = (
         sizes=(8, 500),
         manners=FP32_ONLY,
         expect=Refused(
-            1,
             ("takes the samples of a batch together",),
             ("--per-microbatch", "--microbatches 1"),
             accept="--per-microbatch",
         ),
     ),
-    not_of_parts("of_hard_ones", of_hard_ones, code=1),
-    not_of_parts("of_unsure_ones", of_unsure_ones, code=1),
+    not_of_parts("of_hard_ones", of_hard_ones),
+    not_of_parts("of_unsure_ones", of_unsure_ones),
     simple("of_the_best_two", of_the_best_two, manners=FP32_ONLY),
+    simple("where_any_is_valid", where_any_is_valid, later_target=some_invalid),
+    simple("with_hook", with_hook, later_target=some_invalid),
+    simple("weighted_by_hand", weighted_by_hand),
+    Case("of_each_length", OfSteps, steps, of_each_length, of_steps),
+    simple("mean_by_mean", mean_by_mean, with_some, later_target=with_counts),
+    Case("each_step_apart", OfSteps, steps, each_step_apart, tokens, later_target=padded),
+    simple(
+        "with_bounding_hook",
+        with_bounding_hook,
+        expect=Refused(("a hook on gradients",), ("--microbatches 1",), accept="--microbatches 1"),
+    ),
+    simple(
+        "with_hook_always",
+        with_hook_always,
+        expect=Refused(("doesn't require gradient",), ("requires_grad",)),
+    ),
+    not_of_parts("over_at_least", over_at_least),
+    *(
+        simple(
+            rule.__name__,
+            rule,
+            sizes=(8, 600),
+            manners=FP32_ONLY,
+            expect=Refused(
+                (cause,), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+            ),
+        )
+        for rule, cause in (
+            (of_the_first_by_mask, "takes the samples of a batch together"),
+            (of_the_first_positives, "sets a bound to what is taken over the samples"),
+        )
+    ),
 )

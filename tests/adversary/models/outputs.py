@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from adversary.case import ONE_PIECE_BF16, Case, Refused
+from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused
 from torch import Tensor, nn
 
 
@@ -227,6 +227,18 @@ class OverBatch(Two):
                 total = out.std()  # refused: over_batch_std
             case "median":
                 total = out.median()  # refused: over_batch_median
+            case "which":
+                total = out.argmax(0)  # refused: over_batch_which
+            case "majority":
+                total = (out > -9).float().mean() > 0.5  # refused: over_batch_majority
+            case "rounded":
+                total = out.mean().floor()  # refused: over_batch_rounded
+            case "clamped":
+                total = out.mean().clamp(-9, 9)  # refused: over_batch_clamped
+            case "of_selected":
+                total = out[out > 0].mean()  # refused: over_batch_of_selected
+            case "waves":
+                total = torch.fft.fft(out, dim=0)  # refused: over_batch_waves
             case "gram":
                 total = out.t() @ out
             case "similarities":
@@ -285,7 +297,7 @@ def over_batch(how: str, **options: object) -> Case:
 
 
 NOT_OF_PARTS = Refused(
-    1, ("output",), ("--microbatches 1",), accept="--microbatches 1", reference="whole"
+    ("output",), ("--microbatches 1",), accept="--microbatches 1", reference="whole"
 )
 
 CASES = (
@@ -335,7 +347,7 @@ CASES = (
         rows,
         options="--mode infer",
         expect=Refused(
-            1, ("returns last.weight itself",), (".clone()", "state_dict()"), at_line=False
+            ("returns last.weight itself",), (".clone()", "state_dict()"), at_line=False
         ),
     ),
     Case("batch_size", BatchSize, rows, options="--mode infer"),
@@ -347,7 +359,23 @@ CASES = (
             *("min", "any", "all", "count", "gram"),
         )
     ),
-    *(over_batch(how, expect=NOT_OF_PARTS) for how in ("norm", "std", "median")),
+    *(
+        over_batch(how, expect=NOT_OF_PARTS)
+        for how in (
+            *("norm", "std", "median", "which", "majority", "rounded", "clamped"),
+            "of_selected",
+        )
+    ),
+    over_batch(
+        "waves",
+        manners=FP32_ONLY,
+        expect=Refused(
+            ("takes the samples of a batch together",),
+            ("--microbatches 1",),
+            accept="--microbatches 1",
+            reference="whole",
+        ),
+    ),
     over_batch("similarities", expect=NOT_OF_PARTS, manners=({}, ONE_PIECE_BF16)),
     Case("sum_in_training", lambda: OverBatch("sum"), rows, first, classes),
     Case("max_in_training", lambda: OverBatch("max"), rows, first, classes),

@@ -293,7 +293,32 @@ def simple(name: str, model: object, **options: object) -> Case:
     return Case(name, model, rows, F.cross_entropy, classes, **options)
 
 
-MIXES = Refused(1, ("together",), ("--microbatches 1",), accept="--per-microbatch")
+MIXES = Refused(("together",), ("--microbatches 1",), accept="--per-microbatch")
+
+
+@torch.library.custom_op("adversary_own_gradients::doubled", mutates_args=())
+def doubled(x: Tensor, limit: float) -> Tensor:
+    """An operator whose backward bounds the norm of all gradients together."""
+    return 2 * x
+
+
+def keep_limit(ctx: object, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.limit = inputs[1]
+
+
+def bounded_gradient(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+    return 2 * gradient * (ctx.limit / gradient.norm().clamp(min=ctx.limit)), None
+
+
+doubled.register_fake(lambda x, limit: torch.empty_like(x))
+doubled.register_autograd(bounded_gradient, setup_context=keep_limit)
+
+
+class ByOperator(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(doubled(self.body(x), limit=50.0))  # refused: clips_in_operator
+
+
 CASES = (
     simple("straight_through", StraightThrough, quick=True),
     simple("reversed", DomainAdversarial, manners=None),
@@ -309,12 +334,17 @@ CASES = (
         "clips_all",
         Bounds,
         manners=({}, {"remat": "full"}),
-        expect=Refused(1, ("Bounded", "together"), ("each sample",), accept="--microbatches 1"),
+        expect=Refused(("Bounded", "together"), ("each sample",), accept="--microbatches 1"),
+    ),
+    simple(
+        "clips_in_operator",
+        ByOperator,
+        expect=Refused(("doubled", "together"), ("each sample", "--microbatches 1")),
     ),
     simple(
         "clips_by_value",
         BoundsByValue,
-        expect=Refused(1, ("BoundedByValue", "Python values"), ("torch.where",)),
+        expect=Refused(("BoundedByValue", "Python values"), ("torch.where",)),
     ),
-    simple("local", Local, expect=Refused(1, ("Gated", "gate"), ("top of a file",))),
+    simple("local", Local, expect=Refused(("Gated", "gate"), ("top of a file",))),
 )

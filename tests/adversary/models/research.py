@@ -236,7 +236,6 @@ CASES = (
         sizes=(8,),
         manners=FP32_ONLY,
         expect=Refused(
-            3,
             ("writes to kept for each micro-batch",),
             ("--microbatches 1", "--per-microbatch"),
             accept="--per-microbatch",

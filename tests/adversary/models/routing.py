@@ -123,6 +123,89 @@ def simple(name: str, model: object, **options: object) -> Case:
     return Case(name, model, rows, F.cross_entropy, classes, **options)
 
 
+class Gated(Two):
+    """What a number, or a sum over the batch decides, far from where examples lie.
+
+    Attributes:
+        rule: what is done to the samples.
+    """
+
+    def __init__(self, rule: str) -> None:
+        super().__init__()
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.last(getattr(self, self.rule)(x, hidden))
+
+    def capacity(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """An expert that takes 64 samples at most."""
+        kept = (x[:, 0] > 0).nonzero().squeeze(1)[:64]  # refused: capacity
+        return hidden.index_add(0, kept, self.middle(hidden[kept]))
+
+    def best(self, x: Tensor, hidden: Tensor) -> Tensor:
+        best = x[:, 0].topk(min(64, len(x))).indices  # refused: best
+        return hidden.index_add(0, best, self.middle(hidden[best]))
+
+    def rank(self, x: Tensor, hidden: Tensor) -> Tensor:
+        before = (x[:, 0] > 0).long().cumsum(0)
+        return hidden * (before <= 3000)[:, None]  # refused: rank
+
+    def count(self, x: Tensor, hidden: Tensor) -> Tensor:
+        many = (x[:, 0] > 0).sum() > 1000  # refused: count
+        return hidden * torch.where(many, 0.5, 1.0)
+
+    def mean(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + (hidden.mean() > 50).float()  # refused: mean
+
+    def largest(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden.clamp(max=100 * hidden.max())  # refused: largest
+
+    def norm(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden / hidden.norm().clamp(min=1e3)  # refused: norm
+
+    def any(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden * (x[:, 0] < 9).any()  # refused: any
+
+    def number(self, x: Tensor, hidden: Tensor) -> Tensor:
+        number = torch.tensor(float(len(x)))  # refused: number
+        return hidden * (number.clamp(max=3000) / number)
+
+    def each(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Bounds of each sample by itself, and along the others of its dimensions."""
+        before = (hidden > 0).long().cumsum(1)
+        scale = hidden.norm(dim=1, keepdim=True).clamp(min=1e3)
+        return hidden * (before <= 3000) / scale * (hidden.mean(1, keepdim=True) < 50)
+
+    def lengths(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Places that are never beyond the longest."""
+        lengths = (x[:, 0] > 0).long() + 2
+        places = torch.minimum(lengths - 1, lengths.max())
+        return hidden.gather(1, places[:, None]).expand_as(hidden) + hidden
+
+    def finite(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """A guard against what is no number."""
+        return torch.where(hidden.isfinite().all(), hidden, hidden.nan_to_num())
+
+
+def gated(rule: str, cause: str) -> Case:
+    return Case(
+        rule,
+        lambda: Gated(rule),
+        rows,
+        F.cross_entropy,
+        classes,
+        sizes=(8,),
+        manners=FP32_ONLY,
+        expect=Refused(
+            (cause,), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+        ),
+    )
+
+
+TOGETHER = "takes the samples of a batch together"
+BOUND = "sets a bound to what is taken over the samples"
+
 CASES = (
     simple("experts", Experts, quick=True),
     Case(
@@ -145,6 +228,11 @@ CASES = (
         of_chosen,
         classes,
         manners=FP32_ONLY,
-        expect=Refused(1, ("depends on the values", "nonzero"), ("--microbatches 1", "mask")),
+        expect=Refused(("depends on the values", "nonzero"), ("--microbatches 1", "mask")),
     ),
+    gated("capacity", TOGETHER),
+    gated("best", TOGETHER),
+    gated("number", TOGETHER),
+    *(gated(rule, BOUND) for rule in ("rank", "count", "mean", "largest", "norm", "any")),
+    *(simple(rule, lambda rule=rule: Gated(rule)) for rule in ("each", "lengths", "finite")),
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, MANNERS, SAMPLES, Case, Refused
+from adversary.layers import Two
 from torch import Tensor, nn
 
 EXACT_WAYS = ({}, {"remat": "full"}, {"microbatches": 3})
@@ -43,6 +44,46 @@ class Frozen(Normed):
         self.norm1.eval()
         self.norm2.eval()
         return self
+
+
+class Teacher(Two):
+    """A copy of a layer that follows it, as its average over the steps.
+
+    Attributes:
+        assigned: whether the copy gets new parameters, in place of new numbers.
+    """
+
+    def __init__(self, assigned: bool) -> None:
+        super().__init__()
+        self.teacher, self.assigned = nn.Linear(8, 8).requires_grad_(False), assigned
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.assigned:
+            new = 0.9 * self.teacher.weight + 0.1 * self.middle.weight.detach()
+            self.teacher.weight = nn.Parameter(new, False)  # refused: teacher_assigned
+        elif self.training:
+            with torch.no_grad():
+                self.teacher.weight.lerp_(self.middle.weight, 0.1)  # refused: teacher_written
+        hidden = self.first(x).tanh()
+        return self.last(self.middle(hidden) + self.teacher(hidden))
+
+
+class Tallies(Two):
+    """Sums over all samples that were seen, and the largest number of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("total", torch.zeros(8))
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.training:
+            self.seen += len(x)
+            self.total += hidden.detach().sum(0)
+            self.largest.copy_(torch.maximum(self.largest, hidden.detach().abs().amax()))
+        return self.last(hidden)
 
 
 class Tied(nn.Module):
@@ -294,7 +335,7 @@ class MakesParameter(Remembers):
         return self.last(self.first(x * self.scale).tanh())
 
 
-REMEMBERS = Refused(1, ("another call of the model", "which forward changes"), ("register_buffer",))
+REMEMBERS = Refused(("another call of the model", "which forward changes"), ("register_buffer",))
 
 
 def rows(samples: int) -> Tensor:
@@ -447,11 +488,28 @@ CASES = (
         manners=EXACT_WAYS,
     ),
     simple("tied", Tied, quick=True),
+    simple("tallies", Tallies),
+    simple(
+        "teacher_assigned",
+        lambda: Teacher(assigned=True),
+        expect=Refused(("assigns another tensor", "weight"), (".copy_(",)),
+    ),
+    simple(
+        "teacher_written",
+        lambda: Teacher(assigned=False),
+        sizes=(8,),
+        manners=FP32_ONLY,
+        expect=Refused(
+            ("writes to teacher.weight for each micro-batch",),
+            ("--per-microbatch", "--microbatches 1"),
+            accept="--per-microbatch",
+        ),
+    ),
     simple("looked_up", LookedUp, options="--stages 1"),
     simple(
         "moves_apart",
         lambda: MovingTarget(always=True),
-        expect=Refused(1, ("samples of a batch together",), ("--microbatches 1",)),
+        expect=Refused(("samples of a batch together",), ("--microbatches 1",)),
     ),
     simple("moving_target", MovingTarget, options="--microbatches 1"),
     simple("reads_within", ReadsWithin, options="--stages 1"),
@@ -469,7 +527,7 @@ CASES = (
     simple(
         "makes_parameter",
         MakesParameter,
-        expect=Refused(1, ("forward makes scale",), ("build_model()",)),
+        expect=Refused(("forward makes scale",), ("build_model()",)),
     ),
     simple("frozen_parts", FrozenParts),
     simple("unused_parts", UnusedParts),
@@ -483,12 +541,12 @@ CASES = (
     simple(
         "overlapping",
         lambda: Overlapping(counts=True),
-        expect=Refused(1, ("same memory", "written to"), ("slice or reshape it in forward",)),
+        expect=Refused(("same memory", "written to"), ("slice or reshape it in forward",)),
     ),
     simple("overlapping_at_rest", lambda: Overlapping(counts=False)),
     simple(
         "same_data",
         SameData,
-        expect=Refused(1, ("same memory", "training"), ("same nn.Parameter",), at_line=False),
+        expect=Refused(("same memory", "training"), ("same nn.Parameter",), at_line=False),
     ),
 )

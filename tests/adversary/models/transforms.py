@@ -382,10 +382,10 @@ def of_tokens(output: object, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-TRANSFORMED = Refused(1, ("torch.func",), ("whole batch",))
-BY_VALUES = Refused(1, ("values of a tensor",), ("torch.where",))
+TRANSFORMED = Refused(("torch.func",), ("whole batch",))
+BY_VALUES = Refused(("values of a tensor",), ("torch.where",))
 MIXES = Refused(
-    1, ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
+    ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
 )
 
 
@@ -414,9 +414,9 @@ CASES = (
     simple("safe_where", SafeWhere, manners=FP32_ONLY),
     simple("unsafe_where", UnsafeWhere, manners=FP32_ONLY),
     simple("unsafe_where_inference", UnsafeWhere, options="--mode infer"),
-    simple("sparse", Sparse, steps, expect=Refused(1, ("torch.sparse.mm",), ("x.shape[0]",))),
+    simple("sparse", Sparse, steps, expect=Refused(("torch.sparse.mm",), ("x.shape[0]",))),
     simple("sparse_by_hand", SparseRows, steps, manners=FP32_ONLY),
-    simple("jagged", Jagged, steps, expect=Refused(1, ("nested_tensor",), ("pad", "mask"))),
+    simple("jagged", Jagged, steps, expect=Refused(("nested_tensor",), ("pad", "mask"))),
     of_steps("routed", Routed, manners=FP32_ONLY),
     of_steps("capacity", Capacity, manners=FP32_ONLY, sizes=(8,), expect=MIXES),
     of_steps("experts_choose", ExpertsChoose, manners=FP32_ONLY, sizes=(8,), expect=MIXES),

@@ -1,0 +1,76 @@
+"""Rules about the number of samples that no trial reaches: the package takes fewer samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from loading import load_package
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.compile import CompileOptions
+from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.frontend.subject import Subject
+
+OPTIONS = CompileOptions(
+    stages=2, microbatches=2, cluster=Cluster.of(DEFAULT_HOST, IN_PROCESS), validate=False
+)
+FAR = 1_000_000
+
+
+def asked_in_python(x: Tensor) -> Tensor:
+    return 2 * x if len(x) > FAR else x
+
+
+def numbered(x: Tensor) -> Tensor:
+    return x * (torch.arange(len(x)) < FAR)[:, None]
+
+
+def near(x: Tensor) -> Tensor:
+    """A rule that is tried, and changes nothing."""
+    return torch.cat(x.split(50)) if len(x) > 50 else x
+
+
+class Ruled(nn.Module):
+    def __init__(self, rule: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.rule = nn.Linear(4, 4), nn.Linear(4, 2), rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.rule(self.first(x)).tanh())
+
+
+def subject(rule: Callable[[Tensor], Tensor]) -> Subject:
+    return Subject(
+        "ruled", Ruled(rule), (torch.randn(8, 4),), target=torch.randn(8, 2), loss_fn=F.mse_loss
+    )
+
+
+@pytest.mark.parametrize("rule", [asked_in_python, numbered])
+def test_a_package_takes_as_many_samples_as_were_tried(
+    rule: Callable[[Tensor], Tensor], tmp_path: Path
+) -> None:
+    given = subject(rule)
+    compile_subject(given, OPTIONS, tmp_path / "out")
+    package = load_package(tmp_path / "out")
+
+    with package.Pipeline() as pipe:
+        before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        with pytest.raises(package.UsageError, match=f"up to {FAR} samples.*test_sample_rules.py"):
+            pipe.step(torch.randn(FAR + 1, 4), torch.randn(FAR + 1, 2))
+        after = pipe.state_dict()
+        x, target = torch.randn(50, 4), torch.randn(50, 2)
+        loss = pipe.step(x, target)
+
+    assert all(map(torch.equal, before.values(), after.values()))
+    torch.testing.assert_close(loss, F.mse_loss(given.model(x), target).detach())
+
+
+def test_a_rule_that_was_tried_limits_nothing(tmp_path: Path) -> None:
+    compile_subject(subject(near), OPTIONS, tmp_path / "out")
+
+    assert load_package(tmp_path / "out").SPEC.limit is None
