@@ -297,7 +297,7 @@ CASES = (
         lambda n: (rows(n), classes(n)),
         sizes=(8,),
         manners=FP32_ONLY,
-        expect=refused("micro-batches", 1),
+        expect=refused("micro-batches"),
     ),
     Case(
         "none",
