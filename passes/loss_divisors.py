@@ -20,6 +20,7 @@ from gpipe_compiler.passes.loss_terms import (
     Term,
     Terms,
 )
+from gpipe_compiler.passes.selections import mask_behind
 from gpipe_compiler.passes.verbs import (
     counted_above_zero,
     elements_of,
@@ -193,7 +194,10 @@ def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:
     """Whether an op adds up, or averages, something of all samples; or does something other."""
     if verb(op) not in ("sum", "mean", "count_nonzero", *others) or not op.call.args:
         return False
-    known = terms.value(op.call.args[0])
+    source = op.call.args[0]
+    known = terms.value(source)
+    if known is not None and not known.splittable and (verb(op), *op.arguments[0][1:]) == ("sum",):
+        return mask_behind(terms.graph, source.name) is not None
     return known is not None and known.splittable and known.batch_dim is not None
 
 

@@ -17,12 +17,12 @@ def mask_of_mean(graph: Graph, op: Op) -> Ref | None:
     plain = verb(op) == "mean" and len(op.call.args) == 1 and not op.call.kwargs
     if not plain and reduction_of(graph, op) is not Reduction.MEAN:
         return None
-    masks = [_mask_behind(graph, name) for name in op.inputs if name in graph.batched]
+    masks = [mask_behind(graph, name) for name in op.inputs if name in graph.batched]
     first = masks[0] if masks else None
     return first if first is not None and all(mask == first for mask in masks) else None
 
 
-def _mask_behind(graph: Graph, value: str) -> Ref | None:
+def mask_behind(graph: Graph, value: str) -> Ref | None:
     """The mask that selects the rows of a value, each of which is computed from rows alike."""
     op = graph.producer.get(value)
     if op is None or graph.values[value].splittable or takes_by_number(graph, op):
@@ -32,7 +32,7 @@ def _mask_behind(graph: Graph, value: str) -> Ref | None:
         return found
     rows = graph.values[value].shape[:1]
     behind = [name for name in op.inputs if name in graph.batched]
-    masks = [_mask_behind(graph, name) for name in behind]
+    masks = [mask_behind(graph, name) for name in behind]
     alike = all(graph.values[name].shape[:1] == rows for name in behind)
     return masks[0] if masks and alike and all(mask == masks[0] for mask in masks) else None
 
