@@ -659,7 +659,11 @@ CASES = (
         with_hook_always,
         expect=Refused(("doesn't require gradient",), ("requires_grad",)),
     ),
-    not_of_parts("over_at_least", over_at_least),
+    simple(
+        "over_at_least",
+        over_at_least,
+        expect=Refused(("micro-batches",), ("--per-microbatch", "--microbatches 1")),
+    ),
     *(
         simple(
             rule.__name__,

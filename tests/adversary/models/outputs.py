@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused
+from adversary.case import ONE_PIECE_BF16, Case, Refused
 from torch import Tensor, nn
 
 
@@ -368,7 +368,7 @@ CASES = (
     ),
     over_batch(
         "waves",
-        manners=FP32_ONLY,
+        manners=({},),
         expect=Refused(
             ("takes the samples of a batch together",),
             ("--microbatches 1",),
