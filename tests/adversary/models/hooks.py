@@ -314,9 +314,7 @@ class ByNumber(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         if hidden.requires_grad:
-            hidden.register_hook(
-                lambda gradient: gradient / gradient.shape[0]
-            )  # refused: by_number
+            hidden.register_hook(lambda g: g / g.shape[0])  # refused: by_number
         return self.last(self.middle(hidden).tanh())
 
 
