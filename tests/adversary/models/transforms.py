@@ -384,9 +384,7 @@ def of_tokens(output: object, target: Tensor) -> Tensor:
 
 TRANSFORMED = Refused(("torch.func",), ("whole batch",))
 BY_VALUES = Refused(("values of a tensor",), ("torch.where",))
-MIXES = Refused(
-    ("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch"
-)
+MIXES = Refused(("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch")
 
 
 def simple(name: str, model: object, inputs: object = rows, **options: object) -> Case:
