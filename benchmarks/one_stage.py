@@ -4,9 +4,9 @@
 
 One micro-batch, one thread for an op. Of a training step (forward and backward, without the
 optimizer) and of inference, each by a package compiled for it, the table gives the model's
-processor seconds, and what the package takes in shares of the model's: of processor time, and of
-the most bytes that the allocator has given out at a time. Model and package take turns, round by
-round; the shares are medians.
+processor seconds, and what the package takes in shares of the model's: of processor time, of time
+by the clock, and of the most bytes that the allocator has given out at a time. Model and package
+take turns, round by round; the shares are medians.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class HuggingFace:
 
     family: str
     settings: dict[str, Any]
-    batch: int = 2
+    batch: int = 6
     length: int = 256
     image: int = 0
 
@@ -115,13 +115,13 @@ _BERT = {
 }  # fmt: skip
 
 NETWORKS: dict[str, Example | HuggingFace] = {
-    "resnet50": Example("resnet50", {"width": 16}, {"batch": 8, "image": 96}, {"batch": 8}),
-    "alexnet": Example("alexnet", {"width": 32}, {"batch": 16, "image": 96}, {"batch": 16}),
-    "unet": Example("unet", {"width": 8}, {"batch": 4, "image": 96}, {"batch": 4, "image": 96}),
-    "inception": Example("inception", {}, {"batch": 32}, {"batch": 32}),
+    "resnet50": Example("resnet50", {"width": 16}, {"batch": 24, "image": 96}, {"batch": 24}),
+    "alexnet": Example("alexnet", {"width": 32}, {"batch": 48, "image": 96}, {"batch": 48}),
+    "unet": Example("unet", {"width": 8}, {"batch": 16, "image": 96}, {"batch": 16, "image": 96}),
+    "inception": Example("inception", {}, {"batch": 48}, {"batch": 48}),
     "transformer": Example(
         "transformer", {"dim": 192, "heads": 6, "layers": 3, "sequence": 128, "vocabulary": 512},
-        {"batch": 4, "sequence": 128}, {"batch": 4, "sequence": 128},
+        {"batch": 12, "sequence": 128}, {"batch": 12, "sequence": 128},
     ),
     "gpt2": HuggingFace("GPT2LMHeadModel", _words("GPT2Config", **_GPT, **_NO_DROPOUT)),
     "gpt2 with dropout": HuggingFace("GPT2LMHeadModel", _words("GPT2Config", **_GPT)),
@@ -133,7 +133,7 @@ NETWORKS: dict[str, Example | HuggingFace] = {
     "t5": HuggingFace("T5ForConditionalGeneration", _words("T5Config", d_model=256, d_kv=32,
                       d_ff=512, num_layers=2, num_heads=8)),
     "vit": HuggingFace("ViTForImageClassification", {"config": "ViTConfig", **_BERT,
-                       "image_size": 96, "patch_size": 8, "num_labels": 10}, batch=6, image=96),
+                       "image_size": 96, "patch_size": 8, "num_labels": 10}, batch=12, image=96),
     "roberta": HuggingFace("RobertaForMaskedLM", _words("RobertaConfig", **_BERT)),
     "distilbert": HuggingFace("DistilBertForMaskedLM", _words("DistilBertConfig", dim=256,
                               hidden_dim=512, n_layers=2, n_heads=8)),
@@ -144,7 +144,7 @@ NETWORKS: dict[str, Example | HuggingFace] = {
     "gpt-neox": HuggingFace("GPTNeoXForCausalLM", _words("GPTNeoXConfig", **_BERT)),
     "convnext": HuggingFace("ConvNextForImageClassification", {"config": "ConvNextConfig",
                             "hidden_sizes": [24, 48, 96, 192], "depths": [2, 2, 2, 2],
-                            "num_labels": 10}, batch=8, image=96),
+                            "num_labels": 10}, batch=48, image=96),
 }  # fmt: skip
 
 
@@ -154,14 +154,15 @@ class Share:
 
     model_s: float
     time: float
+    clock: float
     memory: float
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Processor seconds of a call, of all threads."""
-    start = time.process_time()
+def seconds(run: Callable[[], object]) -> tuple[float, float]:
+    """Processor seconds of a call, of all threads, and seconds by the clock."""
+    start, begun = time.process_time(), time.perf_counter()
     run()
-    return time.process_time() - start
+    return time.process_time() - start, time.perf_counter() - begun
 
 
 def most_bytes(run: Callable[[], object]) -> int:
@@ -191,11 +192,10 @@ def compared(model: Callable[[], object], package: Callable[[], object], rounds:
         run()
     pairs = [(seconds(model), seconds(package)) for _ in range(rounds)]
     own_bytes, bytes_ = most_bytes(model), most_bytes(package)
-    return Share(
-        statistics.median(own for own, _ in pairs),
-        statistics.median(other / own for own, other in pairs),
-        bytes_ / own_bytes,
+    time_, clock = (
+        statistics.median(other[kind] / own[kind] for own, other in pairs) for kind in (0, 1)
     )
+    return Share(statistics.median(own[0] for own, _ in pairs), time_, clock, bytes_ / own_bytes)
 
 
 def pipeline_of(subject: Subject, folder: Path, *, training: bool) -> Any:
@@ -243,7 +243,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    header = ("network", "step", "time", "memory", "inference", "time", "memory")
+    shown = ("time", "clock", "memory")
+    header = ("network", "step", *shown, "inference", *shown)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.names:
@@ -254,6 +255,7 @@ def main() -> None:
                 for cell in (
                     f"{1000 * share.model_s:.0f} ms",
                     f"{share.time:.3f}",
+                    f"{share.clock:.3f}",
                     f"{share.memory:.3f}",
                 )
             ]
