@@ -33,6 +33,7 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
         hooks=_hooks(hooks) if hooks is not None and offered else None,
         offered=listed(offered),
         command="train.command",
+        weights=True,
     )
 
 

@@ -14,4 +14,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     name, folder, *words = sys.argv[1:]
     specs = {**SPECS, "twice": twice_spec}
-    sys.exit(main(specs[name](), Path(folder), str(Path(folder, "model.py")), words))
+    sys.exit(main(specs[name](), Path(folder), None, str(Path(folder, "model.py")), words))

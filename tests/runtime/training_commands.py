@@ -98,7 +98,7 @@ class Run:
             "--devices",
             "cpu",
         ]
-        return main(self.spec, self.folder, str(self.hooks), [*given, *map(str, words)])
+        return main(self.spec, self.folder, None, str(self.hooks), [*given, *map(str, words)])
 
     @property
     def weights(self):

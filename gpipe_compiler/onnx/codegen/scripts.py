@@ -150,6 +150,7 @@ def write_onnx_run(plan: Plan) -> str:
         hooks=None,
         offered="",
         command="onnx.command",
+        weights=False,
     )
 
 

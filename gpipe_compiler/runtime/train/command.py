@@ -38,27 +38,36 @@ _AGREED = (UsageError, AgreedError, CheckpointError)
 
 
 def main(
-    spec: PipelineSpec, directory: Path, hooks: str | None = None, argv: Sequence[str] | None = None
+    spec: PipelineSpec,
+    directory: Path,
+    weights: Path | None,
+    hooks: str | None = None,
+    argv: Sequence[str] | None = None,
 ) -> int:
     """Run the command and return its exit code.
 
     Args:
         directory: the package's folder.
+        weights: the folder of its weights; None for stages that initialise themselves.
         hooks: the user's own file, or the name of a module, that offers what `UserHooks` names.
 
     Returns:
         0 when done, 1 when the model or a process failed, 2 for wrong usage, 3 for a failed check,
         128 + n when signal n has ended training.
     """
-    return exit_code_of(lambda: _obey(spec, directory, hooks, argv))
+    return exit_code_of(lambda: _obey(spec, directory, weights, hooks, argv))
 
 
 def _obey(
-    spec: PipelineSpec, directory: Path, hooks: str | None, argv: Sequence[str] | None
+    spec: PipelineSpec,
+    directory: Path,
+    weights: Path | None,
+    hooks: str | None,
+    argv: Sequence[str] | None,
 ) -> int:
     arguments = parser_for(spec).parse_args(argv)
     try:
-        return _reporting(arguments, lambda: _run(spec, directory, hooks, arguments))
+        return _reporting(arguments, lambda: _run(spec, directory, weights, hooks, arguments))
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return INTERRUPTED
@@ -85,7 +94,11 @@ def _reporting(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
 
 
 def _run(
-    spec: PipelineSpec, directory: Path, hooks: str | None, arguments: argparse.Namespace
+    spec: PipelineSpec,
+    directory: Path,
+    weights: Path | None,
+    hooks: str | None,
+    arguments: argparse.Namespace,
 ) -> int:
     if arguments.command == "export":
         return _export(arguments)
@@ -97,13 +110,9 @@ def _run(
         seed_all(arguments.seed)
         user = UserHooks.load(hooks)
         options = train_options(arguments, user)
-    weights = directory / "weights"
-    # A model on meta has none; without their index they are refused.
-    written = (weights / INDEX).exists() or any(weights.glob("stage_*.safetensors"))
-    stored = weights if written else None
     with Pipeline(
         spec,
-        stored,
+        weights,
         devices=arguments.devices,
         microbatches=arguments.microbatches,
         schedule=arguments.schedule,
@@ -116,7 +125,7 @@ def _run(
     ) as pipe:
         if options is not None:
             return _reporting(arguments, lambda: _train(pipe, directory, user, options, arguments))
-        return _reporting(arguments, lambda: _work(pipe, stored, directory, arguments))
+        return _reporting(arguments, lambda: _work(pipe, weights, directory, arguments))
 
 
 def _replicas(spec: PipelineSpec, arguments: argparse.Namespace) -> int:
@@ -180,7 +189,7 @@ def save_model(pipe: Pipeline, path: Path) -> None:
 
 
 def _work(
-    pipe: Pipeline, stored: Path | None, directory: Path, arguments: argparse.Namespace
+    pipe: Pipeline, weights: Path | None, directory: Path, arguments: argparse.Namespace
 ) -> int:
     """Everything but training."""
     _load(pipe, arguments)
@@ -193,7 +202,7 @@ def _work(
             _time_stages(pipe, directory, arguments)
         return 0
     inputs, target = example_call(pipe.spec, directory, input_choice(arguments))
-    rows = check_pipeline(pipe, stored, inputs, target, arguments.reference)
+    rows = check_pipeline(pipe, weights, inputs, target, arguments.reference)
     passed = all(row.passed for row in rows)
     if pipe.rank == 0 or not passed:
         say(format_rows(rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 
 import pytest
 import torch
@@ -52,7 +53,15 @@ def test_torchrun_lets_the_options_through():
 
 
 def test_bench_tells_stage_times_and_writes_them(package, capsys):
-    assert main(skip_spec(), package, argv=["bench", "--report", str(package / "times.json")]) == 0
+    assert (
+        main(
+            skip_spec(),
+            package,
+            package / "weights",
+            argv=["bench", "--report", str(package / "times.json")],
+        )
+        == 0
+    )
 
     assert "around the stages" in capsys.readouterr().out
     assert len(MeasuredStages.from_json((package / "times.json").read_text()).together) == len(
@@ -69,7 +78,7 @@ def test_train_on_the_example(package, capsys):
     saved = package / "out.safetensors"
     words = ["train", "--steps", "30", "--lr", "0.1", "--optimizer", "adam", "--save", str(saved)]
 
-    assert main(skip_spec(), package, argv=words) == 0
+    assert main(skip_spec(), package, package / "weights", argv=words) == 0
     text = capsys.readouterr().out
     assert "tiny: 4 stages, 4 micro-batches, gpipe, 4 threads on cpu" in text
     assert "step 30/30" in text
@@ -86,9 +95,17 @@ def test_train_on_the_users_data(package, capsys):
     hooks.write_text(HOOKS)
     words = ["train", "--steps", "4", "--schedule", "1f1b", "--save", str(package / "out")]
 
-    assert main(skip_spec(), package, str(hooks), words) == 0
+    assert main(skip_spec(), package, package / "weights", str(hooks), words) == 0
     assert "step 4/4" in capsys.readouterr().out
-    assert main(skip_spec(), package, argv=["bench", "--load", str(package / "out")]) == 0
+    assert (
+        main(
+            skip_spec(),
+            package,
+            package / "weights",
+            argv=["bench", "--load", str(package / "out")],
+        )
+        == 0
+    )
 
 
 def test_infer(package, capsys):
@@ -96,7 +113,15 @@ def test_infer(package, capsys):
     x, y = package / "x.safetensors", package / "y.safetensors"
     save_file({"anything": data_for("skip", 6)[2]["x"]}, x)
 
-    assert main(skip_spec(), package, argv=["infer", "--input", str(x), "--output", str(y)]) == 0
+    assert (
+        main(
+            skip_spec(),
+            package,
+            package / "weights",
+            argv=["infer", "--input", str(x), "--output", str(y)],
+        )
+        == 0
+    )
     assert "y: 6x6 float32" in capsys.readouterr().out
     assert {name: tuple(t.shape) for name, t in load_file(y).items()} == {
         "y": (6, WIDTH),
@@ -107,19 +132,27 @@ def test_infer(package, capsys):
 
 def test_bench(package, capsys):
     """The median is compared with the prediction of the plan."""
-    assert main(skip_spec(), package, argv=["bench", "--steps", "2"]) == 0
+    assert main(skip_spec(), package, package / "weights", argv=["bench", "--steps", "2"]) == 0
     text = capsys.readouterr().out
     assert "step: median" in text
     assert "predicted 500 ms" in text
 
     # That of four devices tells nothing about one.
-    assert main(skip_spec(), package, argv=["bench", "--steps", "1", "--devices", "cpu"]) == 0
+    assert (
+        main(
+            skip_spec(),
+            package,
+            package / "weights",
+            argv=["bench", "--steps", "1", "--devices", "cpu"],
+        )
+        == 0
+    )
     assert "predicted" not in capsys.readouterr().out
 
 
 def test_check(package, capsys):
     """The pipeline is compared with its own stages in a row."""
-    assert main(skip_spec(), package, argv=["check"]) == 0
+    assert main(skip_spec(), package, package / "weights", argv=["check"]) == 0
     assert "gradient" in capsys.readouterr().out
 
 
@@ -128,7 +161,9 @@ def test_nested_inputs_and_no_weights(tmp_path, capsys):
     (tmp_path / "weights").mkdir()
     save_file(data_for("tied", 8)[2], tmp_path / "weights" / "example.safetensors")
 
-    assert main(tied_spec(), tmp_path, argv=["train", "--steps", "2", "--batch-size", "12"]) == 0
+    assert (
+        main(tied_spec(), tmp_path, None, argv=["train", "--steps", "2", "--batch-size", "12"]) == 0
+    )
     assert "step 2/2" in capsys.readouterr().out
 
 
@@ -143,7 +178,7 @@ def test_nested_inputs_and_no_weights(tmp_path, capsys):
 )
 def test_user_errors_are_one_message(package, capsys, words, code, message):
     """No traceback, and the exit code tells what kind of fault it was."""
-    assert main(skip_spec(), package, argv=words) == code
+    assert main(skip_spec(), package, package / "weights", argv=words) == code
     text = capsys.readouterr().err
     assert text.startswith("error: ")
     assert message in text
@@ -164,7 +199,10 @@ def test_faults_of_the_users_file(package, capsys, source, code, message):
     hooks = package / "model.py"
     hooks.write_text(source)
 
-    assert main(skip_spec(), package, str(hooks), ["train", "--steps", "2"]) == code
+    assert (
+        main(skip_spec(), package, package / "weights", str(hooks), ["train", "--steps", "2"])
+        == code
+    )
     assert message in capsys.readouterr().err
 
 
@@ -177,23 +215,31 @@ def test_a_stage_that_raises(package, capsys, monkeypatch):
     spec = skip_spec()
     monkeypatch.setattr(spec.stages[3].module, "forward", fail)
 
-    assert main(spec, package, argv=["train", "--steps", "1"]) == 1
+    assert main(spec, package, package / "weights", argv=["train", "--steps", "1"]) == 1
     assert "stage 3, forward of micro-batch 0 (3F0): ValueError: bad luck" in (
         capsys.readouterr().err
     )
     with pytest.raises(Exception, match="bad luck"):
-        main(spec, package, argv=["train", "--steps", "1", "--traceback"])
+        main(spec, package, package / "weights", argv=["train", "--steps", "1", "--traceback"])
 
 
 def test_missing_weights_are_named(package, capsys):
     """A package whose weights are those of another model says what is missing."""
     save_weights({"other": torch.zeros(1)}, package / "weights")
 
-    assert main(skip_spec(), package, argv=["infer"]) == 1
+    assert main(skip_spec(), package, package / "weights", argv=["infer"]) == 1
     assert "do not hold model.l0." in capsys.readouterr().err
+
+
+def test_weights_that_are_gone_are_named(package, capsys):
+    """A package that was written with weights never begins with others."""
+    shutil.rmtree(package / "weights")
+
+    assert main(skip_spec(), package, package / "weights", argv=["train", "--steps", "1"]) == 1
+    assert "index.json is missing" in capsys.readouterr().err
 
 
 def test_a_package_without_an_example(tmp_path, capsys):
     """It says what to do instead."""
-    assert main(norm_spec(), tmp_path, argv=["infer"]) == 2
+    assert main(norm_spec(), tmp_path, None, argv=["infer"]) == 2
     assert "this package has no example batch" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def code_of(package: Path, words: list[str]) -> int:
     try:
-        return main(skip_spec(), package, argv=words)
+        return main(skip_spec(), package, package / "weights", argv=words)
     except SystemExit as ended:  # of argparse
         return int(ended.code or 0)
 
@@ -132,5 +132,10 @@ def test_hooks_that_leave(
     body = "import sys\nsys.exit(0)\n" if name == "file" else ""
     hooks.write_text(body or f"import sys\ndef {name}(*_):\n    sys.exit(0)\n")
 
-    assert main(skip_spec(), package, hooks=str(hooks), argv=["train", "--steps=1"]) == 1
+    assert (
+        main(
+            skip_spec(), package, package / "weights", hooks=str(hooks), argv=["train", "--steps=1"]
+        )
+        == 1
+    )
     assert "SystemExit: 0" in capsys.readouterr().err

@@ -47,7 +47,7 @@ def package(tmp_path):
 
 
 def run(package, *words):
-    return main(sized_spec(), package, str(package / "hooks.py"), list(words))
+    return main(sized_spec(), package, package / "weights", str(package / "hooks.py"), list(words))
 
 
 def logged(path):

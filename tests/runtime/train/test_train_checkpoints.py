@@ -205,7 +205,7 @@ def test_export_and_load_of_a_checkpoint(run, capsys):
     file = kept.folder / "file.safetensors"
 
     words = ["export", "--checkpoint", str(folder), "--output", str(file)]
-    assert main(kept.spec, kept.folder, argv=words) == 0
+    assert main(kept.spec, kept.folder, None, argv=words) == 0
     assert "step_00000002 written to" in capsys.readouterr().out
     exported = load_file(file)
     assert exported.keys() == trained.keys()

@@ -22,4 +22,4 @@ def load_package():
 if __name__ == "__main__":
     package = load_package()
     command = importlib.import_module(f"{package.__name__}.runtime.train.command")
-    sys.exit(command.main(package.SPEC, DIRECTORY))
+    sys.exit(command.main(package.SPEC, DIRECTORY, package.WEIGHTS))
