@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import PurePath
 
@@ -25,6 +25,8 @@ class SourceLocation:
 
     Attributes:
         callers: the lines that called its function, from that of a module's `forward` inwards.
+        calls: the lines that called the modules around, each with the number of words in the path
+            of its module, outermost first; those that are known.
     """
 
     file: str
@@ -32,6 +34,7 @@ class SourceLocation:
     function: str = ""
     code: str = ""
     callers: tuple[SourceLocation, ...] = ()
+    calls: tuple[tuple[int, SourceLocation], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"

@@ -6,12 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.expressions import ExpressionWriter, runs_again
-from gpipe_compiler.codegen.functions import AUGMENTED, BINARY
+from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
+from gpipe_compiler.codegen.loops import Loop, loop_begun
 from gpipe_compiler.codegen.releases import LettingGo
-from gpipe_compiler.codegen.sources import alias_of, statement_at
+from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
-from gpipe_compiler.codegen.uses import Uses, is_in_place
+from gpipe_compiler.codegen.uses import Uses
 from gpipe_compiler.codegen.variables import (
     END,
     StatementRun,
@@ -30,7 +31,6 @@ from gpipe_compiler.ir import (
     Mode,
     ModuleCall,
     Op,
-    Ref,
     RegionCall,
     Result,
     ValueKind,
@@ -60,6 +60,7 @@ class Bindings:
         is_batch: whether a value is the number of samples.
         unnoted: the values whose sizes no comment tells.
         told: names that values have elsewhere too.
+        loop: the innermost one that is being written.
         shape: the one that was noted last.
         renamed: variables that what the next statement binds takes over, and the new names of what
             they held.
@@ -73,6 +74,7 @@ class Bindings:
     is_batch: Callable[[str], bool]
     unnoted: Collection[str] = ()
     told: Mapping[str, str] = field(default_factory=dict)
+    loop: Loop | None = None
     shape: str = ""
     renamed: list[tuple[str, str]] = field(default_factory=list)
 
@@ -81,11 +83,11 @@ class Bindings:
         read = [value for value in op.outputs if value in self.uses.count]
         here = op.name in self.graph.op_of
         inner = here and any(is_operand(self.graph, op, value) for value in op.outputs)
-        asked = (
-            dict.fromkeys(op.outputs)
-            if inner
-            else dict(zip(op.outputs, wishes(op, run), strict=True))
-        )
+        asked = dict(zip(op.outputs, wishes(op, run), strict=True))
+        if inner:
+            asked = dict.fromkeys(op.outputs)
+        elif not here and len(op.outputs) > 1:
+            asked = self._sorted(asked)
         for value in read:
             wish = self.told.get(value) or self.named(op, value, asked[value])
             wish = wish or self._changed(op, position)
@@ -104,6 +106,18 @@ class Bindings:
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
 
+    def _sorted(self, asked: Mapping[str, str | None]) -> dict[str, str | None]:
+        """The user's names for the results of a block, which makes them in an order of its own."""
+        own = {value: argument_name(self.graph, value) for value in asked}
+        makers = (self.graph.producer.get(value) for value in asked)
+        returned = next(filter(None, (names_returned(op.source) for op in makers if op)), ())
+        if len(returned) != len(asked):
+            return dict.fromkeys(asked)
+        named = {name: value for value, name in own.items() if name in returned}
+        others = (value for value in asked if value not in named.values())
+        ordered = [named[name] if name in named else next(others) for name in returned]
+        return dict(zip(ordered, asked.values(), strict=True))
+
     def _other_name(self, op: Op, value: str, wish: str, position: int) -> str:
         """A name in place of one that still holds something else.
 
@@ -112,7 +126,9 @@ class Bindings:
         if not self.variables.is_numbered(value, wish, position):
             return wish
         alias = alias_of(op.source, wish)
-        if alias and op.mode is Mode.ALWAYS and self.variables.rename(wish, alias, position):
+        movable = self.loop is None or self.loop.own.issuperset(self.variables.held(wish))
+        movable = movable and op.mode is Mode.ALWAYS
+        if alias and movable and self.variables.rename(wish, alias, position):
             self.renamed.append((wish, alias))
             return wish
         return plain_name(op, value) if isinstance(op.call, ModuleCall) else wish
@@ -133,11 +149,11 @@ class Bindings:
         reader = self.uses.reader.get(value)
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
-        if isinstance(reader.call, RegionCall) or runs_again(op.call):
+        if isinstance(reader.call, RegionCall) or runs_again(op.call) or loop_begun(reader):
             return False
         if value in self.letting_go.releases.asked or self.letting_go.ending(position):
             return False
-        if is_in_place(reader.call) and reader.call.args[0] == Ref(value):
+        if changed_by(reader.call) == value:
             return False
         if isinstance(op.call, ModuleCall) and op.name not in self.graph.op_of:
             if isinstance(reader.call, ModuleCall) and reader.call.module == op.call.module:
@@ -220,6 +236,10 @@ class Bindings:
             shared = self.variables.alias(value, partner)
             assert shared is not None
             return shared
+        if self.loop is not None and value in self.loop.after.difference(
+            self.loop.carried.values()
+        ):
+            return self.variables.fresh(value, wish)  # what a round is given may take another back
         return self.variables.assign(value, wish, position)
 
     def _target(self, result: Result) -> str:
@@ -239,7 +259,7 @@ class Bindings:
         known = self.graph.values.get(value)
         if known is None or known.kind is not ValueKind.TENSOR or not known.shape:
             return ""
-        if value in self.unnoted:
+        if value in self.unnoted or (self.loop is not None and value in self.loop.unlike):
             self.shape = ""
             return ""
         text = shape_text(known, self.graph.batch_size)

@@ -30,6 +30,7 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.helpers import HelperCalls, module_path
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
+from gpipe_compiler.codegen.loops import LoopFinder
 from gpipe_compiler.codegen.method_text import (
     MethodBody,
     function_text,
@@ -124,16 +125,22 @@ class StageBlocks:
 
     def with_calls(self, index: int, method: Method) -> Method:
         """A method of the stage with calls of blocks in place of their ops."""
-        ops = self.calls.ops(self.blocks.bodies[index], method.returns, "", self.file)
+        ops = self.calls.ops(self.blocks.bodies[index], method.returns, self.file)
         read = {value for op in ops for value in op.inputs}.union(method.returns)
         given = tuple(item for item in method.given if item.value in read)
-        return dataclasses.replace(method, ops=ops, given=given)
+        looped = self._loops.looped(ops, method.returns)
+        return dataclasses.replace(method, ops=looped, given=given)
+
+    @property
+    def _loops(self) -> LoopFinder:
+        functions = self.calls.functions
+        return LoopFinder(self.facts.graph, functions, self.holders, self.peaks.worth)
 
     @property
     def places(self) -> Mapping[str, str]:
         """The expressions of the stage for its blocks."""
-        modules = (path for path in self.blocks.of_path if path in self.holders)
-        return {**{path: self.holders[path].place for path in modules}, **self.calls.functions}
+        modules = {path: holder.place for path, holder in self.holders.items()}
+        return modules | self.calls.functions
 
     def write(self, block: BlockClass, wanted: str, file: SourceFile) -> WrittenBlock:
         """Adds the class of a block, whose first call is one of the stage, to a file.
@@ -150,7 +157,7 @@ class StageBlocks:
         owners = {op.name for op in first.ops} | (inner & self.helpers.found.keys())
         attributes = {slot: own for slot, own in given.names.items() if slot.owner in owners}
         names = {slot: f"self.{own}" for slot, own in attributes.items()}
-        ops = self.calls.ops(first.parts, first.outputs, first.path, file, names)
+        ops = self.calls.ops(first.parts, first.outputs, file, names)
         method, passed = self._method(block, ops, names)
         chained = self._is_chain(block)
         file.imports.from_torch("nn")
@@ -179,7 +186,7 @@ class StageBlocks:
         """Adds a function; numbers that differ between its calls are its last arguments."""
         first, parameters = block.first, self._parameters(block)
         given = Arguments.of(parameters)
-        ops = self.calls.ops(first.parts, first.outputs, first.path, file, given.names)
+        ops = self.calls.ops(first.parts, first.outputs, file, given.names)
         method, passed = self._method(block, ops, given.names)
         file.imports.from_torch("Tensor")
         own_name = file.names.take_numbered(wanted, "_")
@@ -266,7 +273,7 @@ class StageBlocks:
         root = module_path(first.path)
         local = [self._local(op, root, names) for op in ops]
         method = Method(
-            tuple(local),
+            self._loops.looped(local, first.outputs),
             (*(first.inputs[index] for index in passed), *states),
             first.outputs,
             self.facts.multiples,
@@ -331,7 +338,7 @@ class StageBlocks:
         modules = {
             path: self.calls.place(holder.place, root)
             for path, holder in self.holders.items()
-            if is_under(path, root)
+            if path == root or is_under(path, root)
         }
         modules |= self.calls.functions
         return ExpressionWriter(imports, states, modules, given_device=device)

@@ -14,21 +14,22 @@ from gpipe_compiler.codegen.expressions import (
     context_of,
     outer_argument,
     reads_in_order,
-    repeat,
 )
-from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS
-from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
+from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
+from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, consecutive, name
+from gpipe_compiler.codegen.loops import Loop, loop_begun, loop_ended
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
 from gpipe_compiler.codegen.methods import Method, drop_dead
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.releases import LettingGo, Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.uses import Uses, is_attribute, is_in_place, with_callers
+from gpipe_compiler.codegen.uses import Uses, is_attribute, with_callers
 from gpipe_compiler.codegen.variables import (
     Variables,
     argument_name,
     find_runs,
+    name_of_one,
     name_of_result,
     plain_name,
 )
@@ -137,6 +138,24 @@ class _Pending:
     named: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenLoop:
+    """A loop whose rounds are being written.
+
+    Attributes:
+        line: its first.
+        statements: those before it.
+        writer: as it is before it.
+        given: the variables of what its rounds are given.
+    """
+
+    loop: Loop
+    line: Statement
+    statements: list[Statement]
+    writer: ExpressionWriter
+    given: dict[str, str]
+
+
 @dataclass
 class _Scribe:
     """Writes the ops of one method, or of one region, in order.
@@ -156,6 +175,7 @@ class _Scribe:
     told: Mapping[str, str] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
+    open: list[_OpenLoop] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.letting_go = LettingGo(self.variables, self.releases, self.writer)
@@ -188,11 +208,17 @@ class _Scribe:
 
     def _op(self, op: Op, position: int) -> None:
         made = op.call
+        if loop := loop_begun(op):
+            self._begin_loop(op, loop, position)
+            return
+        if loop := loop_ended(op):
+            self._end_loop(op, loop, position)
+            return
         if isinstance(made, FunctionCall) and self._inlines(op, made):
             assert isinstance(op.result, str)
             self.writer.variables[op.result] = self.writer.call(made)
             return
-        if self._statement(op, made, position):
+        if self._statement(op, made):
             self.letting_go.after(op, position, self.statements)
             return
         assert not isinstance(made, RegionCall)
@@ -231,14 +257,11 @@ class _Scribe:
         texts = (self.writer.variables[str(value)].flat for value in values)
         return values in items and len(values) > 1 and max(map(len, texts)) <= longest
 
-    def _statement(self, op: Op, made: Call, position: int) -> bool:
-        """Writes a region, a loop or a write in place; False where the op is none of these."""
+    def _statement(self, op: Op, made: Call) -> bool:
+        """Writes a region or a write in place; False where the op is none of these."""
         if isinstance(made, RegionCall):
             self._flush()
             self._region(op, made)
-        elif isinstance(made, FunctionCall) and made.function is repeat:
-            self._flush()
-            self._loop(op, made, position)
         elif isinstance(made, FunctionCall) and made.function is operator.setitem:
             sources = self._take_only(op, made.args[2])
             target = self.writer.subscript(*made.args[:2])
@@ -345,29 +368,75 @@ class _Scribe:
             Statement(target, expression, op.mode, op.module, (*sources, op.source), note)
         )
 
-    def _loop(self, op: Op, made: FunctionCall, position: int) -> None:
-        """Writes calls of equal layers, each of what the one before it made, as a loop."""
-        layers, *arguments = made.args
-        written = [self.writer.argument(argument) for argument in arguments]
-        for place, result in zip(layers.carried, op.outputs, strict=True):
-            before = arguments[place]
-            if not (isinstance(before, Ref) and self._takes_over(result, before.name, position)):
-                variable = self.variables.fresh(result, argument_name(self.graph, result))
-                self._append(op, f"{variable} = ", written[place])
-                self.writer.variables[result] = name(variable)
-            written[place] = self.writer.variables[result]
-        one = self.names.take(layers.wish)
-        target = ", ".join(self.writer.variables[result].flat for result in op.outputs)
-        layer = layers.called.format(one) or one
-        called = call(layer, written)
-        if layers.again:
-            self.writer.imports.checkpoint()
-            called = call("checkpoint", [name(layer), *written, name("use_reentrant=False")])
-        body = Statement(f"{target} = ", called, Mode.ALWAYS, op.module)
+    def _begin_loop(self, op: Op, loop: Loop, position: int) -> None:
+        """Writes what stands before a loop; the statements after that are those of its rounds."""
+        self._flush()
+        assert isinstance(op.call, FunctionCall)
+        given: dict[str, str] = {}
+        for result, before in zip(op.outputs, op.inputs, strict=True):
+            if not self._takes_over(result, before, position):
+                wish = argument_name(self.graph, loop.carried[result])
+                self._append(
+                    op,
+                    f"{self.variables.fresh(result, wish)} = ",
+                    self.writer.variables[before],
+                )
+                self.writer.variables[result] = name(self.variables.holder(result) or wish)
+            given[result] = self.writer.variables[result].flat
         self.letting_go.before(op, self.statements)
-        self.statements.append(
-            Statement(f"for {one} in ", name(layers.each), op.mode, op.module, body=(body,))
-        )
+        self.letting_go.after(op, position, self.statements)
+        line, places = self._line_of_loop(op, loop)
+        self.open.append(_OpenLoop(loop, line, self.statements, replace(self.writer), given))
+        names = {loop.carried[value]: own for value, own in given.items()}
+        self.bindings.told = {**self.bindings.told, **names}
+        self.bindings.loop = loop
+        self.statements = []
+        self.writer.move(places)
+
+    def _line_of_loop(self, op: Op, loop: Loop) -> tuple[Statement, dict[str, str]]:
+        """The first line of a loop, and the expressions in it for the modules that it runs over."""
+        around = {path: self.writer.modules[path] for path in loop.lists}
+        if loop.numbers is None and loop.lists and loop.whole:
+            ones = [self.names.take(name_of_one(path)) for path in loop.lists]
+            each = [name(f"{place}.values()") for place in around.values()]
+            expression = call("zip", [*each, name("strict=True")]) if len(each) > 1 else each[0]
+        elif loop.numbers is None and not loop.lists:
+            ones, expression = ["_"], name(f"range({loop.count})")
+        else:
+            index = self.names.take("index")
+            self.writer.counters[op.name] = index
+            keys = loop.keys or [str(number) for number in loop.numbers or ()]
+            expression = name(consecutive(keys) or f"({', '.join(keys)})")
+            if loop.numbers is not None and loop.numbers.step != 1:
+                expression = name(str(loop.numbers))
+            ones = [f"{place}[str({index})]" for place in around.values()] or [index]
+        last = (f"{path}.{loop.keys[-1]}".removeprefix(".") for path in around)
+        places = dict(zip(last, ones, strict=False))
+        target = self.writer.counters.get(op.name) or ", ".join(ones)
+        return Statement(f"for {target} in ", expression, op.mode, op.module), places
+
+    def _end_loop(self, op: Op, loop: Loop, position: int) -> None:
+        """Writes a loop, its rounds ending with what the next one is given."""
+        self._flush()
+        opened = self.open.pop()
+        made = {loop.carried[value]: own for value, own in opened.given.items()}
+        changed = {
+            own: self.writer.variables[value]
+            for value, own in made.items()
+            if self.writer.variables[value].flat != own
+        }
+        if changed:
+            values = ", ".join(expression.flat for expression in changed.values())
+            self._append(op, f"{', '.join(changed)} = ", name(values))
+        self.variables.hold(made)
+        self.letting_go.before(op, self.statements)
+        statement = replace(opened.line, body=tuple(self.statements))
+        self.statements = opened.statements
+        self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
+        self.bindings.loop = self.open[-1].loop if self.open else None
+        self.writer.variables.update((value, name(own)) for value, own in made.items())
+        self.statements.append(statement)
+        self.letting_go.after(op, position, self.statements)
 
     def _takes_over(self, result: str, value: str, position: int) -> bool:
         """Whether the variable of a value that nobody else reads becomes that of a result."""

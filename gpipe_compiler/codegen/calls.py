@@ -1,9 +1,9 @@
-"""Calls of blocks as ops of the methods that make them, and loops over equal layers."""
+"""Calls of blocks as ops of the methods that make them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,12 @@ from torch import nn
 
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.constructors import NO_NAMES
-from gpipe_compiler.codegen.expressions import Layers, OwnModule, Written, again, repeat
+from gpipe_compiler.codegen.expressions import OwnModule, Written, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.helpers import HelperCall, module_path
-from gpipe_compiler.codegen.layout import consecutive
 from gpipe_compiler.codegen.nested import ModuleNode
-from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, Ref, StateRef
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part
 from gpipe_compiler.ir.classes import MethodBlocks, outer_states
 from gpipe_compiler.ir.contents import Contents, prefixes
@@ -24,80 +24,21 @@ from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import Result
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Loop:
-    """Calls of one block in a row, each of which is given what the one before it made.
-
-    Attributes:
-        carried: for each output, the place among the inputs of the next call at which it goes in.
-    """
-
-    calls: tuple[BlockCall, ...]
-    carried: tuple[int, ...]
-
-
-def find_loops(
-    parts: Sequence[Part],
-    returns: Sequence[str],
-    class_of: Callable[[BlockCall], BlockClass],
-) -> list[Part | Loop]:
-    """Parts of a method, with loops in place of the calls that they make."""
-    last: dict[str, int] = {v: i for i, part in enumerate(parts) for v in part.inputs}
-    last.update(dict.fromkeys(returns, len(parts)))
-    found: list[Part | Loop] = []
-    place = 0
-    while place < len(parts):
-        loop = _loop_at(parts, place, last, class_of)
-        found.append(loop or parts[place])
-        place += len(loop.calls) if loop else 1
-    return found
-
-
-def _loop_at(
-    parts: Sequence[Part],
-    place: int,
-    last: dict[str, int],
-    class_of: Callable[[BlockCall], BlockClass],
-) -> Loop | None:
-    first = parts[place]
-    if not isinstance(first, BlockCall):
-        return None
-    calls = [first]
-    carried: tuple[int, ...] | None = None
-    for index in range(place + 1, len(parts)):
-        call = parts[index]
-        if not isinstance(call, BlockCall) or not _alike(calls[-1], call, class_of):
-            break
-        wires = _wires(calls[-1], call)
-        if wires is None or carried not in (None, wires):
-            break
-        if any(last.get(value, -1) != index for value in calls[-1].outputs):
-            break
-        carried = wires
-        calls.append(call)
-    return None if carried is None else Loop(tuple(calls), carried)
-
-
-def _alike(one: BlockCall, other: BlockCall, class_of: Callable[[BlockCall], BlockClass]) -> bool:
-    """Whether two calls are of one block, by modules of one list."""
-    (around, _, word), (other_around, _, other_word) = (
-        call.path.rpartition(".") for call in (one, other)
-    )
-    listed = around == other_around and word.isdecimal() and other_word.isdecimal()
-    equal = class_of(one) is class_of(other) and one.again is other.again
-    return equal and listed and word != other_word
-
-
-def _wires(one: BlockCall, other: BlockCall) -> tuple[int, ...] | None:
-    """Where the outputs of a call go into the next one, which shares all else with it."""
-    wires: dict[str, int] = {}
-    for place, (before, after) in enumerate(zip(one.inputs, other.inputs, strict=True)):
-        if after in one.outputs:
-            wires[after] = place
-        elif after != before:
-            return None
-    complete = one.outputs and len(wires) == len(one.outputs)
-    return tuple(wires[value] for value in one.outputs) if complete else None
+def line_of_call(graph: Graph, block: BlockCall) -> tuple[SourceLocation | None, str]:
+    """The user's line that calls a module, where that is known, and the path of the caller."""
+    words = block.path.split(".")
+    sources = [op.source for op in block.ops if op.source is not None]
+    # What a module of torch runs is told to be of the line that calls it.
+    of_torch = hasattr(nn, graph.module_classes.get(block.path) or "")
+    for source in sources:
+        line = next((line for count, line in source.calls if count >= len(words)), None)
+        if line or (of_torch and source.calls):
+            around = max((count for count, _ in source.calls if count < len(words)), default=0)
+            return line or source, ".".join(words[:around])
+    *outer, _ = prefixes(block.path)
+    lists = (None, nn.Sequential.__name__)
+    callers = (path for path in reversed(outer) if graph.module_classes.get(path) not in lists)
+    return sources[0] if sources and of_torch else None, next(callers, "")
 
 
 @dataclass(frozen=True)
@@ -128,7 +69,6 @@ class Calls:
         self,
         parts: Sequence[Part],
         returns: Sequence[str],
-        root: str,
         file: SourceFile,
         names: Mapping[ConstantSlot, str] = NO_NAMES,
     ) -> tuple[Op, ...]:
@@ -139,10 +79,8 @@ class Calls:
             names: what stands for numbers.
         """
         ops: list[Op] = []
-        for number, part in enumerate(find_loops(parts, returns, self.block_of)):
+        for number, part in enumerate(parts):
             match part:
-                case Loop():
-                    ops.append(self._loop(part, number, root))
                 case BlockCall() if part.path in self.helpers:
                     ops.append(self._function(part, file, names))
                 case BlockCall():
@@ -177,11 +115,8 @@ class Calls:
         number: int,
     ) -> Op:
         result: Result = (outputs[0] if len(outputs) == 1 else outputs) if outputs else None
-        *outer, _ = prefixes(block.path)
-        lists = (None, nn.Sequential.__name__)
-        known = self.facts.graph.module_classes.get
-        around = next((path for path in reversed(outer) if known(path) not in lists), "")
-        return Op(f"{block.path}({number})", made, result, None, around, block.mode)
+        line, around = line_of_call(self.facts.graph, block)
+        return Op(f"{block.path}({number})", made, result, line, around, block.mode)
 
     def _arguments(self, block: BlockCall) -> tuple[Ref | StateRef, ...]:
         passed = self.written[id(self.block_of(block))].passed
@@ -204,31 +139,6 @@ class Calls:
         result: Result = call.outputs[0] if len(call.outputs) == 1 else call.outputs
         made = ModuleCall(call.path, arguments, numbers)
         return Op(call.path, made, result, helper.site, module_path(call.path), call.mode)
-
-    def _loop(self, loop: Loop, number: int, root: str) -> Op:
-        first, last = loop.calls[0], loop.calls[-1]
-        passed = self.written[id(self.block_of(first))].passed
-        carried = tuple(passed.index(index) for index in loop.carried)
-        each = self._each([call.path for call in loop.calls], root, carried)
-        each = dataclasses.replace(each, again=first.again)
-        made = FunctionCall(repeat, (each, *self._arguments(first)))
-        return self._op(first, made, last.outputs, number)
-
-    def _each(self, paths: Sequence[str], root: str, carried: tuple[int, ...]) -> Layers:
-        """How a loop runs over modules of one list."""
-        around = paths[0].rpartition(".")[0]
-        holder = self.holders[around]
-        held = self.place(holder.place, root)
-        words = [path.rpartition(".")[2] for path in paths]
-        singular = around.rpartition(".")[2].removesuffix("s")
-        one = singular if singular.isidentifier() and len(singular) > 1 else "layer"
-        if list(holder.keyed) == list(holder.members) == words:
-            return Layers(f"{held}.values()", one, "", carried)
-        span = consecutive(words)
-        if span and holder.keyed.keys() >= set(words):
-            return Layers(span, "index", f"{held}[str({{}})]", carried)
-        places = ", ".join(self.place(self.holders[path].place, root) for path in paths)
-        return Layers(f"({places})", one, "", carried)
 
     def block_of(self, call: BlockCall) -> BlockClass:
         """The block that a call is one of."""

@@ -57,27 +57,11 @@ class OwnModule:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
-    """As the first argument of `repeat`: what a loop runs over.
+class Counted:
+    """As an argument of a call: the number of the round of a loop, and so many more."""
 
-    Attributes:
-        each: the expression of the loop.
-        wish: the variable of the loop.
-        called: what is called, with `{}` for that variable; "" for the variable itself.
-        carried: for each result, the place of the argument that it is in the next round.
-        again: whether they run a second time in the backward.
-    """
-
-    each: str
-    wish: str
-    called: str
-    carried: tuple[int, ...]
-    again: bool = False
-
-
-def repeat(layers: Layers, *arguments: object) -> object:
-    """Calls each of some layers; as a function of an op it stands for a loop."""
-    raise NotImplementedError
+    loop: str
+    offset: int
 
 
 def again(called: object, arguments: Iterable[object]) -> FunctionCall:
@@ -105,6 +89,7 @@ class ExpressionWriter:
         modules: for every module path, the expression for it (`self.layers["2"].conv1`).
         anchor: a tensor of the method; a device that was fixed by tracing becomes its device.
         given_device: an argument that is the device, where there is no such tensor.
+        counters: the variables that number the rounds of loops.
     """
 
     imports: Imports
@@ -113,6 +98,7 @@ class ExpressionWriter:
     anchor: str = ""
     given_device: str = ""
     variables: dict[str, Expression] = field(default_factory=dict)
+    counters: dict[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -127,6 +113,17 @@ class ExpressionWriter:
                 self.variables[value] = name(word.sub(new, expression.flat))
         if self.anchor == old:
             self.anchor = new
+
+    def move(self, places: Mapping[str, str]) -> None:
+        """Reaches some modules, and all in them, by other expressions from here on."""
+        moved = {self.modules[path]: own for path, own in places.items()}
+
+        def place(text: str) -> str:
+            old = next((old for old in moved if f"{text}.".startswith((f"{old}.", f"{old}["))), "")
+            return moved[old] + text.removeprefix(old) if old else text
+
+        self.modules = {path: place(text) for path, text in self.modules.items()}
+        self.states = {path: place(text) for path, text in self.states.items()}
 
     def follow(self, anchor: str) -> None:
         """Reads the device off another tensor from here on."""
@@ -188,6 +185,12 @@ class ExpressionWriter:
                 return name(text)
             case OwnModule(path=path):
                 return name(self.modules[path])
+            case Counted(loop=loop, offset=offset):
+                own = self.counters[loop]
+                sign = "+" if offset > 0 else "-"
+                return (
+                    Expression(f"{own} {sign} {abs(offset)}", Binding.SUM) if offset else name(own)
+                )
             case ByMode():
                 return self._by_mode(leaf)
             case torch.device() if self.device:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
+from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
 from gpipe_compiler.ir.own_functions import OwnFunction
 
 BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
@@ -225,3 +226,23 @@ def _importable(module: str) -> bool:
     loaded = sys.modules.get(module)
     spec = getattr(loaded, "__spec__", None)
     return spec is not None and spec.origin is not None and module != "__main__"
+
+
+def is_in_place(made: Call) -> bool:
+    """`x += y`, or a method that ends in one underscore and returns its receiver."""
+    match made:
+        case FunctionCall(function=function, args=(_, _)):
+            return function in AUGMENTED and not made.kwargs
+        case MethodCall(method=method):
+            return method.endswith("_") and not method.endswith("__")
+        case _:
+            return False
+
+
+def changed_by(made: Call) -> str | None:
+    """The value that a call writes to in place, of a local variable."""
+    match made:
+        case FunctionCall(args=(Ref(name=value), *_)) | MethodCall(args=(Ref(name=value), *_)):
+            return value if is_in_place(made) else None
+        case _:
+            return None

@@ -95,6 +95,9 @@ class _Typed:
         for statement in statements:
             for own in _targets(statement):
                 self.variables[own] = self.knows(statement)
+            if statement.body:  # what a loop runs over are modules, of any class
+                head = statement.target.removeprefix("for ").removesuffix(" in ")
+                self.variables.update(dict.fromkeys(head.split(", "), False))
             self.walk(statement.body)
 
     def knows(self, statement: Statement) -> bool:

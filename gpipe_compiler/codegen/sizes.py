@@ -314,6 +314,6 @@ class SizeReader:
         bound = {target for item in statements if item is not None for target in item.targets}
         if self.writer.variables[base].flat in bound:
             return False
-        last = max(self.uses.last[size] for size in sizes)
+        last = self.uses.until(max(self.uses.last[size] for size in sizes))
         self.uses.last[base] = max(self.uses.last.get(base, -1), last)
         return True

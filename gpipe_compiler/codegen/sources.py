@@ -59,6 +59,32 @@ def is_repeated(location: SourceLocation) -> bool:
     return location.line in _lines_of_loops(location.file)
 
 
+def begins_with_module(location: SourceLocation) -> bool:
+    """Whether what the statement at a line computes first is the call of a module: of `self`, of
+    what a loop runs over, or of a local name."""
+    place = place_at(location)
+    if place is None:
+        return False
+    loops = (node for node in ast.walk(place.method) if isinstance(node, ast.For))
+    ones = {"self"}.union(*(set(_names(node.target, ast.Store)) for node in loops))
+    match next(_computed(place.statement), None):
+        case ast.Call(func=ast.Name() | ast.Subscript()):
+            return True
+        case ast.Call(func=function):
+            return next(_names(function, ast.Load), "") in ones
+        case _:
+            return False
+
+
+def _computed(node: ast.AST) -> Iterator[ast.expr]:
+    """The calls, operators and subscripts in a statement, in the order in which they run."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(node, ast.Call) or child is not node.func:
+            yield from _computed(child)
+    if isinstance(node, ast.Call | ast.BinOp | ast.UnaryOp | ast.Subscript):
+        yield node
+
+
 @cache
 def _lines_of_loops(file: str) -> frozenset[int]:
     loops = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.For | ast.While))
@@ -205,6 +231,18 @@ class Place:
                 return {one, other}.intersection(parameters_of(self.method))
             case _:
                 return set()
+
+
+def names_returned(location: SourceLocation | None) -> tuple[str, ...]:
+    """What the function of a line returns in the end, item by item: names, "" for anything else."""
+    place = place_at(location)
+    returns = () if place is None else ast.walk(place.method)
+    values = [node.value for node in returns if isinstance(node, ast.Return)]
+    match values[-1:]:
+        case [ast.Tuple(elts=items)]:
+            return tuple(getattr(item, "id", "") for item in items)
+        case _:
+            return ()
 
 
 def parameters_of(method: ast.FunctionDef) -> list[str]:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.codegen.functions import AUGMENTED
+from gpipe_compiler.codegen.loops import loop_begun, loop_ended
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.variables import END
-from gpipe_compiler.ir import ByMode, Call, FunctionCall, MethodCall, Mode, Op, Ref, RegionCall
+from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref, RegionCall
 from gpipe_compiler.ir.arguments import choices, value_names
 
 
@@ -23,6 +23,7 @@ class Uses:
         reader: the position of some reader.
         chosen: values that stand in a choice between modes.
         partner: values of eval mode to those of train mode that stand for the same thing.
+        loops: the positions of the ops that begin and end the loops, the outer ones first.
     """
 
     count: dict[str, int]
@@ -30,6 +31,12 @@ class Uses:
     reader: dict[str, Op]
     chosen: frozenset[str]
     partner: dict[str, str]
+    loops: tuple[tuple[int, int], ...] = ()
+
+    def until(self, position: int) -> int:
+        """The position up to which something has to be there that is read at one: all rounds."""
+        around = (end for start, end in self.loops if start < position < end)
+        return next(around, position)
 
     @classmethod
     def of(cls, ops: Sequence[Op], returns: Sequence[str], asked: Collection[str] = ()) -> Uses:
@@ -63,23 +70,15 @@ class Uses:
             if is_attribute(op.call) and not set(asked).issuperset(op.outputs):
                 for value in op.inputs:
                     last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
-        return cls(count, last, reader, frozenset(chosen), partner)
+        begun = [position for position, op in enumerate(ops) if loop_begun(op)]
+        ended = {loop_ended(op): position for position, op in enumerate(ops)}
+        loops = tuple((position, ended[loop_begun(ops[position])]) for position in begun)
+        return cls(count, last, reader, frozenset(chosen), partner, loops)
 
 
 def is_attribute(made: Call) -> bool:
     """`x.shape` and the like: written wherever it is used."""
     return isinstance(made, FunctionCall) and made.function is getattr and len(made.args) == 2
-
-
-def is_in_place(made: Call) -> bool:
-    """`x += y`, or a method that ends in one underscore and returns its receiver."""
-    match made:
-        case FunctionCall(function=function, args=(_, _)):
-            return function in AUGMENTED and not made.kwargs
-        case MethodCall(method=method):
-            return method.endswith("_") and not method.endswith("__")
-        case _:
-            return False
 
 
 def with_callers(ops: Sequence[Op]) -> tuple[Op, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gpipe_compiler.codegen.functions import changed_by
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import UserStatement, statement_at
 from gpipe_compiler.ir import (
@@ -129,6 +130,18 @@ class Variables:
         variable = self._of.get(of)
         return None if variable is None else self._bind(value, variable)
 
+    def hold(self, values: Mapping[str, str]) -> None:
+        """Variables from here on hold these values, and nothing else."""
+        for variable in values.values():
+            self._holds[variable].clear()
+        for value, variable in values.items():
+            self._holds[self._of[value]].discard(value)
+            self._bind(value, variable)
+
+    def held(self, variable: str) -> Collection[str]:
+        """The values that a variable holds."""
+        return self._holds.get(variable, frozenset())
+
     def holder(self, value: str) -> str | None:
         """The variable that still holds a value."""
         variable = self._of.get(value)
@@ -161,7 +174,8 @@ class StatementRun:
 
     Attributes:
         nested: whether the statement spells each of its ops, so that they may nest as there.
-        last: the ops whose results no other of them reads, in order.
+        last: the ops whose results no other of them reads, in order; those that make what such an
+            op changes in place.
     """
 
     statement: UserStatement | None
@@ -186,13 +200,23 @@ def find_runs(ops: Sequence[Op]) -> dict[str, StatementRun]:
     for statement, members in (part for run in runs for part in _rounds(*run)):
         span = ops[place[members[0].name] : place[members[-1].name] + 1]
         read = {name for op in span for name in op.inputs}
-        last = tuple(op.name for op in members if not read.intersection(op.outputs))
+        makers = {value: op.name for op in members for value in op.outputs}
+        changed = {op.name: makers.get(changed_by(op.call) or "") for op in members}
+        ends = (op.name for op in members if not read.intersection(op.outputs))
+        last = tuple(_before(changed, name) for name in ends)
         # Ops without any source are the compiler's own, a default loss: they nest as they come.
         nested = len(members) <= statement.operations if statement else _unsourced(members)
         table.update(
             dict.fromkeys((op.name for op in members), StatementRun(statement, nested, last))
         )
     return table
+
+
+def _before(changed: Mapping[str, str | None], op: str) -> str:
+    """The op that makes what an op changes in place, and others before it; else itself."""
+    while before := changed.get(op):
+        op = before
+    return op
 
 
 def _rounds(
@@ -234,6 +258,8 @@ def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
         return targets if len(targets) == len(op.outputs) else nothing
     chained = run.statement.rebinds and not run.nested
     if len(targets) == 1:
+        if run.statement.listed:
+            return nothing
         return (targets[0],) if chained or run.last == (op.name,) else nothing
     if run.statement.listed and len(targets) == len(run.last) and op.name in run.last:
         return (targets[run.last.index(op.name)],)
@@ -297,6 +323,12 @@ def name_of_module(path: str) -> str:
     return f"{outer}_{last}" if outer and not outer.isdecimal() else ""
 
 
+def name_of_one(path: str) -> str:
+    """The name of one module of a list: `layer` for `model.layers`."""
+    one = path.rpartition(".")[2].removesuffix("s")
+    return one if one.isidentifier() and len(one) > 1 else "layer"
+
+
 def name_of_result(graph: Graph, value: str, path: str) -> str:
     """The name of a value after the outermost module whose result it is: all read it outside."""
     readers = [op.module for op in graph.consumers.get(value, ())]
@@ -352,6 +384,7 @@ def is_operand(graph: Graph, op: Op, value: str) -> bool:
     return any(
         reader.module == module and statement_at(reader.source) == statement
         for reader in graph.consumers.get(value, ())
+        if changed_by(reader.call) != value
     )
 
 
@@ -368,12 +401,30 @@ def called_for(graph: Graph, op: Op, value: str) -> str:
     return ""
 
 
+def _called_as(graph: Graph, op: Op, value: str) -> str:
+    """The user's name for what a module returns; "" where a value is no result of one."""
+    words = op.module.split(".")
+    readers = graph.consumers.get(value, ())
+    for count, line in op.source.calls if op.source is not None else ():
+        path = ".".join(words[:count])
+        statement = statement_at(line)
+        if statement is None or any(
+            f"{reader.module}.".startswith(f"{path}.") for reader in readers
+        ):
+            continue
+        around = {statement_at(source) for reader in readers if (source := reader.source)}
+        around |= {statement_at(own) for r in readers if r.source for _, own in r.source.calls}
+        alone = len(statement.targets) == 1 and not statement.listed
+        return statement.targets[0] if alone and statement not in around else ""
+    return ""
+
+
 def argument_name(graph: Graph, value: str) -> str:
     """The name for a value that a method is given."""
     op = graph.producer.get(value)
     if op is None:  # an input, or a state from outside
         return value.rpartition(".")[2] or value
-    outer = called_for(graph, op, value)
+    outer = _called_as(graph, op, value) or called_for(graph, op, value)
     if outer:
         return outer
     cast = cast_by(op.call)

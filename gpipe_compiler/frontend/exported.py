@@ -43,8 +43,8 @@ from gpipe_compiler.frontend.free_sizes import (
     write_fixed,
 )
 from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
-from gpipe_compiler.frontend.locate import line_of_trace, model_frames
-from gpipe_compiler.frontend.lower import lower
+from gpipe_compiler.frontend.locate import model_frames
+from gpipe_compiler.frontend.lower import lower, source_of
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
@@ -350,7 +350,7 @@ def find_sources(graphs: Sequence[fx.Graph]) -> None:
     """Gives nodes that torch.export made up (sizes, regions) the line of what they are for."""
     for graph in graphs:
         for node in reversed(graph.nodes):
-            node.meta["source"] = line_of_trace(node.stack_trace)
+            node.meta["source"] = source_of(node)
             if node.meta["source"] is None or not Path(node.meta["source"].file).is_absolute():
                 near = [*node.users, *_inside(graph, node)]
                 node.meta["source"] = next(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -42,18 +43,33 @@ def location(
     return SourceLocation(file, line, function, linecache.getline(file, line).strip(), callers)
 
 
-def _innermost(frames: Iterable[tuple[str, int, str]]) -> SourceLocation | None:
-    """The first of some frames (file, line, function), which called each other inside out."""
-    found: list[tuple[str, int, str]] = []
+_Frame = tuple[str, int, str]
+"""File, line and function."""
+
+
+def _innermost(frames: Iterable[_Frame]) -> SourceLocation | None:
+    """The first of some frames, which called each other inside out."""
+    return next((_located(found) for found in _by_forwards(frames)), None)
+
+
+def _by_forwards(frames: Iterable[_Frame]) -> Iterator[list[_Frame]]:
+    """The user's among some frames, which called each other inside out, up to each `forward`."""
+    found: list[_Frame] = []
     for frame in frames:
         if is_users(frame[0]):
             found.append(frame)
             if frame[2] == "forward":
-                break
+                yield found
+                found = []
+    if found:
+        yield found
+
+
+def _located(frames: Sequence[_Frame]) -> SourceLocation:
     callers: tuple[SourceLocation, ...] = ()
-    for frame in reversed(found[1:]):
+    for frame in reversed(frames[1:]):
         callers = (*callers, location(*frame))
-    return location(*found[0], callers) if found else None
+    return location(*frames[0], callers)
 
 
 def model_frames(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
@@ -112,5 +128,20 @@ def line_of(error: BaseException) -> SourceLocation | None:
 
 def line_of_trace(stack_trace: str | None) -> SourceLocation | None:
     """The user's line in a printed stack trace, as torch keeps it with every node."""
+    return _innermost(_printed(stack_trace))
+
+
+def lines_of_calls(stack_trace: str | None) -> tuple[SourceLocation, ...]:
+    """The lines by which the `forward`s in a printed stack trace called one another, the outermost
+    first; a line of the same file as the caller's `forward`, which decorators are not."""
+    found: list[SourceLocation] = []
+    for frames in list(_by_forwards(_printed(stack_trace)))[1:]:
+        alike = (group for _, group in itertools.groupby(frames[::-1], lambda frame: frame[0]))
+        found.append(_located([*next(alike)][::-1]))
+    return tuple(found[::-1])
+
+
+def _printed(stack_trace: str | None) -> Iterator[_Frame]:
+    """The frames of a printed stack trace, inside out."""
     matches = map(_FRAME.match, reversed((stack_trace or "").splitlines()))
-    return _innermost((m["file"], int(m["line"]), m["function"] or "") for m in matches if m)
+    return ((m["file"], int(m["line"]), m["function"] or "") for m in matches if m)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import line_of_trace
+from gpipe_compiler.frontend.locate import line_of_trace, lines_of_calls
 from gpipe_compiler.frontend.modules import rebuild
 from gpipe_compiler.frontend.recompute import CHECKPOINT
 from gpipe_compiler.frontend.simplify_graph import simplify_graph
@@ -330,18 +330,29 @@ def is_transform(node: fx.Node) -> bool:
 
 
 def source_of(node: fx.Node) -> SourceLocation | None:
-    """The user's line that a node comes from."""
-    source = node.meta.get("source")
-    return source if isinstance(source, SourceLocation) else line_of_trace(node.stack_trace)
+    """The user's line that a node comes from, with those that called the modules around it."""
+    known = node.meta.get("source")
+    source = known if isinstance(known, SourceLocation) else line_of_trace(node.stack_trace)
+    own = ("torch.", "gpipe_compiler.")
+    users = [path for path, made in _modules_around(node) if not made.startswith(own)]
+    lines = lines_of_calls(node.stack_trace)
+    if source is None or source.calls or len(users) != len(lines) + 1:
+        return source
+    calls = zip((path.count(".") + 1 for path in users[1:]), lines, strict=True)
+    return dataclasses.replace(source, calls=tuple(calls))
 
 
 def module_of(node: fx.Node) -> str:
     """The path of the module whose forward makes the call."""
+    return next((path for path, _ in reversed([*_modules_around(node)])), "")
+
+
+def _modules_around(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """The modules whose forwards make the call, outermost first: paths and classes."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     own = local_path(str(node.target)) if node.op == "call_module" else None
-    for value in reversed(list(stack.values())):
-        path = value[0] if isinstance(value, tuple) else str(value)
-        path = local_path(path)
+    for value in stack.values():
+        path, made = value if isinstance(value, tuple) else (value, "")
+        path = local_path(str(path))
         if path != own and not path.startswith("_empty_nn_module_stack"):  # torch's own stopgap
-            return path
-    return ""
+            yield path, made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"

@@ -109,14 +109,14 @@ class Former:
             self._leaf(leaf, None if inside else Constant(ConstantSlot(op.name, index), leaf, name))
             for index, (leaf, name) in enumerate(_named_leaves(call))
         ]
-        return (op.mode, called, _structure(op.arguments), tuple(made), self._result(op.result))
+        return (op.mode, called, structure(op.arguments), tuple(made), self._result(op.result))
 
     def _region(self, op: Op, call: RegionCall) -> Hashable:
         made = [self._leaf(leaf, None) for leaf in leaves(call.args)]
         inputs = tuple(map(self.number, call.body.inputs))
         ops = tuple(self.op(inner, inside=True) for inner in call.body.ops)
         outputs = tuple(self._leaf(leaf, None) for leaf in leaves(call.body.outputs))
-        shapes = (_structure(call.args), _structure(call.body.outputs))
+        shapes = (structure(call.args), structure(call.body.outputs))
         context = repr(call.context)
         result = self._result(op.result)
         return (op.mode, "region", context, shapes, tuple(made), inputs, ops, outputs, result)
@@ -167,7 +167,7 @@ class OpForms:
                 return ("region", id(call))
 
     def _form(self, argument: Argument) -> Hashable:
-        return _structure(argument), tuple(map(self._leaf, leaves(argument)))
+        return structure(argument), tuple(map(self._leaf, leaves(argument)))
 
     def _leaf(self, leaf: object) -> Hashable:
         match leaf:
@@ -200,13 +200,13 @@ def _named_leaves(
             yield leaf, key
 
 
-def _structure(argument: Argument) -> Hashable:
+def structure(argument: Argument) -> Hashable:
     """An argument without its leaves."""
     inside = parts(argument)
     if inside is None:
         return None
     keys = tuple(argument) if isinstance(argument, dict) else None
-    return type(argument), keys, tuple(map(_structure, inside))
+    return type(argument), keys, tuple(map(structure, inside))
 
 
 def states_read(op: Op) -> Iterator[str]:

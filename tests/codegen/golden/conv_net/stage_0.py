@@ -23,6 +23,7 @@ class Stage0(nn.Module):
             x: (B, 4, 8, 8) float32, for stage 1.
             conv2_out: (B, 4, 8, 8) float32, for stage 1.
         """
+        # models.py:41-42
         x = self.stem(images)  # (B, 4, 8, 8)
         conv2_out = self.blocks(x)
         return x, conv2_out

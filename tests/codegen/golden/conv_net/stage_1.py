@@ -18,12 +18,13 @@ class Stage1(nn.Module):
             x: (B, 4, 8, 8) float32, from stage 0, made at models.py:41.
 
         Returns:
-            relu_out: (B, 4, 8, 8) float32, for stage 2.
+            x: (B, 4, 8, 8) float32, for stage 2.
             conv2_out: (B, 4, 8, 8) float32, for stage 2.
         """
-        relu_out = self.blocks["0"](x, conv2_out)  # (B, 4, 8, 8)
-        conv2_out = self.blocks["1"](relu_out)
-        return relu_out, conv2_out
+        # models.py:42
+        x = self.blocks["0"](x, conv2_out)  # (B, 4, 8, 8)
+        conv2_out = self.blocks["1"](x)
+        return x, conv2_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -23,9 +23,9 @@ class Stage2(nn.Module):
         Returns:
             head_out: (B, 5) float32, for the caller.
         """
-        # models.py:43-208
-        relu_out = self.blocks["1"](relu_out, conv2_out)  # (B, 4, 8, 8)
-        x = self.pool(relu_out).flatten(1)  # (B, 4)
+        # models.py:42-208
+        x = self.blocks["1"](relu_out, conv2_out)  # (B, 4, 8, 8)
+        x = self.pool(x).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
         head_out = head_out.flatten(0, -2)
         return head_out

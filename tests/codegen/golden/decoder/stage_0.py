@@ -46,7 +46,7 @@ class Stage0(nn.Module):
             v: (B, 2, 6, 4) float32, for stage 1.
             softmax: (B, 2, 6, 6) float32, for stage 1.
         """
-        # models.py:82
+        # models.py:82-84
         x = self.wte(ids) + self.wpe[:6]  # (B, 6, 8)
         v, softmax = self.attentions["0"](x)
         return x, v, softmax

@@ -52,6 +52,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:58
-        norm_out = self.norm(x)  # (B, 8, 32)
-        add: Tensor = x + self.scale * self.narrow(F.gelu(self.attention(norm_out) + self.noise))
+        add: Tensor = (
+            x + self.scale * self.narrow(F.gelu(self.attention(self.norm(x)) + self.noise))
+        )
         return add

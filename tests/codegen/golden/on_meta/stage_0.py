@@ -14,8 +14,7 @@ class BlockPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:58
-        norm_out = self.norm(x)  # (B, 8, 32)
-        out: Tensor = self.attention(norm_out)
+        out: Tensor = self.attention(self.norm(x))  # (B, 8, 32)
         return out
 
 
@@ -36,14 +35,14 @@ class Stage0(nn.Module):
             tokens: (B, 8) int64, the model's args[0].
 
         Returns:
-            blocks_0: (B, 8, 32) float32, for stage 1.
-            out: (B, 8, 32) float32, for stage 1.
+            x: (B, 8, 32) float32, for stage 1.
+            blocks_1: (B, 8, 32) float32, for stage 1.
         """
-        # meta_decoder.py:77
+        # meta_decoder.py:77-79
         x = self.tokens(tokens) + self.position + self.shift  # (B, 8, 32)
-        blocks_0 = self.blocks["0"](x)
-        out = self.blocks["1"](blocks_0)
-        return blocks_0, out
+        x = self.blocks["0"](x)
+        blocks_1 = self.blocks["1"](x)
+        return x, blocks_1
 
 
 # How state begins where there are no weights (runtime/core/initial.py); * is any layer's number.

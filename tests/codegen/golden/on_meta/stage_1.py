@@ -37,9 +37,10 @@ class Stage1(nn.Module):
         Returns:
             head_out: (B, 8, 400) float32, for the caller.
         """
-        # meta_decoder.py:80
-        blocks_2 = self.blocks["2"](self.blocks["1"](out, blocks_0))  # (B, 8, 32)
-        head_out: Tensor = self.head(self.batch_norm(blocks_2))  # (B, 8, 400)
+        # meta_decoder.py:79-80
+        x = self.blocks["1"](out, blocks_0)  # (B, 8, 32)
+        x = self.blocks["2"](x)
+        head_out: Tensor = self.head(self.batch_norm(x))  # (B, 8, 400)
         return head_out
 
     def loss(self, head_out: Tensor, target: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class Stage0(nn.Module):
             x: (B, 4, 8, 8) float32, for stage 1.
             conv2_out: (B, 4, 8, 8) float32, for stage 1.
         """
+        # models.py:41-42
         x = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, 8, 8)
         conv2_out = checkpoint(self.blocks["0"], x, use_reentrant=False)
         return x, conv2_out

@@ -24,15 +24,15 @@ class Stage2(nn.Module):
         Returns:
             flatten: (B, 5) float32, for the caller.
         """
-        # models.py:208
-        relu_out = checkpoint(self.blocks["1"], relu_out, conv2_out, use_reentrant=False)
-        flatten: Tensor = checkpoint(self.segment_1, relu_out, use_reentrant=False)  # (B, 5)
+        # models.py:42-208
+        x = checkpoint(self.blocks["1"], relu_out, conv2_out, use_reentrant=False)  # (B, 4, 8, 8)
+        flatten: Tensor = checkpoint(self.segment_1, x, use_reentrant=False)  # (B, 5)
         return flatten
 
-    def segment_1(self, relu_out: Tensor) -> Tensor:
+    def segment_1(self, x: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
         # models.py:43-208
-        x = self.pool(relu_out).flatten(1)  # (B, 4)
+        x = self.pool(x).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
         head_out = head_out.flatten(0, -2)
         return head_out

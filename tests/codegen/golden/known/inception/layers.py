@@ -29,10 +29,9 @@ class Inception(nn.Module):
         self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        # inception.py:55-57
+        # inception.py:52-57
         point_out = self.point(x)
         conv3_out = self.conv3(self.narrow3(x))
         conv5_out = self.conv5(self.narrow5(x))
-        branches = F.max_pool2d(x, 3, stride=1, padding=1)
-        pooled_out = self.pooled(branches)
+        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
         return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)

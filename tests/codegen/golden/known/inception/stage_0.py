@@ -15,12 +15,11 @@ class InceptionPart(nn.Module):
         self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        # inception.py:55
+        # inception.py:52-55
         point_out = self.point(x)  # (B, 8, 16, 16)
         narrow3_out = self.narrow3(x)  # (B, 4, 16, 16)
         narrow5_out = self.narrow5(x)
-        branches = F.max_pool2d(x, 3, stride=1, padding=1)  # (B, 32, 16, 16)
-        pooled_out = self.pooled(branches)  # (B, 8, 16, 16)
+        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))  # (B, 8, 16, 16)
         return point_out, narrow3_out, narrow5_out, pooled_out
 
 
@@ -42,9 +41,8 @@ class Stage0(nn.Module):
             narrow5_out: (B, 4, 16, 16) float32, for stage 1.
             pooled_out: (B, 8, 16, 16) float32, for stage 1.
         """
-        # inception.py:74
-        stem_out = self.stem(images)  # (B, 32, 32, 32)
-        x = F.max_pool2d(stem_out, 2)  # (B, 32, 16, 16)
+        # inception.py:74-75
+        x = F.max_pool2d(self.stem(images), 2)  # (B, 32, 16, 16)
         point_out, narrow3_out, narrow5_out, pooled_out = self.early["0"](x)
         return point_out, narrow3_out, narrow5_out, pooled_out
 

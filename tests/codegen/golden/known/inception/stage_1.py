@@ -15,7 +15,7 @@ class InceptionPart(nn.Module):
     def forward(
         self, narrow3_out: Tensor, narrow5_out: Tensor, point_out: Tensor, pooled_out: Tensor
     ) -> Tensor:
-        # inception.py:57
+        # inception.py:53-57
         conv3_out = self.conv3(narrow3_out)  # (B, 8, 16, 16)
         conv5_out = self.conv5(narrow5_out)
         return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 16, 16)
@@ -28,6 +28,7 @@ class InceptionPart2(nn.Module):
         self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
 
     def forward(self, x: Tensor) -> Tensor:
+        # inception.py:54
         conv5_out: Tensor = self.conv5(self.narrow5(x))  # (B, 8, 16, 16)
         return conv5_out
 
@@ -49,12 +50,14 @@ class Stage1(nn.Module):
             pooled_out: (B, 8, 16, 16) float32, from stage 0, made at inception.py:35.
 
         Returns:
-            early_1: (B, 32, 16, 16) float32, for stage 2.
-            conv5_out: (B, 8, 16, 16) float32, for stage 2.
+            x: (B, 32, 16, 16) float32, for stage 2.
+            early_2: (B, 8, 16, 16) float32, for stage 2.
         """
-        early_1 = self.early["1"](self.early["0"](narrow3_out, narrow5_out, point_out, pooled_out))
-        conv5_out = self.early["2"](early_1)  # (B, 8, 16, 16)
-        return early_1, conv5_out
+        # inception.py:75
+        x = self.early["0"](narrow3_out, narrow5_out, point_out, pooled_out)  # (B, 32, 16, 16)
+        x = self.early["1"](x)
+        early_2 = self.early["2"](x)  # (B, 8, 16, 16)
+        return x, early_2
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

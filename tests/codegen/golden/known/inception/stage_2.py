@@ -16,11 +16,10 @@ class InceptionPart(nn.Module):
         self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
 
     def forward(self, x: Tensor, conv5_out: Tensor) -> Tensor:
-        # inception.py:55-57
+        # inception.py:52-57
         point_out = self.point(x)  # (B, 8, 16, 16)
         conv3_out = self.conv3(self.narrow3(x))
-        branches = F.max_pool2d(x, 3, stride=1, padding=1)  # (B, 32, 16, 16)
-        pooled_out = self.pooled(branches)  # (B, 8, 16, 16)
+        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
         return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 16, 16)
 
 
@@ -40,14 +39,13 @@ class Stage2(nn.Module):
 
         Returns:
             auxiliary: (B, 10) float32, for stage 3 and the caller.
-            late_0: (B, 32, 8, 8) float32, for stage 3.
+            x: (B, 32, 8, 8) float32, for stage 3.
         """
-        # inception.py:76-77
-        early_2 = self.early["2"](early_1, conv5_out)  # (B, 32, 16, 16)
-        auxiliary = self.auxiliary(early_2.mean([2, 3]))  # (B, 10)
-        x = F.max_pool2d(early_2, 2)  # (B, 32, 8, 8)
-        late_0 = self.late(x)
-        return auxiliary, late_0
+        # inception.py:75-77
+        x = self.early["2"](early_1, conv5_out)  # (B, 32, 16, 16)
+        auxiliary = self.auxiliary(x.mean([2, 3]))  # (B, 10)
+        x = self.late(F.max_pool2d(x, 2))  # (B, 32, 8, 8)
+        return auxiliary, x
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

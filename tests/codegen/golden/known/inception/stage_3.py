@@ -21,9 +21,9 @@ class Stage3(nn.Module):
         Returns:
             scores_out: (B, 10) float32, for the caller.
         """
-        # inception.py:78
+        # inception.py:77-78
         for late in self.late.values():
-            late_0 = late(late_0)
+            late_0 = late(late_0)  # (B, 32, 8, 8)
         scores_out: Tensor = self.scores(late_0.mean([2, 3]))  # (B, 10)
         return scores_out
 

@@ -32,5 +32,5 @@ class Stage1(nn.Module):
         position_ids = position_ids.unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin)
+            hidden_states = layer(hidden_states, cos, sin)  # (B, 16, 32)
         return hidden_states

@@ -35,8 +35,8 @@ class Stage3(nn.Module):
         position_ids = position_ids.unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin)
-        norm_out = self.model.norm(hidden_states)  # (B, 16, 32)
+            hidden_states = layer(hidden_states, cos, sin)  # (B, 16, 32)
+        norm_out = self.model.norm(hidden_states)
 
         # modeling_llama.py:468
         logits: Tensor = self.lm_head(norm_out)  # (B, 16, 64)

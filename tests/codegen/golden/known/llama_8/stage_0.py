@@ -35,5 +35,5 @@ class Stage0(nn.Module):
         position_ids = position_ids.unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            inputs_embeds = layer(inputs_embeds, cos, sin)
+            inputs_embeds = layer(inputs_embeds, cos, sin)  # (B, 16, 32)
         return inputs_embeds

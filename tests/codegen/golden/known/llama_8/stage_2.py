@@ -45,6 +45,6 @@ class Stage2(nn.Module):
         position_ids = position_ids.unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         for index in range(4, 6):
-            hidden_states = self.model.layers[str(index)](hidden_states, cos, sin)
-        input_layernorm_out = self.model.layers["6"](hidden_states)  # (B, 16, 32)
+            hidden_states = self.model.layers[str(index)](hidden_states, cos, sin)  # (B, 16, 32)
+        input_layernorm_out = self.model.layers["6"](hidden_states)
         return hidden_states, input_layernorm_out

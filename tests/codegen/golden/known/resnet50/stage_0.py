@@ -25,7 +25,7 @@ class Stage0(nn.Module):
         Returns:
             layer1_out: (B, 32, 16, 16) float32, for stage 1.
         """
-        # resnet50.py:71
+        # resnet50.py:71-72
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))  # (B, 8, 16, 16)
         layer1_out: Tensor = self.layer1(x)  # (B, 32, 16, 16)
         return layer1_out

@@ -21,6 +21,7 @@ class Stage1(nn.Module):
         Returns:
             layer2_out: (B, 64, 8, 8) float32, for stage 2.
         """
+        # resnet50.py:72
         layer2_out: Tensor = self.layer2(layer1_out)  # (B, 64, 8, 8)
         return layer2_out
 

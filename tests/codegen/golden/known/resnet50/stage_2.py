@@ -21,6 +21,7 @@ class Stage2(nn.Module):
         Returns:
             layer3_4: (B, 128, 4, 4) float32, for stage 3.
         """
+        # resnet50.py:72
         layer3_4: Tensor = self.layer3(layer2_out)  # (B, 128, 4, 4)
         return layer3_4
 

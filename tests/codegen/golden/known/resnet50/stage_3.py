@@ -25,9 +25,9 @@ class Stage3(nn.Module):
         Returns:
             fc_out: (B, 10) float32, for the caller.
         """
-        # resnet50.py:73-74
-        relu_out = self.layer4(self.layer3["5"](layer3_4))  # (B, 256, 2, 2)
-        x = self.avgpool(relu_out).flatten(1)  # (B, 256)
+        # resnet50.py:72-74
+        x = self.layer4(self.layer3["5"](layer3_4))  # (B, 256, 2, 2)
+        x = self.avgpool(x).flatten(1)  # (B, 256)
         fc_out: Tensor = self.fc(x)  # (B, 10)
         return fc_out
 

@@ -110,7 +110,8 @@ class SwinStagePart(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = self.blocks["3"](self.blocks["2"](self.blocks["1"](hidden_states)))
+        for block in self.blocks.values():
+            hidden_states = block(hidden_states)  # (B, 64, 64)
         return hidden_states
 
 

@@ -130,7 +130,7 @@ class Stage0(nn.Module):
 
         Returns:
             position_bias: (1, 4, 16, 16) float32, for stage 1.
-            attention_output: (B, 16, 32) float32, for stage 1.
+            hidden_states: (B, 16, 32) float32, for stage 1.
             decoder_input_ids: (B, 16) int64, for stage 1.
         """
         # encoder (modeling_t5.py:678-725)
@@ -139,9 +139,11 @@ class Stage0(nn.Module):
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, 16, 32)
         del inputs_embeds
         position_bias, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
-        hidden_states = self.encoder.block["1"](hidden_states, position_bias, attention_mask)
-        attention_output = self.encoder.block["2"](hidden_states, position_bias, attention_mask)
+        for index in range(1, 3):
+            hidden_states = self.encoder.block[str(index)](
+                hidden_states, position_bias, attention_mask
+            )
 
         # modeling_t5.py:1028
         decoder_input_ids = _shift_right(labels)  # (B, 16)
-        return position_bias, attention_output, decoder_input_ids
+        return position_bias, hidden_states, decoder_input_ids

@@ -1,0 +1,177 @@
+"""Loops of several calls, written as the user has them, with the model's numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.stage import write_stages
+from gpipe_compiler.plan import Plan
+
+DIM = 6
+
+
+class Feed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 8)
+        self.down = nn.Linear(8, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class SideBySide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(DIM) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for feed, norm in zip(self.feeds, self.norms, strict=True):
+            h = feed(x)
+            h = norm(h)
+            x = x + F.relu(h)
+        return x + h
+
+
+class Members(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(DIM), "feed": Feed()}) for _ in range(3)
+        )
+        self.scales = nn.ParameterList(nn.Parameter(torch.rand(DIM)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            residual = x
+            x = block["norm"](x)
+            x = block["feed"](x) * 2
+            x = x + residual
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+class TwoCarried(nn.Module):
+    """What the second round is given in one place, the third is given in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        before = x
+        for feed in self.feeds:
+            x, before = feed(x) + before, x
+            total = total + x * before
+        return total
+
+
+class Sums(nn.Module):
+    """Both values are given on, each changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x
+        total = x * 2
+        for feed in self.feeds:
+            y = feed(x) + start
+            total = total * 0.5 + y
+            x = y.tanh() + total
+        return total + x + y
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(DIM, DIM)
+        self.experts = nn.ModuleList(Feed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x[:, 0]
+        for t in range(1, DIM):
+            h = torch.tanh(self.cell(h + x[:, t]))
+        out = torch.zeros_like(h)
+        for i, expert in enumerate(self.experts):
+            out = out + h[:, i : i + 1] * expert(h)
+        return out
+
+
+class Unlike(nn.Module):
+    """Rounds of which the last two are not like the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for index, feed in enumerate(self.feeds):
+            y = feed(x)
+            x = y - x if index == 3 else x - y if index == 4 else y + x
+            total = total + y
+        return total + x
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(
+            nn.ModuleList([Feed(), nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))])
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for feed, inner in self.outer:
+            x = feed(x) + x
+            for linear in inner:
+                x = F.relu(linear(x)) + x
+        return x
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "side by side": (SideBySide, (4, DIM), "for feed, norm in zip(self.feeds.values(), self"),
+    "members": (Members, (4, DIM), "for block in self.blocks.values():"),
+    "two carried": (TwoCarried, (4, DIM), ""),
+    "sums": (Sums, (4, DIM), "for feed in self.feeds.values():"),
+    "steps": (Steps, (4, DIM, DIM), "h[:, index_2 : index_2 + 1] * self.experts[str(index_2)](h)"),
+    "unlike": (Unlike, (4, DIM), "for index in range(3):"),
+    "nested": (Nested, (4, DIM), 'for layer in outer["1"].values():'),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_loop_is_written_as_one(case: str, planned: Callable[..., Plan]) -> None:
+    make, shape, line = CASES[case]
+    torch.manual_seed(0)
+    model, x = make(), torch.rand(shape)
+    plan = planned(copy.deepcopy(model), x, count=1)
+    assert plan.graph is not None
+    text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
+    assert line in text
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    stage = namespace["Stage0"]()
+    stage.load_state_dict(model.state_dict())
+
+    for module in (model, stage):
+        module.train()
+        module(x).square().sum().backward()
+
+    torch.testing.assert_close(stage(x), model(x), rtol=0, atol=0)
+    own = dict(stage.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad)
