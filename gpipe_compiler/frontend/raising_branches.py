@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import itertools
+import linecache
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from unittest import mock
 
@@ -53,8 +55,9 @@ def _passing(frame: FrameType) -> bool | None:
     Args:
         frame: whose line asks for the truth of something.
     """
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    found = [passing for first, last, passing in _statements(file).checks if first <= line <= last]
+    asking = _instruction(frame)
+    checks = _statements(frame.f_code.co_filename).checks if asking else ()
+    found = [check.passing for check in checks if asking and check.is_asked_at(asking)]
     caught = any(
         first <= number <= last
         for name, number, _ in frames_of_model(frame)
@@ -64,47 +67,115 @@ def _passing(frame: FrameType) -> bool | None:
     return found[0] if len(found) == 1 and not caught else None
 
 
-class _Statements(ast.NodeVisitor):
-    """The conditions of a file, and the lines whose exceptions it may catch.
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Lines and columns, from and to, of a piece of a file."""
+
+    begin: tuple[int, int]
+    end: tuple[int, int]
+
+    @classmethod
+    def of(cls, node: ast.expr | ast.stmt) -> _Place:
+        """Where an expression or a statement stands."""
+        end = node.end_lineno or node.lineno, node.end_col_offset or 0
+        return cls((node.lineno, node.col_offset), end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """A condition.
 
     Attributes:
-        checks: of every condition its first and last line, and what all its parts have to be for
-            nothing to be raised; None where they have to differ, or it decides something else.
-        guarded: the first and last line of every block that may catch an exception.
+        statement: it stands in.
+        passing: what all its parts have to be for nothing to be raised; None where they have to
+            differ, or it decides something else.
+    """
+
+    statement: _Place
+    condition: _Place
+    passing: bool | None
+
+    def is_asked_at(self, place: _Place) -> bool:
+        """Whether its truth is asked there, or that of a part; Python may name the statement."""
+        within = self.condition.begin <= place.begin and place.end <= self.condition.end
+        return within or place == self.statement
+
+
+def _instruction(frame: FrameType) -> _Place | None:
+    """What a frame is executing; other conditions may stand in the same line. None where Python
+    does not know."""
+    positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
+    line, last, column, end = next(positions)
+    if line is None or last is None or column is None or end is None:
+        return None
+    return _Place((line, column), (last, end))
+
+
+_CATCHING = frozenset({"__next__", "__getitem__", "__getattr__", "__getattribute__"})
+"""Methods whose exceptions tell Python something, such as where a loop ends."""
+
+
+class _Statements(ast.NodeVisitor):
+    """The conditions of a file, and the lines whose exceptions may be caught.
+
+    Attributes:
+        guarded: the first and last line of every block whose exceptions may be caught.
     """
 
     def __init__(self) -> None:
-        self.checks: list[tuple[int, int, bool | None]] = []
+        self.checks: list[_Check] = []
         self.guarded: list[tuple[int, int]] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        """Python itself may catch what it raises."""
+        if node.name in _CATCHING:
+            self._guard(node.body)
+        self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
         """`if wrong: raise`, or `if right: ... else: raise`."""
         checks = _raises(node.body) or _raises(node.orelse)
-        self._condition(node.test, not _raises(node.body) if checks else None)
+        self._condition(node, not _raises(node.body) if checks else None)
         self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> None:
         """`assert right`."""
-        self._condition(node.test, True)
+        self._condition(node, True)
         self.generic_visit(node)
 
-    def visit_Try(self, node: ast.Try) -> None:
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
         """Its handlers may go on, unless they raise again."""
-        if not all(isinstance(handler.body[-1], ast.Raise) for handler in node.handlers):
-            self.guarded.append((node.body[0].lineno, node.body[-1].end_lineno or 0))
+        again = all(isinstance(h.body[-1], ast.Raise) for h in node.handlers)
+        if not again or any(map(_leaves, (*node.handlers, *node.finalbody))):
+            self._guard(node.body)
         self.generic_visit(node)
+
+    def visit_TryStar(self, node: ast.TryStar) -> None:
+        """The same of groups of exceptions."""
+        self.visit_Try(node)
 
     def visit_With(self, node: ast.With) -> None:
         """`contextlib.suppress` goes on."""
         if any("suppress" in ast.dump(item.context_expr) for item in node.items):
-            self.guarded.append((node.body[0].lineno, node.body[-1].end_lineno or 0))
+            self._guard(node.body)
         self.generic_visit(node)
 
-    def _condition(self, test: ast.expr, passing: bool | None) -> None:
+    def _guard(self, body: list[ast.stmt]) -> None:
+        """Notes a block whose exceptions may be caught."""
+        self.guarded.append((body[0].lineno, body[-1].end_lineno or 0))
+
+    def _condition(self, node: ast.If | ast.Assert, passing: bool | None) -> None:
         """Notes one, and what it has to be."""
-        asked = {passing is as_it for as_it in _parts(test)} if passing is not None else set()
+        parts = _parts(node.test) if passing is not None else ()
+        asked = {passing is as_it for as_it in parts}
         only = asked.pop() if len(asked) == 1 else None
-        self.checks.append((test.lineno, test.end_lineno or test.lineno, only))
+        self.checks.append(_Check(_Place.of(node), _Place.of(node.test), only))
+
+
+def _leaves(node: ast.AST) -> bool:
+    """Whether a block may be left by another way than its end or an exception."""
+    ways = (ast.Return, ast.Break, ast.Continue)
+    return any(isinstance(inner, ways) for inner in ast.walk(node))
 
 
 def _raises(body: list[ast.stmt]) -> bool:
@@ -132,10 +203,15 @@ def _parts(test: ast.expr) -> Iterator[bool]:
                 yield False
 
 
-@cache
 def _statements(file: str) -> _Statements:
-    """Those of a file; none for one that cannot be read."""
+    """Those of a file as it is; none for one that cannot be read."""
+    linecache.checkcache(file)
+    return _parsed("".join(linecache.getlines(file)))
+
+
+@cache
+def _parsed(source: str) -> _Statements:
     found = _Statements()
-    with contextlib.suppress(OSError, SyntaxError, ValueError):
-        found.visit(ast.parse(Path(file).read_text(encoding="utf-8")))
+    with contextlib.suppress(SyntaxError, ValueError):
+        found.visit(ast.parse(source))
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,13 +87,71 @@ def differing(h: Tensor) -> Tensor:
     return h
 
 
+def handled(h: Tensor) -> Tensor:
+    try:
+        return of_both(h)
+    except ValueError:
+        if h.shape[1] == 4:
+            return h / 2
+        raise
+
+
+def in_the_same_line(h: Tensor) -> Tensor:
+    # fmt: off
+    if not h.isnan().any(): h = h if (h < 2).all() else -h  # noqa: E701
+    else: raise ValueError  # noqa: E701
+    # fmt: on
+    return h
+
+
+class Steps:
+    """Ends as soon as something is large enough."""
+
+    def __init__(self) -> None:
+        self.left, self.reached = 3, torch.zeros(1)
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        if not self.left or (self.reached > 2).all():
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+
+def as_long_as(h: Tensor) -> Tensor:
+    steps = Steps()
+    for _ in steps:
+        h = steps.reached = h * 2
+    return h
+
+
 @pytest.mark.parametrize("check", [of_both, asserted, by_a_number, otherwise])
 def test_a_branch_that_only_raises_is_passed(check: Callable[[Tensor], Tensor]) -> None:
     model, x = Checked(check), torch.randn(4, 4)
     assert len(trace(model, x, training=False).ops) <= 4
 
 
-@pytest.mark.parametrize("check", [deciding, caught, suppressed, either, differing])
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(deciding, caught, suppressed, either, differing, handled),
+        *(in_the_same_line, as_long_as),
+    ],
+)
 def test_a_branch_that_decides_is_refused(check: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(TraceError, match="decides by the values of a tensor"):
         trace(Checked(check), torch.randn(4, 4), training=False)
+
+
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "checks.py"
+    for number, body in enumerate(("raise ValueError", "h = -h")):
+        file.write_text(f"def check(h):\n    if (h > 2).any():\n        {body}\n    return h\n")
+        os.utime(file, (number, number))
+        held: dict[str, Callable[[Tensor], Tensor]] = {}
+        exec(compile(file.read_text(), str(file), "exec"), held)
+        refused = pytest.raises(TraceError, match="decides by the values of a tensor")
+        with refused if number else contextlib.nullcontext():
+            trace(Checked(held["check"]), torch.randn(4, 4), training=False)
