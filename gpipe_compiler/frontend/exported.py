@@ -37,7 +37,6 @@ from gpipe_compiler.frontend.free_sizes import (
     noting_sizes,
     read_sizes,
     refuse_fixed,
-    sample_rules,
     ties,
     wanted,
     write_fixed,
@@ -51,6 +50,7 @@ from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, o
 from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.relift import CallRecorder, relift
+from gpipe_compiler.frontend.sample_rules import sample_rules
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.frontend.traced_python import PythonFollowed

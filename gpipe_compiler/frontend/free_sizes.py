@@ -21,11 +21,8 @@ from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
 from gpipe_compiler.ir.sizes import (
     BATCH,
-    LARGEST_BATCH,
     SMALLEST,
     UNKNOWN_LINE,
-    SampleRule,
-    in_order,
 )
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
@@ -176,14 +173,14 @@ def read_sizes(
         for source, node in zip(signature.inputs, placeholders, strict=True)
     }
     environment = next(
-        (n.node.shape_env for shape in shapes.values() for n in shape if _is_symbolic(n)), None
+        (n.node.shape_env for shape in shapes.values() for n in shape if is_symbolic(n)), None
     )
     computed = [
         size
         for value in values
         if isinstance(value, torch.Tensor)
         for size in value.shape
-        if _is_symbolic(size)
+        if is_symbolic(size)
     ]
     places = free
     while environment is not None and places:
@@ -219,7 +216,7 @@ def _fix_others(
     fixed: set[Any] = set()
     for source, example in zip(signature.inputs, signature.examples, strict=True):
         for dim, size in enumerate(shapes[source.name]):
-            if _is_symbolic(size):
+            if is_symbolic(size):
                 expression = expression_of(size)
                 if expression.is_Symbol:
                     numbers.setdefault(expression, example.shape[dim])
@@ -271,60 +268,6 @@ def _number_of(value: object) -> float | None:
             return bool(expression)
 
 
-_ORDERS = frozenset({"<", "<=", ">", ">="})
-
-
-def sample_rules(
-    signature: Signature, placeholders: Sequence[fx.Node], noted: NotedSizes
-) -> tuple[SampleRule, ...]:
-    """Numbers of samples for which a model may be another program than its trace, in order.
-
-    What torch compares, to see whether sizes are equal, tells no batch from another; what the
-    user's own code asks does.
-
-    Args:
-        placeholders: of the inputs, in order.
-    """
-    sizes: list[Any] = [
-        known.shape[source.batch_dim]
-        for source, node in zip(signature.inputs, placeholders, strict=True)
-        if source.batch_dim is not None and isinstance(known := node.meta.get("val"), torch.Tensor)
-    ]
-    symbolic = [size for size in sizes if _is_symbolic(size)]
-    if not symbolic:
-        return ()
-    symbols = {symbol for size in symbolic for symbol in expression_of(size).free_symbols}
-    environment: ShapeEnv = symbolic[0].node.shape_env
-    found: list[SampleRule] = []
-    for guard in environment.guards:
-        condition = environment.replace(guard.expr)
-        if not condition.free_symbols <= symbols:
-            continue
-        numbers: set[int] = set()
-        if getattr(condition, "rel_op", "") in _ORDERS:
-            numbers = _turning_point(condition)
-        elif guard.expr in noted.asked:
-            numbers = {int(number) for number in condition.atoms(sympy.Integer)}
-        where = noted.guards.get(guard.expr)
-        found.extend(SampleRule(n, where) for n in numbers if SMALLEST < n <= LARGEST_BATCH)
-    return in_order(found)
-
-
-def _turning_point(condition: Any) -> set[int]:
-    """The number of samples from which on a condition on it is another, where there is one."""
-
-    def holds(samples: int) -> bool:
-        return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
-
-    least, most = SMALLEST, LARGEST_BATCH
-    if holds(least) == holds(most):
-        return set()
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (least, middle) if holds(middle) == holds(most) else (middle, most)
-    return {most}
-
-
 def asking_first(graph: Graph) -> Graph:
     """The graph, in which sizes that several inputs have are asked of the first of them.
 
@@ -361,7 +304,8 @@ def refuse_fixed(must: Collection[str], found: FoundSizes, noted: NotedSizes) ->
         )
 
 
-def _is_symbolic(size: object) -> bool:
+def is_symbolic(size: object) -> bool:
+    """Whether a size may vary."""
     return isinstance(size, torch.SymInt) and bool(expression_of(size).free_symbols)
 
 
@@ -371,12 +315,12 @@ def _symbols(
     """The sizes by their symbols: of the batch, and of dimensions that are free by themselves."""
     found: dict[Any, Dim] = {}
     for source in signature.inputs:
-        if source.batch_dim is not None and _is_symbolic(shapes[source.name][source.batch_dim]):
+        if source.batch_dim is not None and is_symbolic(shapes[source.name][source.batch_dim]):
             found[expression_of(shapes[source.name][source.batch_dim])] = BATCH
     examples = dict(signature.named())
     for (name, dim), size in places.items():
         traced = shapes[name][dim]
-        if _is_symbolic(traced) and expression_of(traced).is_Symbol:
+        if is_symbolic(traced) and expression_of(traced).is_Symbol:
             example = examples[name].shape[dim]
             found.setdefault(expression_of(traced), Size(size, (name, dim), example))
     return found
@@ -395,7 +339,7 @@ def _inputs(
         shape: list[Dim] = list(source.shape or ())
         for dim in range(len(shape)):
             place = (source.name, dim)
-            if place not in places or not _is_symbolic(shapes[source.name][dim]):
+            if place not in places or not is_symbolic(shapes[source.name][dim]):
                 continue
             with contextlib.suppress(InexpressibleError):
                 found = dim_of(shapes[source.name][dim], symbols)

@@ -115,6 +115,7 @@ def test_a_branch_on_data_is_refused_with_its_line():
         (lambda samples: samples > 1000, 1001),
         (lambda samples: samples in (32, 64), 32),
         (lambda samples: 150 < samples < 200, 151),
+        (lambda samples: samples % 50 < 3 and samples > 4, 51),
     ],
 )
 def test_a_branch_on_a_number_of_samples_beyond_the_example_is_refused(is_other, tried):

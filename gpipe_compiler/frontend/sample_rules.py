@@ -1,0 +1,75 @@
+"""Finds the numbers of samples by which a model tells batches apart while it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+from gpipe_compiler.frontend.free_sizes import NotedSizes, is_symbolic
+from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.ir.sizes import LARGEST_BATCH, SMALLEST, SampleRule, in_order
+from gpipe_compiler.ir.symbolic import expression_of
+
+_ORDERS = frozenset({"<", "<=", ">", ">="})
+
+
+def sample_rules(
+    signature: Signature, placeholders: Sequence[fx.Node], noted: NotedSizes
+) -> tuple[SampleRule, ...]:
+    """Numbers of samples for which a model may be another program than its trace, in order.
+
+    What torch compares, to see whether sizes are equal, tells no batch from another; what the
+    user's own code asks does.
+
+    Args:
+        placeholders: of the inputs, in order.
+    """
+    sizes: list[Any] = [
+        known.shape[source.batch_dim]
+        for source, node in zip(signature.inputs, placeholders, strict=True)
+        if source.batch_dim is not None and isinstance(known := node.meta.get("val"), torch.Tensor)
+    ]
+    symbolic = [size for size in sizes if is_symbolic(size)]
+    if not symbolic:
+        return ()
+    symbols = {symbol for size in symbolic for symbol in expression_of(size).free_symbols}
+    environment: ShapeEnv = symbolic[0].node.shape_env
+    found: list[SampleRule] = []
+    for guard in environment.guards:
+        condition = environment.replace(guard.expr)
+        if not condition.free_symbols <= symbols:
+            continue
+        numbers: set[int] = set()
+        if getattr(condition, "rel_op", "") in _ORDERS:
+            numbers = _turning_points(condition)
+        elif guard.expr in noted.asked:
+            numbers = {int(number) for number in condition.atoms(sympy.Integer)}
+        where = noted.guards.get(guard.expr)
+        found.extend(SampleRule(n, where) for n in numbers if SMALLEST < n <= LARGEST_BATCH)
+    return in_order(found)
+
+
+def _turning_points(condition: Any) -> set[int]:
+    """Numbers of samples from which on a condition on them is another.
+
+    What goes up and down with them, as `len(x) % 50 < 3`, has many: by its own numbers it is tried.
+    """
+    steps = condition.has(FloorDiv, Mod, PythonMod)
+    own = {int(number) + 1 for number in condition.atoms(sympy.Integer)} if steps else set()
+
+    def holds(samples: int) -> bool:
+        return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
+
+    least, most = SMALLEST, LARGEST_BATCH
+    if holds(least) == holds(most):
+        return own
+    while most - least > 1:
+        middle = (least + most) // 2
+        least, most = (least, middle) if holds(middle) == holds(most) else (middle, most)
+    return {most, *own}
