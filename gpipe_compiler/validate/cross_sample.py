@@ -139,7 +139,7 @@ def _refuse_mixing_backward(graph: Graph) -> None:
     raise ModelError(
         f"{what} takes the samples of a batch together: what it makes of some of their gradients "
         "is not those rows of what it makes of all, or does not add up to it",
-        location=next(op.source for op, function in owners if function == found.function),
+        location=next((op.source for op, own in owners if own == found.function), None),
         hint="compile with --microbatches 1, or accept with --per-microbatch that every "
         "micro-batch is taken by itself; a bound on the gradient of each sample is exact",
     )

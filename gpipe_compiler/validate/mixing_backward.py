@@ -87,13 +87,20 @@ def function_that_mixes(
 def _calls(run: Callable[[Sequence[int]], object], rows: Sequence[int]) -> list[_Called]:
     """The calls of such functions in one run, in order."""
     found: list[_Called] = []
+    within = False
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
-            if has_own_backward(function):
-                given = tuple(map(_copied, (*args, *_in_order(function, len(args), kwargs))))
-                found.append(_Called(function, given))
-            return original(function, *args, **kwargs)
+            nonlocal within
+            if within or not has_own_backward(function):
+                return original(function, *args, **kwargs)
+            given = tuple(map(_copied, (*args, *_in_order(function, len(args), kwargs))))
+            found.append(_Called(function, given))
+            within = True  # what it calls goes back by its own backward
+            try:
+                return original(function, *args, **kwargs)
+            finally:
+                within = False
 
         return call
 
