@@ -18,7 +18,7 @@ from gpipe_compiler.passes.loss_additivity import COMPARING, FILLED, KINKED, nam
 from gpipe_compiler.passes.verbs import number_of
 
 _FINITE = frozenset({"isfinite", "isinf", "isnan"})
-"""What guards against numbers that are none: after these, nothing is compared any more."""
+"""What guards against numbers that are none: what is computed from these is not compared."""
 
 _NUMBERING = frozenset({"cumsum", "argsort", "logcumsumexp", "cumprod", "cummax", "cummin"})
 

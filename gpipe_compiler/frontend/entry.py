@@ -1,8 +1,8 @@
 """The module that is traced in the model's place: flat tensors in, flat tensors and a loss out.
 
-Frontends differ in what they make of nested arguments, optional outputs and loss functions. So
-none of them sees these: `Entry.forward` takes the tensors of `Graph.inputs` in order and returns a
-list of tensors, first the loss where there is one, then the tensors of the model's output.
+No trace sees nested arguments, optional outputs and loss functions: `Entry.forward` takes the
+tensors of `Graph.inputs` in order and returns a list of tensors, first the loss where there is one,
+then the tensors of the model's output.
 """
 
 from __future__ import annotations

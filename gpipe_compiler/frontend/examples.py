@@ -141,7 +141,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
             found = True
             if leaf.is_nested:
                 raise ModelError(
-                    f"{what} holds a nested tensor, which no frontend follows",
+                    f"{what} holds a nested tensor, which torch.export does not follow",
                     location=location,
                     hint="pad its rows to one length, and pass a mask beside them",
                 )

@@ -1,6 +1,6 @@
 """Runs a graph op by op, on real, meta or fake tensors.
 
-Passes observe ops through it, and frontends are compared with the eager model with it. Emitted
+Passes observe ops through it, and traced graphs are compared with the eager model with it. Emitted
 packages do not use it.
 """
 

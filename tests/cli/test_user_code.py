@@ -71,7 +71,7 @@ CASES = {
     "nested samples": (
         "def example_inputs():\n"
         "    return torch.nested.nested_tensor([torch.rand(3, 4), torch.rand(2, 4)])\n",
-        "example_inputs() holds a nested tensor, which no frontend follows",
+        "example_inputs() holds a nested tensor, which torch.export does not follow",
     ),
     "scripted": (
         "def build_model():\n    return torch.jit.script(Model())\n",

@@ -1,4 +1,4 @@
-"""What the tests of the frontends share.
+"""What the tests of the frontend share.
 
 A graph compared with the eager model, to the last bit; and model files that are loaded.
 """
