@@ -1,30 +1,49 @@
 """Stage 3 of InceptionNet, the 4th of 4: late.1.point.conv to scores."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import Inception
+from .layers import ConvNorm, Inception
+
+
+class InceptionPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.point = ConvNorm(32, 8, kernel_size=1, padding=0)
+        self.conv3 = ConvNorm(4, 8, kernel_size=3, padding=1)
+        self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
+        self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
+        self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
+
+    def forward(self, x: Tensor, narrow3_out: Tensor) -> Tensor:
+        # inception.py:52-57
+        point_out = self.point(x)  # (B, 8, 8, 8)
+        conv3_out = self.conv3(narrow3_out)
+        conv5_out = self.conv5(self.narrow5(x))
+        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
+        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 8, 8)
 
 
 class Stage3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.late = nn.ModuleDict({str(i): Inception() for i in range(1, 3)})
+        self.late = nn.ModuleDict({"1": InceptionPart(), "2": Inception()})
         self.scores = nn.Linear(32, 10)
 
-    def forward(self, late_0: Tensor) -> Tensor:
+    def forward(self, late_0: Tensor, narrow3_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             late_0: (B, 32, 8, 8) float32, from stage 2, made at inception.py:57.
+            narrow3_out: (B, 4, 8, 8) float32, from stage 2, made at inception.py:35.
 
         Returns:
             scores_out: (B, 10) float32, for the caller.
         """
         # inception.py:77-78
-        for late in self.late.values():
-            late_0 = late(late_0)  # (B, 32, 8, 8)
-        scores_out: Tensor = self.scores(late_0.mean([2, 3]))  # (B, 10)
+        x = self.late["2"](self.late["1"](late_0, narrow3_out))  # (B, 32, 8, 8)
+        scores_out: Tensor = self.scores(x.mean([2, 3]))  # (B, 10)
         return scores_out
 
     def loss(self, scores_out: Tensor, target: Tensor, auxiliary: Tensor) -> Tensor:

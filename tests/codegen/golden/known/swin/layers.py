@@ -130,15 +130,15 @@ class SwinAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
-        shape = hidden_states.shape[:2]
+        rows = hidden_states.shape[0]
         query_states = (
-            self.q_proj(hidden_states).view(*shape, -1, self.reshape_number).transpose(1, 2)
+            self.q_proj(hidden_states).view(rows, 16, -1, self.reshape_number).transpose(1, 2)
         )
         key_states = (
-            self.k_proj(hidden_states).view(*shape, -1, self.reshape_number).transpose(1, 2)
+            self.k_proj(hidden_states).view(rows, 16, -1, self.reshape_number).transpose(1, 2)
         )
         value_states = (
-            self.v_proj(hidden_states).view(*shape, -1, self.reshape_number).transpose(1, 2)
+            self.v_proj(hidden_states).view(rows, 16, -1, self.reshape_number).transpose(1, 2)
         )
         relative_position_bias_out = self.relative_position_bias()
         attn_output: Tensor = sdpa_attention_forward(
@@ -149,7 +149,7 @@ class SwinAttention(nn.Module):
             scale=self.scale,
             reshape_number=self.reshape_number,
         )
-        attn_output = attn_output.reshape(*shape, -1)
+        attn_output = attn_output.reshape(rows, 16, -1)
         attn_output = self.o_proj(attn_output)
         return attn_output
 

@@ -1,6 +1,6 @@
 """Stage 1 of SwinForImageClassification, the 2nd of 4.
 
-From swin.encoder.layers.0.blocks.1.layernorm_before to swin.encoder.layers.1.blocks.0.dropout.
+From swin.encoder.layers.0.blocks.1.layernorm_before to swin.encoder.layers.1.blocks.0.attention.o_proj.
 """
 
 import torch
@@ -98,22 +98,17 @@ class SwinLayerPart(nn.Module):
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
         self.attention = SwinAttention(32, size=2, scale=0.25, reshape_number=16)
-        self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:503-614
+        # modeling_swin.py:542-614
         batch = hidden_states.shape[0]
         hidden_states = self.layernorm_before(hidden_states).view(batch, 16, 16, 32)
         hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
         hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
-        attn_output = self.attention(hidden_states_windows)
-        attention_output = self.dropout(attn_output)
-        attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
-        windows: Tensor = attention_windows.view(-1, 4, 4, 4, 4, 32)  # (B, 4, 4, 4, 4, 32)
-        windows = windows.transpose(2, 3)
-        return windows
+        attn_output: Tensor = self.attention(hidden_states_windows)
+        return attn_output
 
 
 class SwinStagePart(nn.Module):
@@ -133,8 +128,8 @@ class SwinStagePart2(nn.Module):
         self.blocks = nn.ModuleDict({"0": SwinLayerPart()})
 
     def forward(self, input_feature: Tensor) -> Tensor:
-        windows: Tensor = self.blocks["0"](input_feature)  # (B, 4, 4, 4, 4, 32)
-        return windows
+        attn_output: Tensor = self.blocks["0"](input_feature)  # (16*B, 16, 32)
+        return attn_output
 
 
 class SwinEncoderPart(nn.Module):
@@ -162,9 +157,9 @@ class Stage1(nn.Module):
 
         Returns:
             input_feature: (B, 256, 32) float32, for stage 2.
-            windows: (B, 4, 4, 4, 4, 32) float32, for stage 2.
+            attn_output: (16*B, 16, 32) float32, for stage 2.
         """
         # swin.encoder
         input_feature = self.swin.encoder.layers["0"](hidden_states)  # (B, 256, 32)
-        windows = self.swin.encoder.layers["1"](input_feature)  # (B, 4, 4, 4, 4, 32)
-        return input_feature, windows
+        attn_output = self.swin.encoder.layers["1"](input_feature)  # (16*B, 16, 32)
+        return input_feature, attn_output

@@ -1,6 +1,6 @@
 """Stage 2 of SwinForImageClassification, the 3rd of 4.
 
-From swin.encoder.layers.1.blocks.0 to swin.encoder.layers.2.blocks.0.mlp.fc2.
+From swin.encoder.layers.1.blocks.0.dropout to swin.encoder.layers.2.blocks.0.mlp.fc2.
 """
 
 import torch
@@ -22,16 +22,20 @@ from .layers import (
 class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(32)
         self.mlp = SwinMLP(32, 128)
-        self.dropout = nn.Dropout(0.0)
 
-    def forward(self, hidden_states: Tensor, windows: Tensor) -> Tensor:
-        # modeling_swin.py:504-566
+    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
+        # modeling_swin.py:556-566
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
-        windows = windows.contiguous().view(-1, 16, 16, 32)  # (B, 16, 16, 32)
-        attention_windows = windows.view(*shape)  # (B, 256, 32)
+        attention_output = self.dropout(attn_output)  # (16*B, 16, 32)
+        attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
+        attention_windows = window_reverse(
+            attention_windows, num_channels=32, view_number=4, height=16
+        )
+        attention_windows = attention_windows.view(*shape)  # (B, 256, 32)
 
         # drop_path (modeling_swin.py:58-60)
         if self.training:
@@ -130,8 +134,10 @@ class SwinStagePart(nn.Module):
         self.blocks = nn.ModuleDict({"0": SwinLayerPart(), "1": SwinLayer2()})
         self.downsample = SwinPatchMerging(128, 64, 32, height=16)
 
-    def forward(self, windows: Tensor, input_feature: Tensor) -> Tensor:
-        input_feature = self.downsample(self.blocks["1"](self.blocks["0"](input_feature, windows)))
+    def forward(self, attn_output: Tensor, input_feature: Tensor) -> Tensor:
+        input_feature = self.downsample(
+            self.blocks["1"](self.blocks["0"](input_feature, attn_output))
+        )
         return input_feature
 
 
@@ -162,18 +168,17 @@ class Stage2(nn.Module):
         super().__init__()
         self.swin = SwinModelPart()
 
-    def forward(self, windows: Tensor, input_feature: Tensor) -> Tensor:
+    def forward(self, attn_output: Tensor, input_feature: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            windows: (B, 4, 4, 4, 4, 32) float32, from stage 1, made at modeling_swin.py:504.
+            attn_output: (16*B, 16, 32) float32, from stage 1, made at modeling_swin.py:466.
             input_feature: (B, 256, 32) float32, from stage 1, made at modeling_swin.py:324.
 
         Returns:
             hidden_states: (B, 64, 64) float32, for stage 3.
         """
         # swin.encoder
-        hidden_states: Tensor = self.swin.encoder.layers["2"](
-            self.swin.encoder.layers["1"](windows, input_feature)
-        )
+        input_feature = self.swin.encoder.layers["1"](attn_output, input_feature)  # (B, 64, 64)
+        hidden_states: Tensor = self.swin.encoder.layers["2"](input_feature)
         return hidden_states

@@ -175,18 +175,6 @@ class T5Block(nn.Module):
         return hidden_states
 
 
-class T5BlockPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
-
-    def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
-    ) -> Tensor:
-        attention_output: Tensor = self.layer["0"](hidden_states, position_bias, attention_mask)
-        return attention_output
-
-
 class T5Block2(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Stage 0 of T5ForConditionalGeneration, the 1st of 4.
 
-From encoder.embed_tokens to encoder.block.2.layer.0.
+From encoder.embed_tokens to decoder.block.0.layer.0.
 """
 
 import torch
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from .layers import (
     T5Block,
-    T5BlockPart,
     T5LayerFF,
     T5LayerNorm,
     create_bidirectional_mask,
+    create_causal_mask,
 )
 
 
@@ -38,6 +38,18 @@ def _shift_right(input_ids: Tensor) -> Tensor:
     shifted_input_ids[:, 0] = tensor
     shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
     return shifted_input_ids
+
+
+def _relative_position_bucket_2(relative_position: Tensor) -> Tensor:
+    # modeling_t5.py:244-261
+    relative_position = -relative_position.min(torch.zeros_like(relative_position))  # (16, 16)
+    is_small = relative_position < 16
+    mul = torch.log(relative_position.float() / 16) / 2.0794415416798357 * 16
+    relative_position_if_large = mul.to(torch.int64) + 16
+    relative_position_if_large = relative_position_if_large.min(
+        torch.full_like(relative_position_if_large, 31)
+    )
+    return torch.where(is_small, relative_position, relative_position_if_large)
 
 
 class T5AttentionWithRelativeAttentionBias(nn.Module):
@@ -81,10 +93,67 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         return values, attn_output
 
 
+class T5AttentionWithRelativeAttentionBias2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.relative_attention_bias = nn.Embedding(32, 4)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_t5.py:268-367, sdpa_attention.py:87-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        context_position = torch.arange(
+            16, dtype=torch.int64, device=hidden_states.device
+        ).unsqueeze(1)
+        memory_position = torch.arange(
+            16, dtype=torch.int64, device=hidden_states.device
+        ).unsqueeze(0)
+        relative_position_bucket = _relative_position_bucket_2(memory_position - context_position)
+        values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
+        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
+        position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
+        position_bias_mask = position_bias_mask.contiguous()
+        attn_output = F.scaled_dot_product_attention(
+            query_states,
+            key_states,
+            value_states,
+            attn_mask=position_bias_mask,
+            dropout_p=0.1 if self.training else 0.0,
+            scale=1.0,
+        )
+        del position_bias_mask
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = self.o(attn_output)
+        return values, attn_output
+
+
 class T5LayerSelfAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias()
+        self.dropout = nn.Dropout(0.1)
+        self.layer_norm = T5LayerNorm()
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_t5.py:400
+        position_bias, attn_output = self.SelfAttention(
+            self.layer_norm(hidden_states), attention_mask
+        )
+        attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
+        return position_bias, attention_output
+
+
+class T5LayerSelfAttention3(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.SelfAttention = T5AttentionWithRelativeAttentionBias2()
         self.dropout = nn.Dropout(0.1)
         self.layer_norm = T5LayerNorm()
 
@@ -108,20 +177,40 @@ class T5Block3(nn.Module):
         return position_bias, hidden_states
 
 
+class T5BlockPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3()})
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
+        return position_bias, attention_output
+
+
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
         self.dropout = nn.Dropout(0.1)
-        self.block = nn.ModuleDict({"0": T5Block3(), "1": T5Block(), "2": T5BlockPart()})
+        self.block = nn.ModuleDict({"0": T5Block3(), "1": T5Block()})
+
+
+class T5StackPart2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(64, 32)
+        self.dropout = nn.Dropout(0.1)
+        self.block = nn.ModuleDict({"0": T5BlockPart()})
 
 
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = T5StackPart()
+        self.decoder = T5StackPart2()
+        self.decoder.embed_tokens.weight = self.encoder.embed_tokens.weight  # shared
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
@@ -131,7 +220,8 @@ class Stage0(nn.Module):
         Returns:
             position_bias: (1, 4, 16, 16) float32, for stage 1.
             hidden_states: (B, 16, 32) float32, for stage 1.
-            decoder_input_ids: (B, 16) int64, for stage 1.
+            unsqueeze_5: (1, 4, 16, 16) float32, for stage 2 and stage 3.
+            attention_output: (B, 16, 32) float32, for stage 1.
         """
         # encoder (modeling_t5.py:678-725)
         inputs_embeds = self.encoder.embed_tokens(input_ids)  # (B, 16, 32)
@@ -139,11 +229,15 @@ class Stage0(nn.Module):
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, 16, 32)
         del inputs_embeds
         position_bias, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
-        for index in range(1, 3):
-            hidden_states = self.encoder.block[str(index)](
-                hidden_states, position_bias, attention_mask
-            )
+        hidden_states = self.encoder.block["1"](hidden_states, position_bias, attention_mask)
 
         # modeling_t5.py:1028
         decoder_input_ids = _shift_right(labels)  # (B, 16)
-        return position_bias, hidden_states, decoder_input_ids
+
+        # decoder (modeling_t5.py:678-725)
+        inputs_embeds = self.decoder.embed_tokens(decoder_input_ids)  # (B, 16, 32)
+        attention_mask = create_causal_mask(input_ids.device)  # (1, 1, 16, 16)
+        dropout_out = self.decoder.dropout(inputs_embeds)  # (B, 16, 32)
+        del inputs_embeds
+        unsqueeze_5, attention_output = self.decoder.block["0"](dropout_out, attention_mask)
+        return position_bias, hidden_states, unsqueeze_5, attention_output

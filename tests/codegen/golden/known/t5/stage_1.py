@@ -1,115 +1,29 @@
 """Stage 1 of T5ForConditionalGeneration, the 2nd of 4: encoder to decoder.block.0.layer.1."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
     T5Block,
     T5LayerCrossAttention,
-    T5LayerFF,
     T5LayerNorm,
     create_bidirectional_mask,
-    create_causal_mask,
 )
 
 
-def _relative_position_bucket(relative_position: Tensor) -> Tensor:
-    # modeling_t5.py:244-261
-    relative_position = -relative_position.min(torch.zeros_like(relative_position))  # (16, 16)
-    is_small = relative_position < 16
-    mul = torch.log(relative_position.float() / 16) / 2.0794415416798357 * 16
-    relative_position_if_large = mul.to(torch.int64) + 16
-    relative_position_if_large = relative_position_if_large.min(
-        torch.full_like(relative_position_if_large, 31)
-    )
-    return torch.where(is_small, relative_position, relative_position_if_large)
-
-
-class T5AttentionWithRelativeAttentionBias(nn.Module):
+class T5BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q = nn.Linear(32, 32, bias=False)
-        self.k = nn.Linear(32, 32, bias=False)
-        self.v = nn.Linear(32, 32, bias=False)
-        self.relative_attention_bias = nn.Embedding(32, 4)
-        self.o = nn.Linear(32, 32, bias=False)
+        self.layer = nn.ModuleDict({"1": T5LayerCrossAttention()})
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_t5.py:268-367, sdpa_attention.py:87-206
-        shape = hidden_states.shape[:2]
-        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        context_position = torch.arange(
-            16, dtype=torch.int64, device=hidden_states.device
-        ).unsqueeze(1)
-        memory_position = torch.arange(
-            16, dtype=torch.int64, device=hidden_states.device
-        ).unsqueeze(0)
-        relative_position = memory_position - context_position  # (16, 16)
-        relative_position_bucket = _relative_position_bucket(relative_position)
-        values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
-        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
-        position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
-        position_bias_mask = position_bias_mask.contiguous()
-        attn_output = F.scaled_dot_product_attention(
-            query_states,
-            key_states,
-            value_states,
-            attn_mask=position_bias_mask,
-            dropout_p=0.1 if self.training else 0.0,
-            scale=1.0,
-        )
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
-        attn_output = self.o(attn_output)
-        return values, attn_output
-
-
-class T5BlockPart2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleDict({"1": T5LayerFF()})
-
-    def forward(self, attention_output: Tensor) -> Tensor:
-        hidden_states: Tensor = self.layer["1"](attention_output)  # (B, 16, 32)
-        return hidden_states
-
-
-class T5LayerSelfAttention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.SelfAttention = T5AttentionWithRelativeAttentionBias()
-        self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
-
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_t5.py:400
-        position_bias, attn_output = self.SelfAttention(
-            self.layer_norm(hidden_states), attention_mask
-        )
-        attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
-        return position_bias, attention_output
-
-
-class T5BlockPart3(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerCrossAttention()})
-
-    def forward(
-        self, hidden_states: Tensor, encoder_hidden_states: Tensor, attention_mask: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
-        layer_output = self.layer["1"](attention_output, encoder_hidden_states)  # (B, 16, 32)
-        return position_bias, layer_output
+    def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
+        layer_output: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
+        return layer_output
 
 
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.ModuleDict({"2": T5BlockPart2(), "3": T5Block()})
+        self.block = nn.ModuleDict({str(i): T5Block() for i in range(2, 4)})
         self.dropout = nn.Dropout(0.1)
         self.final_layer_norm = T5LayerNorm()
 
@@ -117,9 +31,7 @@ class T5StackPart(nn.Module):
 class T5StackPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(64, 32)
-        self.dropout = nn.Dropout(0.1)
-        self.block = nn.ModuleDict({"0": T5BlockPart3()})
+        self.block = nn.ModuleDict({"0": T5BlockPart()})
 
 
 class Stage1(nn.Module):
@@ -129,32 +41,25 @@ class Stage1(nn.Module):
         self.decoder = T5StackPart2()
 
     def forward(
-        self, attention_output: Tensor, position_bias: Tensor, decoder_input_ids: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, hidden_states: Tensor, position_bias: Tensor, attention_output: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            attention_output: (B, 16, 32) float32, from stage 0, made at modeling_t5.py:400.
+            hidden_states: (B, 16, 32) float32, from stage 0, made at modeling_t5.py:140.
             position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
-            decoder_input_ids: (B, 16) int64, from stage 0, made at modeling_t5.py:635.
+            attention_output: (B, 16, 32) float32, from stage 0, made at modeling_t5.py:400.
 
         Returns:
-            hidden_states: (B, 16, 32) float32, for stage 2, stage 3 and the caller.
-            position_bias: (1, 4, 16, 16) float32, for stage 2 and stage 3.
+            encoder_out: (B, 16, 32) float32, for stage 2, stage 3 and the caller.
             layer_output: (B, 16, 32) float32, for stage 2.
         """
         # encoder (modeling_t5.py:707-745)
-        attention_mask = create_bidirectional_mask(attention_output.device)  # (1, 1, 16, 16)
-        hidden_states = self.encoder.block["2"](attention_output)  # (B, 16, 32)
-        hidden_states = self.encoder.block["3"](hidden_states, position_bias, attention_mask)
-        hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
+        attention_mask = create_bidirectional_mask(hidden_states.device)  # (1, 1, 16, 16)
+        for block in self.encoder.block.values():
+            hidden_states = block(hidden_states, position_bias, attention_mask)  # (B, 16, 32)
+        encoder_out = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
-        # decoder (modeling_t5.py:678-725)
-        inputs_embeds = self.decoder.embed_tokens(decoder_input_ids)
-        attention_mask = create_causal_mask(attention_output.device)  # (1, 1, 16, 16)
-        dropout_out = self.decoder.dropout(inputs_embeds)  # (B, 16, 32)
-        del inputs_embeds
-        position_bias, layer_output = self.decoder.block["0"](
-            dropout_out, hidden_states, attention_mask
-        )
-        return hidden_states, position_bias, layer_output
+        # decoder
+        layer_output = self.decoder.block["0"](encoder_out, attention_output)
+        return encoder_out, layer_output

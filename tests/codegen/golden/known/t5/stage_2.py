@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5BlockPart, T5LayerFF, create_causal_mask
+from .layers import T5Block2, T5LayerFF, T5LayerSelfAttention, create_causal_mask
 
 
-class T5BlockPart2(nn.Module):
+class T5BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict({"2": T5LayerFF()})
@@ -15,10 +15,22 @@ class T5BlockPart2(nn.Module):
         return hidden_states
 
 
+class T5BlockPart2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
+
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        attention_output: Tensor = self.layer["0"](hidden_states, position_bias, attention_mask)
+        return attention_output
+
+
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.ModuleDict({"0": T5BlockPart2(), "1": T5Block2(), "2": T5BlockPart()})
+        self.block = nn.ModuleDict({"0": T5BlockPart(), "1": T5Block2(), "2": T5BlockPart2()})
 
 
 class Stage2(nn.Module):
@@ -26,22 +38,22 @@ class Stage2(nn.Module):
         super().__init__()
         self.decoder = T5StackPart()
 
-    def forward(self, layer_output: Tensor, position_bias: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, layer_output: Tensor, position_bias: Tensor, encoder_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             layer_output: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:431.
-            position_bias: (1, 4, 16, 16) float32, from stage 1, made at modeling_t5.py:278.
-            hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
+            position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
+            encoder_out: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
 
         Returns:
             attention_output: (B, 16, 32) float32, for stage 3.
         """
         # decoder (modeling_t5.py:698)
         attention_mask = create_causal_mask(layer_output.device)  # (1, 1, 16, 16)
-        block_0 = self.decoder.block["0"](layer_output)  # (B, 16, 32)
+        hidden_states = self.decoder.block["0"](layer_output)  # (B, 16, 32)
         hidden_states = self.decoder.block["1"](
-            block_0, position_bias, hidden_states, attention_mask
+            hidden_states, position_bias, encoder_out, attention_mask
         )
         attention_output: Tensor = self.decoder.block["2"](
             hidden_states, position_bias, attention_mask

@@ -12,7 +12,7 @@ from .layers import (
 )
 
 
-class T5BlockPart2(nn.Module):
+class T5BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention(), "2": T5LayerFF()})
@@ -27,7 +27,7 @@ class T5BlockPart2(nn.Module):
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.ModuleDict({"2": T5BlockPart2(), "3": T5Block2()})
+        self.block = nn.ModuleDict({"2": T5BlockPart(), "3": T5Block2()})
         self.dropout = nn.Dropout(0.1)
         self.final_layer_norm = T5LayerNorm()
 
@@ -39,23 +39,23 @@ class Stage3(nn.Module):
         self.lm_head = nn.Linear(32, 64, bias=False)
 
     def forward(
-        self, attention_output: Tensor, hidden_states: Tensor, position_bias: Tensor
+        self, attention_output: Tensor, encoder_out: Tensor, position_bias: Tensor
     ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             attention_output: (B, 16, 32) float32, from stage 2, made at modeling_t5.py:400.
-            hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
-            position_bias: (1, 4, 16, 16) float32, from stage 1, made at modeling_t5.py:278.
+            encoder_out: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
+            position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
 
         Returns:
             lm_logits: (B, 16, 64) float32, for the caller.
         """
         # decoder (modeling_t5.py:698-745)
         attention_mask = create_causal_mask(attention_output.device)  # (1, 1, 16, 16)
-        block_2 = self.decoder.block["2"](hidden_states, attention_output)  # (B, 16, 32)
+        hidden_states = self.decoder.block["2"](encoder_out, attention_output)  # (B, 16, 32)
         hidden_states = self.decoder.block["3"](
-            block_2, position_bias, hidden_states, attention_mask
+            hidden_states, position_bias, encoder_out, attention_mask
         )
         hidden_states = self.decoder.dropout(self.decoder.final_layer_norm(hidden_states))
 
