@@ -93,8 +93,8 @@ def validate(
         launch: runs the package; one on a GPU is always run in a new process.
 
     Raises:
-        ValidationError: when the package cannot be run, or micro-batches cannot give the loss of
-            the mini-batch. Other differences are reported, not raised.
+        ValidationError: when the package cannot be run. Other differences are reported, not raised.
+        UnsplittableError: when micro-batches cannot give the loss of the mini-batch.
     """
     subject, weights = _with_numbers(subject, plan, seed)
     threads = max(1, torch.get_num_threads() // len(plan.orders))
