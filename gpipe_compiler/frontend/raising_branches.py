@@ -155,8 +155,8 @@ class _Statements(ast.NodeVisitor):
         self.visit_Try(node)
 
     def visit_With(self, node: ast.With) -> None:
-        """`contextlib.suppress` goes on."""
-        if any("suppress" in ast.dump(item.context_expr) for item in node.items):
+        """Those that torch has catch nothing; another may, as `contextlib.suppress`."""
+        if not all(_is_of_torch(item.context_expr) for item in node.items):
             self._guard(node.body)
         self.generic_visit(node)
 
@@ -172,6 +172,13 @@ class _Statements(ast.NodeVisitor):
         self.checks.append(_Check(_Place.of(node), _Place.of(node.test), only))
 
 
+def _is_of_torch(context: ast.expr) -> bool:
+    """Whether it is written as a call of torch's, `torch.no_grad()`."""
+    while isinstance(context, ast.Call | ast.Attribute):
+        context = context.func if isinstance(context, ast.Call) else context.value
+    return isinstance(context, ast.Name) and context.id == "torch"
+
+
 def _leaves(node: ast.AST) -> bool:
     """Whether a block may be left by another way than its end or an exception."""
     ways = (ast.Return, ast.Break, ast.Continue)
@@ -179,8 +186,13 @@ def _leaves(node: ast.AST) -> bool:
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Whether a block does nothing but raise an exception, whose message it may prepare."""
+    """Whether a block does nothing but raise an exception, whose message it may prepare.
+
+    An AttributeError is none: `hasattr` and `getattr` catch it.
+    """
     if not body or not isinstance(body[-1], ast.Raise):
+        return False
+    if "AttributeError" in ast.dump(body[-1]):
         return False
     return all(isinstance(statement, ast.Assign | ast.Expr) for statement in body[:-1])
 

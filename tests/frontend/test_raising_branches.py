@@ -75,6 +75,40 @@ def suppressed(h: Tensor) -> Tensor:
     return h
 
 
+class Forgiving:
+    """A context manager of the user's own that catches what is raised in it."""
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+def forgiven(h: Tensor) -> Tensor:
+    with Forgiving():
+        of_both(h)
+        h = h * 2
+    return h
+
+
+class Small:
+    """Has a size only where a tensor is small."""
+
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+
+    @property
+    def size(self) -> int:
+        if self.h.max() > 2:
+            raise AttributeError("size")
+        return 2
+
+
+def asked_for(h: Tensor) -> Tensor:
+    return h * getattr(Small(h), "size", 1)
+
+
 def either(h: Tensor) -> Tensor:
     if (h.sum() if h.sum() > 0 else h.max()) > 99:
         raise ValueError("too large")
@@ -127,7 +161,12 @@ def as_long_as(h: Tensor) -> Tensor:
     return h
 
 
-@pytest.mark.parametrize("check", [of_both, asserted, by_a_number, otherwise])
+def without_gradients(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        return of_both(h)
+
+
+@pytest.mark.parametrize("check", [of_both, asserted, by_a_number, otherwise, without_gradients])
 def test_a_branch_that_only_raises_is_passed(check: Callable[[Tensor], Tensor]) -> None:
     model, x = Checked(check), torch.randn(4, 4)
     assert len(trace(model, x, training=False).ops) <= 4
@@ -136,7 +175,7 @@ def test_a_branch_that_only_raises_is_passed(check: Callable[[Tensor], Tensor]) 
 @pytest.mark.parametrize(
     "check",
     [
-        *(deciding, caught, suppressed, either, differing, handled),
+        *(deciding, caught, suppressed, forgiven, asked_for, either, differing, handled),
         *(in_the_same_line, as_long_as),
     ],
 )
