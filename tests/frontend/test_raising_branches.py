@@ -81,14 +81,14 @@ class Forgiving:
     def __enter__(self) -> None:
         return
 
-    def __exit__(self, *_: object) -> bool:
-        return True
+    def __exit__(self, kind: object, *_: object) -> bool:
+        return kind is ValueError
 
 
 def forgiven(h: Tensor) -> Tensor:
     with Forgiving():
         of_both(h)
-        h = h * 2
+        h *= 2
     return h
 
 
