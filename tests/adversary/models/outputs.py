@@ -341,15 +341,7 @@ CASES = (
     Case("ranked", Ranked, rows, options="--mode infer", manners=({}, {"microbatches": 3})),
     Case("caches", Caching, rows, lambda y, t: F.cross_entropy(y[0].logits, t), classes),
     Case("in_namespace", InNamespace, rows, options="--mode infer"),
-    Case(
-        "own_weight",
-        OwnWeight,
-        rows,
-        options="--mode infer",
-        expect=Refused(
-            ("returns last.weight itself",), (".clone()", "state_dict()"), at_line=False
-        ),
-    ),
+    Case("own_weight", OwnWeight, rows, options="--mode infer"),
     Case("batch_size", BatchSize, rows, options="--mode infer"),
     Case("only_sum", OnlySum, rows, options="--mode infer"),
     *(

@@ -232,7 +232,11 @@ CASES = (
     ),
     gated("capacity", TOGETHER),
     gated("best", TOGETHER),
-    gated("number", TOGETHER),
+    simple(
+        "number",
+        lambda: Gated("number"),
+        expect=Refused(("works for a batch of 8 only",), ("x.shape[0]",)),
+    ),
     *(gated(rule, BOUND) for rule in ("rank", "count", "mean", "largest", "norm", "any")),
     *(simple(rule, lambda rule=rule: Gated(rule)) for rule in ("each", "lengths", "finite")),
 )
