@@ -40,7 +40,7 @@ NAMES = ("resnet50", "gpt2_huggingface", "inception", "unet", "llama_8", "llama_
 PHASES = {
     "load the model": ("gpipe_compiler.frontend.source:load",),
     "find the batch": ("gpipe_compiler.frontend.batch_dims:find_batch_dims",),
-    "trace": ("gpipe_compiler.frontend.auto:_in_both_modes",),
+    "trace": ("gpipe_compiler.frontend.tracing:_in_both_modes",),
     "hold the graph": ("gpipe_compiler.frontend.check:differences",),
     "run the graph": ("gpipe_compiler.frontend.check:_run_graph",),
     "plain PyTorch": (

@@ -28,7 +28,7 @@ from gpipe_compiler.codegen.package import (
     refuse_taken,
 )
 from gpipe_compiler.errors import UsageError, ValidationError
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import LossFunction, Subject, Wish
 from gpipe_compiler.ir import Graph
@@ -142,7 +142,7 @@ def trace_subject(subject: Subject) -> Graph:
     Raises:
         TraceError, ModelError: naming the user's line.
     """
-    graph = auto.trace(find_batch_dims(subject).subject)
+    graph = tracing.trace(find_batch_dims(subject).subject)
     graph = check(annotate(graph, graph.batch_size), after="shapes")
     refuse_overlaps(graph, subject.model)
     return graph

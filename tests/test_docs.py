@@ -24,8 +24,8 @@ from gpipe_compiler.cli.arguments import compile_parser, inspect_parser, memory_
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import Link, read_cluster
 from gpipe_compiler.cluster.catalogue import NVLINK3
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.runtime import spec as onnx_spec
 from gpipe_compiler.onnx.runtime.command import parser_for as onnx_parser_for

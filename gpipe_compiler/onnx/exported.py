@@ -12,7 +12,7 @@ import torch
 
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summary
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.state import buffers_restored
@@ -70,7 +70,7 @@ class ExportedStages:
         if options.microbatches != 1:
             _refuse_other_dims(found)
         batch = FoundBatch(subject) if _other_dims(found) else found
-        graph = auto.trace(batch.subject)
+        graph = tracing.trace(batch.subject)
         if on_meta(graph):
             raise ModelError(
                 "the model is on the meta device, so there are no weights to export",

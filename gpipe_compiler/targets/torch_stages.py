@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 import torch
 
 from gpipe_compiler.codegen.package import Progress, emit, write_package
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import Subject
@@ -37,7 +37,7 @@ from gpipe_compiler.validate.package import (
     why_not_materialised,
 )
 from gpipe_compiler.validate.reference import reference_of
-from gpipe_compiler.validate.sample_rules import with_limit
+from gpipe_compiler.validate.sample_trials import with_limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class TorchStages:
         """Traces a model; an `OpenTarget`."""
         progress("tracing")
         found = find_batch_dims(subject)
-        graph = auto.trace(found.subject, options.precision)
+        graph = tracing.trace(found.subject, options.precision)
         if graph.loss is not None:
             over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
             graph = graph.replace(loss=over)
@@ -135,7 +135,7 @@ class TorchStages:
     ) -> Plan:
         """Writes the package of a subject in the schedule and number of stages of another plan."""
         policy = dataclasses.replace(self.options, schedule=like.schedule, data_parallel=1)
-        planner = Planner(auto.trace(subject), self.options.cluster)
+        planner = Planner(tracing.trace(subject), self.options.cluster)
         made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
         emit(made, folder, example=real_example(subject))
         return made

@@ -25,7 +25,7 @@ from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.validate.float_types import double
 from gpipe_compiler.validate.mixing_backward import function_that_mixes, ops_with_own_backward
-from gpipe_compiler.validate.sample_rules import first_numbering, refuse_numbering_in_loss
+from gpipe_compiler.validate.sample_trials import first_numbering, refuse_numbering_in_loss
 from gpipe_compiler.validate.some_samples import (
     PARTS,
     SAMPLES,

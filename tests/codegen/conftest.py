@@ -21,8 +21,8 @@ from torch import nn
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Device, Link
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.atoms import atoms

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall
 from gpipe_compiler.ir.interpret import Interpreter
@@ -200,7 +200,7 @@ BLOCKS = (Llama, Gemma, T5, Limits, Constants, Spellings, Off, Residual, Asking)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_a_graph_traced_in_fp32_is_the_model_in_every_precision(block):
     model = rows(block)
-    graph = auto.trace(subject_of(model))
+    graph = tracing.trace(subject_of(model))
     x = torch.randn(6, DIM)
 
     assert not graph.unlike
@@ -264,9 +264,9 @@ def test_another_program_in_fp16_is_compiled_for_fp16_or_refused_there(tmp_path,
 
 def test_a_branch_on_autocast_is_traced_in_the_precision_asked_for():
     model = rows(Branching)
-    plain = auto.trace(subject_of(model))
+    plain = tracing.trace(subject_of(model))
     assert set(plain.unlike) == {Precision.BF16, Precision.FP16}
     assert "test_casts.py" in plain.unlike[Precision.BF16]
 
-    lower = auto.trace(subject_of(model), precision=Precision.BF16)
+    lower = tracing.trace(subject_of(model), precision=Precision.BF16)
     assert lower.traced_in is Precision.BF16

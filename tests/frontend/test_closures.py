@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir.interpret import Interpreter
 
 DIM = 8

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.modes import combine, merge
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import ByMode, FunctionCall, Mode, Ref
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options import LossChoice

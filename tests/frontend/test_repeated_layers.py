@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend import auto
-from gpipe_compiler.frontend.auto import trace, trace_whole, unchecked
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace, trace_whole, unchecked
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.own_functions import own_functions
@@ -279,7 +279,7 @@ def lengths() -> Iterator[list[int]]:
         seen.append(sum(1 for _ in subject.model.modules()))
         return unchecked(subject, precision)
 
-    with mock.patch.object(auto, "unchecked", traced):
+    with mock.patch.object(tracing, "unchecked", traced):
         yield seen
 
 

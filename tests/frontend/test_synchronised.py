@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.frontend.auto import trace, trace_whole
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace, trace_whole
 from gpipe_compiler.options import LossChoice
 
 KINDS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import ModelError, TraceError
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir.interpret import Interpreter
@@ -103,7 +103,7 @@ def test_flex_attention_infers_as_torch_computes_it(precision):
 
     model = Attention().eval()
     subject = Subject("m", model, (torch.randn(4, 6, 8),), training=False)
-    graph = auto.trace(subject, precision=precision)
+    graph = tracing.trace(subject, precision=precision)
     x = torch.randn(5, 6, 8)
     around = torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16)
     with torch.no_grad(), around:
@@ -122,10 +122,10 @@ def test_observers_need_to_have_seen_a_batch():
     x = torch.randn(4, 8)
     subject = Subject("m", model, (x,), target=torch.randn(4, 4), loss_fn=F.mse_loss)
     with pytest.raises(ModelError, match="gets its size when the model runs") as caught:
-        auto.trace(subject)
+        tracing.trace(subject)
     assert "build_model()" in str(caught.value.hint)
 
     model(x)
-    graph = auto.trace(subject)
+    graph = tracing.trace(subject)
 
     assert differences(graph, subject) == []

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.passes.batch_rules import all_rules
 from gpipe_compiler.passes.shapes import annotate
 

@@ -38,8 +38,8 @@ from taggers import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Graph, Reduction
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes import loss_functions

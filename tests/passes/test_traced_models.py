@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import BUILT_IN
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import roofline

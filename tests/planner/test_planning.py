@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError, UsageError
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
@@ -186,7 +186,7 @@ class Similarities(nn.Module):
 def test_an_output_of_pairs_of_samples_is_refused() -> None:
     """No micro-batch has its pairs with the samples of another one; one micro-batch has all."""
     subject = Subject("pairs", Similarities(), (torch.rand(BATCH, 4),), training=False)
-    graph = auto.trace(subject)
+    graph = tracing.trace(subject)
 
     def planned_in(count: int) -> Plan:
         size = BATCH // count

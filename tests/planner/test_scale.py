@@ -20,7 +20,7 @@ from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, interpret
 from gpipe_compiler.options import LossChoice, Policy
@@ -90,9 +90,9 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
     traced: list[int] = []
     run: list[int] = []
     priced: list[str] = []
-    unchecked, run_all, work_of = auto.unchecked, DryRun.run, cost.work_of
+    unchecked, run_all, work_of = tracing.unchecked, DryRun.run, cost.work_of
 
-    def tracing(subject: object, precision: object) -> Graph:
+    def counted(subject: object, precision: object) -> Graph:
         traced.append(sum(1 for _ in subject.model.modules()))  # type: ignore[attr-defined]  # a Subject
         return unchecked(subject, precision)  # type: ignore[arg-type]  # as above
 
@@ -105,11 +105,11 @@ def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> No
         return work_of(lone)  # type: ignore[arg-type]  # as above
 
     with (
-        mock.patch.object(auto, "unchecked", tracing),
+        mock.patch.object(tracing, "unchecked", counted),
         mock.patch.object(DryRun, "run", running),
         mock.patch.object(cost, "work_of", pricing),
     ):
-        graph = auto.trace(subject)
+        graph = tracing.trace(subject)
         made = plan(
             graph,
             stages=16,

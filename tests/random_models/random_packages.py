@@ -25,7 +25,7 @@ from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 import gpipe_compiler.runtime.train.command  # noqa: F401  # the runtime of every package here, whole
 from gpipe_compiler.cluster import local_cluster
 from gpipe_compiler.codegen.package import emit
-from gpipe_compiler.frontend import auto
+from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
@@ -126,8 +126,8 @@ def subject_of(recipe: Recipe, layout: Layout) -> Subject:
 
 def traced(subject: Subject) -> Graph:
     """Its graph, not compared with the model: packages are."""
-    with mock.patch.object(auto, "differences", return_value=[]):
-        return auto.trace(subject)
+    with mock.patch.object(tracing, "differences", return_value=[]):
+        return tracing.trace(subject)
 
 
 def plan_of(graph: Graph, layout: Layout) -> Plan:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import (
-    GPipeCompilerError,
-    IllegalGraphError,
-    TraceError,
-)
+from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
+from gpipe_compiler.frontend import exported
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces
@@ -139,7 +135,6 @@ def _in_both_modes(subject: Subject, precision: Precision) -> Graph:
 
 def _exported(subject: Subject, modes: Sequence[bool], precision: Precision) -> list[Graph]:
     """The graphs of these modes by torch.export, in which the same dimensions are free."""
-    exported = importlib.import_module("gpipe_compiler.frontend.exported")
     traces = [exported.export_mode(subject, training, precision) for training in modes]
     free: FreePlaces = {}
     left: FreePlaces = traces[0].trace.free

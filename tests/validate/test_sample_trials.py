@@ -62,7 +62,7 @@ def test_a_package_takes_as_many_samples_as_were_tried(
 
     with package.Pipeline() as pipe:
         before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-        with pytest.raises(refused, match=f"up to {FAR} samples.*test_sample_rules.py"):
+        with pytest.raises(refused, match=f"up to {FAR} samples.*test_sample_trials.py"):
             pipe.step(torch.randn(FAR + 1, 4), torch.randn(FAR + 1, 2))
         after = pipe.state_dict()
         x, target = torch.randn(50, 4), torch.randn(50, 2)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.auto import trace
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, RegionCall
 from gpipe_compiler.options import LossChoice
 
