@@ -27,10 +27,10 @@ from gpipe_compiler.codegen.construction import (
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, Written, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.find_loops import LoopFinder
 from gpipe_compiler.codegen.helpers import HelperCalls, module_path
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
-from gpipe_compiler.codegen.loops import LoopFinder
 from gpipe_compiler.codegen.method_text import (
     MethodBody,
     function_text,
