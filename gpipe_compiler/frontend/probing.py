@@ -52,12 +52,15 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor for one on meta: random numbers, or zeros where it holds integers."""
+    """A real tensor for one on meta: random numbers, or zeros where it holds integers.
+
+    They lie between 0 and 1, as losses of probabilities, logarithms and scales ask for.
+    """
     if not tensor.is_meta:
         return tensor
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
-    drawn = torch.randn(min(tensor.numel(), DISTINCT), dtype=tensor.dtype)
+    drawn = torch.rand(min(tensor.numel(), DISTINCT), dtype=tensor.dtype)
     return repeated(drawn, tensor.shape)
 
 

@@ -147,6 +147,17 @@ def test_how_losses_combine_is_found_out(loss_fn, reduction):
     assert reduction is made.reduction
 
 
+@pytest.mark.parametrize(
+    "loss_fn",
+    [nn.BCELoss(), lambda o, t: (o.log() * t).sum(), lambda o, t: nn.GaussianNLLLoss()(o, t, o)],
+)
+def test_a_loss_of_probabilities_or_positive_numbers_is_tried_on_some(loss_fn):
+    """What the model returns is made up when the loss is first called, to save the forward."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Sigmoid())
+
+    assert entry(model, torch.rand(4, 4), target=torch.rand(4, 2), loss_fn=loss_fn).has_loss
+
+
 def test_how_losses_combine_is_found_out_for_the_models_own_loss():
     made = entry(
         Anything(lambda y: {"loss": y.square().sum(), "y": y}),
