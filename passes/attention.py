@@ -1,10 +1,11 @@
 """Calls attention without a mask where positions alone make it, which lets torch run flash kernels.
 
 A model that is called without padding often passes no mask, and is traced with one of index
-arithmetic. Where that is the causal mask at any size, or masks nothing, it goes; and heads of keys
-and values that were only repeated for the query heads are left to `enable_gqa`. A mask that comes
-from an input or from state that is loaded stays, and so does one that depends on more than which of
-query and key is later, such as a window. Dropout stays as it is.
+arithmetic. Where that is the causal mask at any length that the graph allows, or masks nothing, it
+goes; and heads of keys and values that were only repeated for the query heads are left to
+`enable_gqa`. A mask that comes from an input or from state that is loaded stays, and so does one
+that depends on more than which of query and key is later, such as a window that is narrower than
+the sequence. Dropout stays as it is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from gpipe_compiler.passes.positions import (
     Condition,
     Element,
     Positions,
+    distances,
     is_causal,
     some,
 )
@@ -110,12 +112,16 @@ def _plain(graph: Graph, positions: Positions, op: Op) -> Op | None:
     if allowed is None:
         return None
     if allowed is not True:
-        square = shape[-2:] == (query.dims[-2], key.dims[-2])
-        if query.dims[-2] != key.dims[-2] or not square:
+        length = query.dims[-2]
+        if not shape[-2:] == (length, key.dims[-2]) == (length, length):
             return None
-        if not is_causal(allowed, len(shape)):
+        fixed = all(item.batch_dim != len(item.shape) - 2 for item in (query, key))
+        known = length if fixed and isinstance(length, int) else None
+        held = distances(allowed, len(shape), known)
+        if is_causal(held):
+            kwargs["is_causal"] = True
+        elif not (held and all(held.values())):
             return None
-        kwargs["is_causal"] = True
     args = tuple(call.args)
     sources = [_repeated(graph, item.name) for item in args[1:]]
     (one, times), (other, times_too) = sources

@@ -8,9 +8,10 @@ from gpipe_compiler.passes.positions.coordinates import (
     Cases,
     Condition,
     Element,
+    distances,
     is_causal,
     some,
 )
 from gpipe_compiler.passes.positions.known import Positions
 
-__all__ = ["Cases", "Condition", "Element", "Positions", "is_causal", "some"]
+__all__ = ["Cases", "Condition", "Element", "Positions", "distances", "is_causal", "some"]

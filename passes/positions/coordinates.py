@@ -175,20 +175,34 @@ def condition_at(condition: Condition, places: Sequence[Affine], rank: int) -> C
     return condition if isinstance(condition, bool) else condition.at(places, rank)
 
 
-def is_causal(condition: Condition, rank: int) -> bool:
-    """Whether it holds exactly where the last coordinate is at most the one before, at any size.
+def distances(condition: Condition, rank: int, length: int | None = None) -> dict[int, bool]:
+    """Whether it holds by how far the coordinate before the last is ahead of the last one.
 
-    Only of conditions on the distance between these two that is decided: False for any other.
+    Of the distances, one between any two at which a comparison changes. Only for conditions on that
+    distance: {} for any other.
+
+    Args:
+        length: of both dimensions, where that is fixed; what holds, holds at any size without it.
     """
     try:
         parts = list(_comparisons(condition, rank))
     except UnknownError:
-        return False
+        return {}
     # Between the distances at which a comparison changes, the condition is the same.
     turns = [math.floor(-offset / slope) for slope, offset in parts] or [0]
     tried = {-1, 0, min(turns) - 2, max(turns) + 3}
     tried.update(turn + step for turn in turns for step in (-1, 0, 1, 2))
-    return all(_holds(condition, distance) == (distance >= 0) for distance in tried)
+    if length is not None:
+        tried = {distance for distance in tried if abs(distance) < length} | {
+            length - 1,
+            1 - length,
+        }
+    return {distance: _holds(condition, distance) for distance in tried}
+
+
+def is_causal(held: Mapping[int, bool]) -> bool:
+    """Whether a query sees the keys up to its own, by `distances`."""
+    return bool(held) and all(seen == (distance >= 0) for distance, seen in held.items())
 
 
 def _comparisons(condition: Condition, rank: int) -> Iterator[tuple[int, int]]:

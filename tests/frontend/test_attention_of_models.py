@@ -27,6 +27,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {**SIZES, **HEADS}),
     "gemma": ("Gemma", {**SIZES, **HEADS, "head_dim": 4}),
     "mistral": ("Mistral", {**SIZES, **HEADS, "sliding_window": 5}),
+    "mistral with a longer window": ("Mistral", {**SIZES, **HEADS, "sliding_window": LENGTH + 1}),
     "mistral without a window": ("Mistral", {**SIZES, **HEADS, "sliding_window": None}),
     "gpt2": (
         "GPT2",
