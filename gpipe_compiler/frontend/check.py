@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
-from gpipe_compiler.frontend.comparable_runs import larger_batch, may_be_tried
+from gpipe_compiler.frontend.comparable_runs import EvenDraws, larger_batch, may_be_tried
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import calling_line, line_of
 from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
-from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
 from gpipe_compiler.frontend.result_differences import (
     GRADIENT,
     Results,
@@ -117,6 +117,8 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], SampleRule | No
             slow = slow or longest > _SLOW_S
             if found:
                 return found, None
+        if training:
+            refuse_late_checkpoints(graph, subject, entry, sizes[0][0])
         few, seconds = max(sizes[-1]), longest
         many = larger_batch(few, longest) if len(sizes) > 1 else 0
         rules = {many: None, **{rule.samples: rule for rule in graph.sample_rules}}
@@ -178,6 +180,21 @@ def _compare(
             yield f"{mode}: {text}{_ASSIGNED if name in expected.assigned else ''}"
 
 
+def refuse_late_checkpoints(graph: Graph, subject: Subject, entry: Entry, batch: int) -> None:
+    """Raises a ModelError where a checkpoint recomputes another thing than it ran.
+
+    On meta nothing tells.
+    """
+    checkpointed = any(op.checkpoint for op in graph.ops)
+    if not checkpointed or not entry.has_loss or entry.states.on_meta:
+        return
+    around = ambient(lower_dtype(graph.traced_in), kind_of(entry))
+    with torch.random.fork_rng(), around, EvenDraws():
+        refuse_other_recomputation(
+            lambda keeping: _run_model(graph, subject, entry, batch, keeping=keeping).results
+        )
+
+
 def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
     """Raises a ModelError where what forward leaves in attributes decides what it computes."""
     entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
@@ -233,12 +250,18 @@ def _first_run(
 
 
 def _run_model(
-    graph: Graph, subject: Subject, entry: Entry, batch: int, *, double: bool = False
+    graph: Graph,
+    subject: Subject,
+    entry: Entry,
+    batch: int,
+    *,
+    double: bool = False,
+    keeping: contextlib.AbstractContextManager[object] | None = None,
 ) -> _Run:
     """The eager model on copies of everything, perhaps in double precision.
 
-    What it checkpoints by itself runs once: a second run in the backward would count twice in the
-    running statistics of BatchNorm.
+    What it checkpoints by itself runs once, unless `keeping` is another context: a second run in
+    the backward would count twice in the running statistics of BatchNorm.
     """
     entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
     if double:
@@ -248,7 +271,11 @@ def _run_model(
     attributes = python_state(entry.model)
     sizes = {name: tensor.shape for name, tensor in before.items()}
     torch.manual_seed(_SEED)
-    with torch.set_grad_enabled(entry.has_loss), activations_kept(), _no_new_parameters():
+    with (
+        torch.set_grad_enabled(entry.has_loss),
+        keeping or activations_kept(),
+        _no_new_parameters(),
+    ):
         returned = entry(*inputs)
     loss = returned.pop(0) if entry.has_loss else None
     _backward(loss)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -18,8 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 
-from gpipe_compiler.errors import GPipeCompilerError, ModelError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation
 from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.result_differences import GRADIENT, Results, different, is_noise
 
 CHECKPOINT = "gpipe_compiler_checkpoint"
 """Key of node.meta: number of the outermost checkpoint that the node was made in."""
@@ -27,10 +28,21 @@ CHECKPOINT = "gpipe_compiler_checkpoint"
 _Function: TypeAlias = Callable[..., object]
 
 _ENTER, _EXIT = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+_REENTRANT: _Function = checkpoint.CheckpointFunction.apply
+
+_Line: TypeAlias = SourceLocation | None
+_Recomputed: TypeAlias = Callable[[_Line], bool]
+"""Whether torch is to run again what is checkpointed in a line."""
+
+
+def _nowhere(_: _Line) -> bool:
+    return False
 
 
 @contextlib.contextmanager
-def activations_kept(*, trains: bool = False) -> Iterator[None]:
+def activations_kept(
+    *, trains: bool = False, but: _Recomputed = _nowhere
+) -> Iterator[Sequence[_Line]]:
     """Lets checkpointed functions run once, as any other.
 
     What they compute is the same. But where every random op is seeded by itself (`SeededRandom`), a
@@ -39,36 +51,51 @@ def activations_kept(*, trains: bool = False) -> Iterator[None]:
 
     Args:
         trains: whether to refuse those for which plain PyTorch makes no gradients.
+        but: which of them to leave to torch.
+
+    Yields:
+        The lines of checkpoints, as they are met.
 
     Raises:
         ModelError: for such a one, with its line.
         GPipeCompilerError: where this version of torch runs them twice all the same.
     """
     _check()
-    with _kept(_refusing if trains else _directly):
-        yield
+    with _kept(_refusing if trains else _directly, but) as lines:
+        yield lines
 
 
 @contextlib.contextmanager
-def _kept(reentrant: _Function) -> Iterator[None]:
-    numbers = itertools.count()
-    open_: list[contextlib.ExitStack] = []
+def _kept(reentrant: _Function, but: _Recomputed = _nowhere) -> Iterator[Sequence[_Line]]:
+    lines: list[_Line] = []
+    open_: list[contextlib.ExitStack | None] = []
+
+    def is_left() -> bool:
+        lines.append(calling_line())
+        return but(lines[-1])
 
     def enter(hooks: saved_tensors_hooks) -> None:
         if not _drops(hooks):
             _ENTER(hooks)
-            return
-        open_.append(contextlib.ExitStack())
-        open_[-1].enter_context(_marking(next(numbers)))
+        elif is_left():
+            open_.append(None)
+            _ENTER(hooks)
+        else:
+            around = contextlib.ExitStack()
+            around.enter_context(_marking(len(lines) - 1))
+            open_.append(around)
 
     def leave(hooks: saved_tensors_hooks, *raised: object) -> None:
-        if _drops(hooks):
-            open_.pop().close()
-        else:
+        around = open_.pop() if _drops(hooks) else None
+        if around is None:
             _EXIT(hooks, *raised)
+        else:
+            around.close()
 
     def apply(*args: object) -> object:
-        with _marking(next(numbers)):
+        if is_left():
+            return _REENTRANT(*args)
+        with _marking(len(lines) - 1):
             return reentrant(*args)
 
     # Users hold `checkpoint` itself under names of their own, so what it uses is replaced: the
@@ -78,7 +105,52 @@ def _kept(reentrant: _Function) -> Iterator[None]:
         mock.patch.object(saved_tensors_hooks, "__exit__", leave),
         mock.patch.object(checkpoint, "CheckpointFunction", SimpleNamespace(apply=apply)),
     ):
-        yield
+        yield lines
+
+
+def refuse_other_recomputation(
+    run: Callable[[contextlib.AbstractContextManager[Sequence[_Line]]], Results],
+) -> None:
+    """Refuses a model whose checkpoints compute something else in the backward than they ran.
+
+    Args:
+        run: gives the results of a training step, entering this around its forward.
+
+    Raises:
+        ModelError: naming the line of such a checkpoint.
+    """
+    lines: Sequence[_Line] = ()
+
+    @contextlib.contextmanager
+    def noting() -> Iterator[Sequence[_Line]]:
+        nonlocal lines
+        with activations_kept() as lines:
+            yield lines
+
+    kept = run(noting())
+
+    def departs(but: _Recomputed) -> bool:
+        try:
+            results = run(activations_kept(but=but))
+        except checkpoint.CheckpointError:
+            return True
+        found = [n for n, _ in different(kept, results) if n.startswith(GRADIENT)]
+        return bool(found) and not is_noise(found, kept, results)
+
+    if not lines or not departs(lambda _: True):
+        return
+
+    def at(line: _Line) -> _Recomputed:
+        return lambda met: met == line
+
+    first = next((line for line in dict.fromkeys(lines) if departs(at(line))), lines[0])
+    raise ModelError(
+        "a checkpoint recomputes something else in the backward than it ran in the forward, so "
+        "that plain PyTorch gives gradients of neither",
+        location=first,
+        hint="pass all that it uses as arguments: what a lambda in a loop reads by name is the "
+        "last one when the backward runs, `checkpoint(lambda y, layer=layer: layer(y), x)` is not",
+    )
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, UnsplittableError, ValidationError, summary
+from gpipe_compiler.frontend.check import refuse_late_checkpoints
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised, with_real_example
 from gpipe_compiler.frontend.shorten import shortened
@@ -96,7 +97,12 @@ def validate(
         ValidationError: when the package cannot be run. Other differences are reported, not raised.
         UnsplittableError: when micro-batches cannot give the loss of the mini-batch.
     """
+    on_meta = state_table(subject.model).on_meta
     subject, weights = _with_numbers(subject, plan, seed)
+    if on_meta and plan.training:
+        entry = make_entry(subject, training=True, reduces=False)
+        assert plan.graph is not None
+        refuse_late_checkpoints(plan.graph, subject, entry, 2)
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
         expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)

@@ -81,6 +81,20 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
+class LateBound(Checkpointed):
+    """By a lambda that reads the last layer of all when the backward runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            again = checkpoint(  # refused: late_bound
+                lambda y: layer(y).sin(),  # noqa: B023  # as a user wrote it
+                x,
+                use_reentrant=False,
+            )
+            x = x + again
+        return self.head(x)
+
+
 def by_random() -> float:
     return random.random()  # refused: dropped_by_random
 
@@ -168,6 +182,12 @@ CASES = (
         lambda: Checkpointed(True),
         expect=Refused(("reentrant checkpoint",), ("use_reentrant=False",)),
     ),
+    simple(
+        "late_bound",
+        lambda: LateBound(False, 0.3),
+        expect=Refused(("recomputes something else",), ("layer=layer",)),
+    ),
+    simple("late_bound_inference", lambda: LateBound(False), options="--mode infer"),
     simple("reentrant_inference", lambda: Checkpointed(True), options="--mode infer"),
     simple("dropped_by_random", lambda: Dropped(by_random), expect=HOST),
     simple("dropped_by_numpy", lambda: Dropped(by_numpy), expect=HOST),
