@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -75,8 +75,6 @@ FULL = {
 }
 OTHERS = {
     "narrow window": window(WINDOW),
-    "window as wide as the example": window(8),
-    "window wider than the example": window(100),
     "no own": lambda x: rows(x)[None, :] < rows(x)[:, None],
     "one more": lambda x: rows(x)[None, :] <= rows(x)[:, None] + 1,
     "backwards": lambda x: rows(x)[None, :] >= rows(x)[:, None],
@@ -111,9 +109,12 @@ class Attends(nn.Module):
         return found.transpose(1, 2).reshape(batch, length, 16)
 
 
-def simplified(model: nn.Module, length: int = 8) -> tuple[Graph, dict[str, object]]:
+def simplified(
+    model: nn.Module, length: int = 8, free: Sequence[str] = ()
+) -> tuple[Graph, dict[str, object]]:
     """The graph, and the options of its one call of attention."""
-    graph = trace(model, (torch.randn(4, length, 8),), loss=LossChoice.SUM_OF_SQUARES)
+    x = torch.randn(4, length, 8)
+    graph = trace(model, (x,), loss=LossChoice.SUM_OF_SQUARES, free=free)
     graph = transform(graph, PassSetting(2))
     (call,) = [
         op.call
@@ -171,6 +172,17 @@ def test_any_other_mask_stays(name):
     assert "attn_mask" in options
     assert "is_causal" not in options
     same_as_model(graph, model, 3)
+
+
+@pytest.mark.parametrize("width", [8, 100])
+def test_a_window_as_long_as_the_sequence_is_causal_where_the_length_is_fixed(width):
+    model = Attends(window(width))
+    graph, options = simplified(model)
+
+    assert options == {"is_causal": True}
+    same_as_model(graph, model, 3)
+    _, options = simplified(model, free=("x.1",))
+    assert "attn_mask" in options
 
 
 class Buffered(Attends):
