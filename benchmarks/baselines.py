@@ -52,7 +52,7 @@ def score(problem: CutProblem, stage_of: Sequence[int], setting: CutSetting) -> 
     stages = range(setting.stages)
     asked = setting.recompute or (False,) * setting.stages
     again = {action.stage for action in recomputed(setting.orders) if asked[action.stage]}
-    link, seat = setting.links[0][-1], setting.seats[0]
+    link, slot = setting.links[0][-1], setting.slots[0]
     forward, backward, weight, receive, gradient, sent, updated = (
         [0.0] * setting.stages for _ in range(7)
     )
@@ -69,7 +69,7 @@ def score(problem: CutProblem, stage_of: Sequence[int], setting: CutSetting) -> 
             sent[home] += there + back
     for kept in problem.kept:
         for stage in {stage_of[user] for user in kept.users}:
-            updated[stage] += kept.updated_bytes * seat.update_s_per_byte
+            updated[stage] += kept.updated_bytes * slot.update_s_per_byte
     rerun = [forward[s] if s in again else 0.0 for s in stages]
     times = tuple(
         map(StageTimes, forward, backward, receive, gradient, rerun, weight, updated)

@@ -135,16 +135,16 @@ class Cluster:
             devices = tuple(replace(device, memory=memory // count) for device in devices)
         return replace(self, devices=devices, hosts=hosts)
 
-    def part(self, seats: Sequence[int]) -> Cluster:
+    def part(self, slots: Sequence[int]) -> Cluster:
         """Some of the devices, renumbered in this order, on as many hosts as they are on."""
-        place = {seat: index for index, seat in enumerate(seats)}
-        hosts = {self.host(seat): None for seat in seats}
+        place = {slot: index for index, slot in enumerate(slots)}
+        hosts = {self.host(slot): None for slot in slots}
         number = {host: index for index, host in enumerate(hosts)}
         return Cluster(
-            tuple(self.devices[seat] for seat in seats),
+            tuple(self.devices[slot] for slot in slots),
             self.link,
             self.network,
-            tuple(number[self.host(seat)] for seat in seats) if len(hosts) > 1 else (),
+            tuple(number[self.host(slot)] for slot in slots) if len(hosts) > 1 else (),
             tuple(
                 (place[one], place[other], link)
                 for one, other, link in self.exceptions

@@ -222,7 +222,7 @@ def _pipeline(
         "microbatch_size": plan.microbatch_size,
         "orders": Written("ORDERS"),
         "placement": _unless_in_order(plan.placement, len(stages)),
-        "device_order": _unless_in_order(plan.seats, len(plan.orders)),
+        "device_order": _unless_in_order(plan.slots, len(plan.orders)),
         "aliases": {
             alias: state.name
             for state in graph.state.values()

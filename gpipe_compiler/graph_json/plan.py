@@ -188,7 +188,7 @@ class _Search:
         return PlanError(
             f"no cut into at most {self.asked.stages} stages fits into memory: the one that comes "
             f"closest, into {best.setting.stages}, needs {format_bytes(excess[device])} more on "
-            f"device {best.found.seats[device]}",
+            f"device {best.found.slots[device]}",
             hint="ask for more stages, fewer micro-batches, another schedule or more --memory",
         )
 
@@ -196,7 +196,7 @@ class _Search:
         """No cut into as many stages takes less, on devices of the first kind."""
         own = [node.forward_s + node.backward_s for node in self.problem.nodes]
         whole_s, largest_s = sum(own), max(own)
-        if {seat.kind for seat in setting.seats} != {0}:
+        if {slot.kind for slot in setting.slots} != {0}:
             return 0.0
         if setting.objective is Objective.BOTTLENECK:
             return max(whole_s / setting.stages, largest_s)

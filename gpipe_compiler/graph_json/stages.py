@@ -76,7 +76,7 @@ def setting_of(asked: BareSetting, stages: int, *, training: bool) -> CutSetting
     except ValueError as error:
         raise PlanError(str(error)) from error
     if asked.cluster is None:
-        seats: tuple[DeviceSlot, ...] = (DeviceSlot(memory=asked.memory),) * devices
+        slots: tuple[DeviceSlot, ...] = (DeviceSlot(memory=asked.memory),) * devices
         links = tuple(
             tuple(NO_LINK if a == b else asked.link for b in range(devices)) for a in range(devices)
         )
@@ -85,13 +85,13 @@ def setting_of(asked: BareSetting, stages: int, *, training: bool) -> CutSetting
         kinds = cluster.kinds
         there = range(len(cluster.devices))
         devices = min(devices, len(there))
-        seats = tuple(
+        slots = tuple(
             DeviceSlot(kinds.index(device), device.memory, cluster.host(number))
             for number, device in enumerate(cluster.devices)
         )
         links = tuple(tuple(cluster.between(a, b) for b in there) for a in there)
     return CutSetting(
-        kind, stages, asked.microbatches, seats, links, devices, objective=asked.objective
+        kind, stages, asked.microbatches, slots, links, devices, objective=asked.objective
     )
 
 
@@ -164,7 +164,7 @@ class BareCut:
         """For every stage, of all that it receives and sends, one after another."""
         seconds = [0.0] * self.setting.stages
         for value, source, target in self.moves:
-            link = self.setting.links[self.seat(source)][self.seat(target)]
+            link = self.setting.links[self.slot(source)][self.slot(target)]
             taken = link.seconds(value.bytes) + link.seconds(value.gradient_bytes)
             seconds[source] += taken
             seconds[target] += taken
@@ -178,9 +178,9 @@ class BareCut:
             for times, transfer in zip(self.found.times, self.transfer_s, strict=True)
         )
 
-    def seat(self, stage: int) -> int:
+    def slot(self, stage: int) -> int:
         """The number in the setting of the device that a stage runs on."""
-        return self.found.seats[self.setting.placement[stage]]
+        return self.found.slots[self.setting.placement[stage]]
 
     def figures(self, graph: BareGraph) -> tuple[BareStage, ...]:
         """What there is to say of every stage."""
@@ -194,7 +194,7 @@ class BareCut:
         sent = [value for value, source, _ in self.moves if source == stage]
         return BareStage(
             tuple(name for name in graph.order if name in names),
-            self.seat(stage),
+            self.slot(stage),
             times.forward_s,
             times.backward_s,
             self.transfer_s[stage],

@@ -48,7 +48,7 @@ class Choice:
         )
 
 
-class Fate(Enum):
+class SearchStatus(Enum):
     """What became of a choice.
 
     PLANNED: its figures are those of its plan. SLOWER: not planned, as another one that fits is
@@ -81,7 +81,7 @@ class ParetoPoint:
     """
 
     choice: Choice
-    fate: Fate
+    status: SearchStatus
     step_s: float = 0.0
     peak_bytes: int = 0
     over_bytes: int = 0
@@ -99,7 +99,7 @@ class ParetoPoint:
     @property
     def fits(self) -> bool:
         """Whether it was planned, and its plan fits every device."""
-        return self.fate is Fate.PLANNED and not self.over_bytes
+        return self.status is SearchStatus.PLANNED and not self.over_bytes
 
     def beats(self, other: ParetoPoint) -> bool:
         """Whether it is as fast and as small, and better in one of both, or else simpler."""
@@ -176,9 +176,9 @@ class Frontier:
 def _rank(point: ParetoPoint) -> tuple[object, ...]:
     if point.fits:
         return 0, point.step_s, point.peak_bytes, point.choice.simplicity
-    if point.fate is Fate.PLANNED:
+    if point.status is SearchStatus.PLANNED:
         return 1, point.over_bytes, point.step_s, point.choice.simplicity
-    order = list(Fate).index(point.fate)
+    order = list(SearchStatus).index(point.status)
     return 1 + order, point.step_s, point.over_bytes, point.choice.simplicity
 
 

@@ -42,7 +42,7 @@ class Plan:
         cost_source: how op times were found, in words.
         joint: the stages that take all micro-batches as one, for exact BatchNorm.
         placement: the device of the pipeline that each stage runs on; empty for one each.
-        seats: for every device of the pipeline, its number in the cluster; empty where they are
+        slots: for every device of the pipeline, its number in the cluster; empty where they are
             taken in order.
         constraints: that the stages keep to.
         frontier: the settings that were compared, where they were not given.
@@ -74,7 +74,7 @@ class Plan:
     precision: Precision = Precision.FP32
     joint: tuple[int, ...] = ()
     placement: tuple[int, ...] = ()
-    seats: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     constraints: Constraints = NO_CONSTRAINTS
     frontier: Frontier | None = None
     replicas: int = 1
@@ -101,14 +101,14 @@ class Plan:
     def device_of(self, stage: int) -> int:
         """The number in the cluster of the device that a stage runs on."""
         place = self.placement[stage] if self.placement else stage
-        return self.seats[place] if self.seats else place
+        return self.slots[place] if self.slots else place
 
     @property
     def devices(self) -> tuple[Device, ...]:
         """Those of the pipeline, by rank."""
         count = len(self.orders)
         cluster = self.cluster.sized(count)
-        return tuple(cluster.devices[seat] for seat in self.seats or range(count))
+        return tuple(cluster.devices[slot] for slot in self.slots or range(count))
 
     @property
     def microbatch_size(self) -> int:
@@ -201,8 +201,8 @@ def _check_whole(plan: Plan) -> None:
         "its cluster has no devices, or such without memory": not plan.cluster.devices
         or min(device.memory for device in plan.cluster.devices) < 1,
         "its stages have no places": len(places) != stages or set(places) - set(range(devices)),
-        "its devices have no seats": len(plan.seats) not in (0, devices)
-        or (plan.seats and not 0 <= min(plan.seats) <= max(plan.seats) < len(plan.cluster.devices)),
+        "its devices have no slots": len(plan.slots) not in (0, devices)
+        or (plan.slots and not 0 <= min(plan.slots) <= max(plan.slots) < len(plan.cluster.devices)),
         "a value crosses between stages that there are not": any(
             not 0 <= stage < stages
             for crossing in plan.crossings

@@ -60,7 +60,7 @@ class CandidateBuilder:
 
     Attributes:
         setting: in which nothing is recomputed.
-        cluster: whose devices the seats of the setting are.
+        cluster: whose devices the slots of the setting are.
         work: of every cut, as in `passes.cut.cut`.
         cost_source: how op times were found, in words.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
@@ -68,7 +68,7 @@ class CandidateBuilder:
         inside: the share of the best time that may be given for cuts which open fewer modules.
         remats: what stages can do to recompute.
         again: the ops that run again wherever the cuts are, because the model checkpoints them.
-        cuts: those made so far, by groups, the stages that recompute, what the seats hold, and
+        cuts: those made so far, by groups, the stages that recompute, what the slots hold, and
             that share.
         known: what they have found out about the graph.
     """
@@ -119,7 +119,7 @@ class CandidateBuilder:
             facts=facts,
             problem=constrain(problem, facts, constraints, setting.stages),
             setting=setting,
-            cluster=cluster.sized(len(setting.seats)),
+            cluster=cluster.sized(len(setting.slots)),
             choice=choice,
             policy=policy,
             constraints=constraints,
@@ -261,7 +261,7 @@ class CandidateBuilder:
 
         heavier = run_again(self.problem, often)
         free = self._unlimited()
-        key: Hashable = heavier, free.setting.seats
+        key: Hashable = heavier, free.setting.slots
         if key not in self.cuts:
             self.cuts[key] = cut(heavier, free.setting, work=self.work, known=self.known)
         best = self.cuts[key]
@@ -271,13 +271,13 @@ class CandidateBuilder:
 
     def _unlimited(self) -> CandidateBuilder:
         """The same on devices that hold anything."""
-        seats = tuple(dataclasses.replace(seat, memory=math.inf) for seat in self.setting.seats)
-        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, seats=seats))
+        slots = tuple(dataclasses.replace(slot, memory=math.inf) for slot in self.setting.slots)
+        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, slots=slots))
 
     def _merit(self, candidate: Candidate) -> tuple[float, float, int]:
         """How far one is from fitting its devices, its step, and how many stages recompute."""
-        pairs = zip(candidate.prediction.device_bytes, candidate.found.seats, strict=True)
-        over = (size - self.setting.seats[seat].memory for size, seat in pairs)
+        pairs = zip(candidate.prediction.device_bytes, candidate.found.slots, strict=True)
+        over = (size - self.setting.slots[slot].memory for size, slot in pairs)
         excess = sum(max(0.0, size) for size in over)
         return excess, candidate.prediction.step_s, sum(candidate.recomputing)
 
@@ -289,8 +289,8 @@ class CandidateBuilder:
         """
         segmented: dict[int, RematOption] = {}
         whole: dict[int, RematOption] = {}
-        for device, seat in enumerate(candidate.found.seats):
-            memory = self.setting.seats[seat].memory
+        for device, slot in enumerate(candidate.found.slots):
+            memory = self.setting.slots[slot].memory
             order, kind = candidate.orders[device], self.kind(candidate, device)
             for known in self.remats.levels(candidate.stages, order, candidate.joint, kind):
                 fits, found = known.fastest(memory, segments=True)
@@ -308,7 +308,7 @@ class CandidateBuilder:
 
     def kind(self, candidate: Candidate, device: int) -> int:
         """Of a device of the pipeline, its number among those of the cluster."""
-        return self.setting.seats[candidate.found.seats[device]].kind
+        return self.setting.slots[candidate.found.slots[device]].kind
 
     def _cut(self, recompute: tuple[bool, ...]) -> Candidate:
         """The best cut found into stages of which these recompute.
@@ -354,7 +354,7 @@ class CandidateBuilder:
 
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Candidate:
         setting = dataclasses.replace(self.setting, recompute=recompute)
-        memory = tuple(seat.memory for seat in setting.seats)
+        memory = tuple(slot.memory for slot in setting.slots)
         key: Hashable = (problem.groups, recompute, memory)
         if problem.values is not self.problem.values:
             key = (key, problem.values)
@@ -401,7 +401,7 @@ class CandidateBuilder:
 
     def _as_written(self, found: Cut, stage: Stage) -> Stage:
         """A stage that runs what the model itself checkpoints again."""
-        kind = self.setting.seats[found.seats[self.setting.placement[stage.index]]].kind
+        kind = self.setting.slots[found.slots[self.setting.placement[stage.index]]].kind
         again = stage.remat is Remat.FULL
         option = as_written(self.facts, stage, self.remats.seconds[kind], again=again)
         return option.of(stage, split=self.setting.splits_backward)
@@ -411,7 +411,7 @@ class CandidateBuilder:
         joint = tuple(sorted(joint_of(needed, random=self.random)))
 
         def between(one: int, other: int) -> Link:
-            places = (found.seats[self.setting.placement[stage]] for stage in (one, other))
+            places = (found.slots[self.setting.placement[stage]] for stage in (one, other))
             return self.cluster.between(*places)
 
         orders = self.setting.orders_with(joint) if joint else self.setting.orders

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gpipe_compiler.cluster import is_host
 from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options import AnyOptimizer, RematChoice
-from gpipe_compiler.passes.cut.device_order import seat_orders
+from gpipe_compiler.passes.cut.device_order import slot_orders
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
@@ -57,7 +57,7 @@ def choose_exactly(builder: CandidateBuilder) -> Exact:
     """
     choice = builder.remat
     first = _exact(builder, builder.choose(choice))
-    limits = [seat.memory for seat in builder.setting.seats]
+    limits = [slot.memory for slot in builder.setting.slots]
     if not first.over and _moved(builder, first, limits) is None:
         return first
     if first.candidate.prediction.anywhere_s is None:
@@ -88,7 +88,7 @@ def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]
     """
     best = latest = first
     choice = builder.remat
-    limits = [seat.memory for seat in builder.setting.seats]
+    limits = [slot.memory for slot in builder.setting.slots]
     for _ in range(_ROUNDS):
         moved = _moved(builder, latest, limits)
         if moved is None:
@@ -173,12 +173,12 @@ def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
         microbatches=setting.microbatches,
         replicas=builder.policy.data_parallel,
         optimizer=builder.policy.counted_optimizer,
-        on_host=is_host(builder.cluster.devices[candidate.found.seats[0]]),
+        on_host=is_host(builder.cluster.devices[candidate.found.slots[0]]),
     )
     memory = device_memories(facts.graph, layout, facts.memory_traces)
     over = sum(
-        max(0.0, device.peak - setting.seats[seat].memory)
-        for device, seat in zip(memory, candidate.found.seats, strict=True)
+        max(0.0, device.peak - setting.slots[slot].memory)
+        for device, slot in zip(memory, candidate.found.slots, strict=True)
     )
     return Exact(candidate, memory, over)
 
@@ -190,17 +190,17 @@ def _moved(builder: CandidateBuilder, exact: Exact, limits: Sequence[float]) -> 
     worth = exact.over > 0 and _fits_quickly(exact.candidate, limits)
     recomputes = any(exact.candidate.recomputing)
     pairs = zip(exact.memory, exact.candidate.prediction.device_bytes, strict=True)
-    for (device, quick), seat in zip(pairs, exact.candidate.found.seats, strict=True):
-        memory = builder.setting.seats[seat].memory
-        moved[seat] = max(0.0, memory + quick - device.peak)
-        worth |= recomputes and moved[seat] - limits[seat] > _WORTH_A_CUT * memory
+    for (device, quick), slot in zip(pairs, exact.candidate.found.slots, strict=True):
+        memory = builder.setting.slots[slot].memory
+        moved[slot] = max(0.0, memory + quick - device.peak)
+        worth |= recomputes and moved[slot] - limits[slot] > _WORTH_A_CUT * memory
     return moved if worth else None
 
 
 def _fits_quickly(candidate: Candidate, limits: Sequence[float]) -> bool:
     """Whether the devices hold what the quick model counts."""
-    pairs = zip(candidate.prediction.device_bytes, candidate.found.seats, strict=True)
-    return all(quick <= limits[seat] for quick, seat in pairs)
+    pairs = zip(candidate.prediction.device_bytes, candidate.found.slots, strict=True)
+    return all(quick <= limits[slot] for quick, slot in pairs)
 
 
 def _limited(builder: CandidateBuilder, limits: Sequence[float]) -> CandidateBuilder:
@@ -209,11 +209,11 @@ def _limited(builder: CandidateBuilder, limits: Sequence[float]) -> CandidateBui
     A limit is moved for the stages that a device has. So devices that are alike do not change
     places for it.
     """
-    seats = tuple(
-        dataclasses.replace(seat, memory=limit)
-        for seat, limit in zip(builder.setting.seats, limits, strict=True)
+    slots = tuple(
+        dataclasses.replace(slot, memory=limit)
+        for slot, limit in zip(builder.setting.slots, limits, strict=True)
     )
-    orders, _ = seat_orders(builder.setting)
+    orders, _ = slot_orders(builder.setting)
     alike = orders == (tuple(range(len(orders[0]))),)
-    setting = dataclasses.replace(builder.setting, seats=seats, seated=alike)
+    setting = dataclasses.replace(builder.setting, slots=slots, slots_in_order=alike)
     return dataclasses.replace(builder, setting=setting)

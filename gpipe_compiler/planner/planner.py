@@ -245,7 +245,7 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
         precision=policy.precision,
         joint=candidate.joint,
         placement=builder.setting.placement,
-        seats=candidate.found.seats,
+        slots=candidate.found.slots,
         constraints=builder.constraints,
         replicas=policy.data_parallel,
         sizes=tuple((size.name, size.example) for size in graph.sizes),

@@ -26,7 +26,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
     there = len(cluster.devices) if cluster.endless else devices_there(cluster, replicas)
     kinds = cluster.kinds
     numbers = range(there)
-    seats = []
+    slots = []
     for number in numbers:
         device = cluster.devices[number]
         # The devices of the same rank in all replicas reduce gradients with one another.
@@ -34,7 +34,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
         if not cluster.endless and replicas > 1:
             peer = cluster.between(number, number + there)
         rate = update_s_per_byte(device, policy.counted_optimizer, replicas, peer)
-        seats.append(
+        slots.append(
             DeviceSlot(
                 kinds.index(device),
                 device.memory,
@@ -48,7 +48,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
         kind,
         choice.stages,
         choice.microbatches,
-        tuple(seats),
+        tuple(slots),
         links,
         min(devices, there),
         objective=policy.objective,

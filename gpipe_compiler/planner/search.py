@@ -11,7 +11,7 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, Usa
 from gpipe_compiler.options import SEARCH_SECONDS, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, ParetoPoint
+from gpipe_compiler.plan.pareto import Choice, Frontier, ParetoPoint, SearchStatus
 from gpipe_compiler.planner.cut_problem import problem_of
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
@@ -129,7 +129,7 @@ class _Exploration:
     def _bound(self, choice: Choice) -> ParetoPoint | None:
         """What is known of a choice before it is planned; None when that is impossible."""
         if self._work and choice.microbatches not in self._work and self._late():
-            self.points[choice] = ParetoPoint(choice, Fate.NOT_REACHED)
+            self.points[choice] = ParetoPoint(choice, SearchStatus.NOT_REACHED)
             return None
         work = self._work_of(choice.microbatches)
         if isinstance(work, GPipeCompilerError):
@@ -137,7 +137,7 @@ class _Exploration:
             return None
         return ParetoPoint(
             choice,
-            Fate.NOT_REACHED,
+            SearchStatus.NOT_REACHED,
             least_step_s(work, choice),
             least_peak_bytes(work, choice),
         )
@@ -167,10 +167,10 @@ class _Exploration:
             return
         over = bound.peak_bytes - self._memory(choice, max)
         if over > 0:
-            larger = dataclasses.replace(bound, fate=Fate.LARGER, over_bytes=over)
+            larger = dataclasses.replace(bound, status=SearchStatus.LARGER, over_bytes=over)
             self.points[choice] = larger
         elif any(self._beats(point, bound) for point in self.points.values()):
-            self.points[choice] = dataclasses.replace(bound, fate=Fate.SLOWER)
+            self.points[choice] = dataclasses.replace(bound, status=SearchStatus.SLOWER)
         elif self.plans and self._late():
             self.points[choice] = bound
         else:
@@ -179,7 +179,7 @@ class _Exploration:
     def _keeps_everything(self, choice: Choice) -> bool:
         """Whether AUTO comes to the same as NONE, which then stands for both."""
         keeping = self.points.get(dataclasses.replace(choice, remat=RematChoice.NONE))
-        if keeping is None or keeping.fate is Fate.PLANNED:
+        if keeping is None or keeping.status is SearchStatus.PLANNED:
             return keeping is not None and keeping.fits
         work = self._work[choice.microbatches]
         assert isinstance(work, WorkSums)
@@ -212,7 +212,7 @@ class _Exploration:
 
     def _refuse(self, choice: Choice, error: GPipeCompilerError) -> None:
         self.errors.append(error)
-        self.points[choice] = ParetoPoint(choice, Fate.REFUSED, problem=error.problem)
+        self.points[choice] = ParetoPoint(choice, SearchStatus.REFUSED, problem=error.problem)
 
     def _keep(self, choice: Choice, plan: Plan) -> None:
         """Keeps only the plans that may be chosen yet: a plan of a large model is large."""
@@ -237,7 +237,7 @@ class _Exploration:
             else:
                 # Whether it truly fits is not known.
                 self.points[choice] = dataclasses.replace(
-                    self.points[choice], fate=Fate.NOT_REACHED
+                    self.points[choice], status=SearchStatus.NOT_REACHED
                 )
 
     def _kept(self, choice: Choice) -> Plan:
@@ -278,7 +278,7 @@ class _Exploration:
 
         Those of the least bounds, until no bound is below what the best of them comes to.
         """
-        larger = [point for point in self.points.values() if point.fate is Fate.LARGER]
+        larger = [point for point in self.points.values() if point.status is SearchStatus.LARGER]
         larger.sort(key=lambda point: (point.over_bytes, point.step_s))
         for count, point in enumerate(larger):
             if self.plans and (count >= MOST_TOO_LARGE or self._late()):
@@ -302,7 +302,7 @@ def planned(choice: Choice, plan: Plan) -> ParetoPoint:
     peak = max(prediction.device_bytes, default=0)
     return ParetoPoint(
         choice,
-        Fate.PLANNED,
+        SearchStatus.PLANNED,
         prediction.step_s,
         peak,
         most_over(plan),

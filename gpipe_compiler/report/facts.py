@@ -83,7 +83,7 @@ def modules_of(plan: Plan, stage: Stage) -> str:
 def machines(plan: Plan) -> str:
     """The devices that the pipeline runs on and their links, in a few words."""
     count = len(plan.orders)
-    return str(plan.cluster.sized(count).part(plan.seats or range(count)))
+    return str(plan.cluster.sized(count).part(plan.slots or range(count)))
 
 
 def device_bytes(plan: Plan) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_compiler.plan.fields import own_fields
-from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
+from gpipe_compiler.plan.pareto import EQUAL, Choice, Frontier, ParetoPoint, SearchStatus
 from gpipe_compiler.report.tables import cell, figure_table
 from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds, format_share
@@ -35,18 +35,18 @@ def show_frontier(frontier: Frontier) -> RenderableType:
     if any(_is_estimated(point, frontier) for point in shown.points):
         notes.append("~ estimated; what is planned in full is played through, which is exact")
     if left:
-        fates = Counter(_SHORT[point.fate] for point in left)
-        parts = ", ".join(f"{count:,} {words}" for words, count in fates.items())
+        statuses = Counter(_SHORT[point.status] for point in left)
+        parts = ", ".join(f"{count:,} {words}" for words, count in statuses.items())
         notes.append(f"{counted(len(left), 'further setting')}: {parts}; all are in --json")
     return Group(table, *(Text(note) for note in notes))
 
 
 _SHORT = {
-    Fate.PLANNED: "planned",
-    Fate.SLOWER: "not planned, as their bounds lose",
-    Fate.LARGER: "that cannot fit",
-    Fate.REFUSED: "that cannot be planned",
-    Fate.NOT_REACHED: "not looked at, as time was up",
+    SearchStatus.PLANNED: "planned",
+    SearchStatus.SLOWER: "not planned, as their bounds lose",
+    SearchStatus.LARGER: "that cannot fit",
+    SearchStatus.REFUSED: "that cannot be planned",
+    SearchStatus.NOT_REACHED: "not looked at, as time was up",
 }
 
 
@@ -76,8 +76,8 @@ def frontier_table(frontier: Frontier) -> Table:
 
 def row(point: ParetoPoint, frontier: Frontier) -> tuple[str, ...]:
     """The cells of a point."""
-    choice, known = point.choice, point.fate is Fate.PLANNED
-    bound = "≥ " if point.fate in (Fate.SLOWER, Fate.LARGER) else ""
+    choice, known = point.choice, point.status is SearchStatus.PLANNED
+    bound = "≥ " if point.status in (SearchStatus.SLOWER, SearchStatus.LARGER) else ""
     figures = known or bool(bound)
     mark = "~ " if _is_estimated(point, frontier) else bound
     return (
@@ -98,19 +98,19 @@ def row(point: ParetoPoint, frontier: Frontier) -> tuple[str, ...]:
 def _is_estimated(point: ParetoPoint, frontier: Frontier) -> bool:
     """Whether the peak of a plan is less well known than that of others."""
     some = any(other.exact_bytes for other in frontier.points)
-    return some and point.fate is Fate.PLANNED and not point.exact_bytes
+    return some and point.status is SearchStatus.PLANNED and not point.exact_bytes
 
 
 def reason(point: ParetoPoint, frontier: Frontier) -> str:
     """Why a point is not the chosen one; or that it is."""
-    match point.fate:
-        case Fate.REFUSED:
+    match point.status:
+        case SearchStatus.REFUSED:
             return point.problem
-        case Fate.NOT_REACHED:
+        case SearchStatus.NOT_REACHED:
             return "not looked at: time was up"
-        case Fate.LARGER:
+        case SearchStatus.LARGER:
             return f"does not fit: at least {format_bytes(point.over_bytes)} too much"
-        case Fate.SLOWER:
+        case SearchStatus.SLOWER:
             return "not planned: its bounds already lose"
     if point.over_bytes:
         return f"does not fit by {format_bytes(point.over_bytes)}"

@@ -20,7 +20,7 @@ def simple_bound(graph: Contracted, setting: CutSetting, device_order: DeviceOrd
     """
     m, stages = setting.microbatches, setting.stages
     seconds = graph.seconds
-    kinds = {seat.kind for seat in device_order.devices}
+    kinds = {slot.kind for slot in device_order.devices}
     if kinds != {-1}:
         seconds = seconds[sorted(kinds)]
     forward, backward = seconds[:, 0].min(axis=0), seconds[:, 1].min(axis=0)

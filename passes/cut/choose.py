@@ -17,7 +17,7 @@ from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.bounds import simple_bound
 from gpipe_compiler.passes.cut.classic import classic_cuts
-from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, seat_orders
+from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, slot_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
 from gpipe_compiler.passes.cut.ground import Ground, Known
 from gpipe_compiler.passes.cut.orders import (
@@ -58,7 +58,7 @@ class Cut:
             device's memory by the least.
         down_sets: how many places to cut were looked at.
         bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
-        seats: for every device of the pipeline, which of the setting's seats it is.
+        slots: for every device of the pipeline, which of the setting's slots it is.
         excess_bytes: for every device of the pipeline, by how much its memory is too small.
         objective: what was to be short.
     """
@@ -70,7 +70,7 @@ class Cut:
     proved: bool
     down_sets: int
     bottleneck_s: float = 0.0
-    seats: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     excess_bytes: tuple[int, ...] = ()
     objective: Objective = Objective.STEP
 
@@ -133,8 +133,8 @@ def cut(
     ground = (known or Known()).of(
         problem,
         stages,
-        memory=any(math.isfinite(seat.memory) for seat in setting.seats),
-        updates=any(seat.update_s_per_byte or seat.update_latency_s for seat in setting.seats),
+        memory=any(math.isfinite(slot.memory) for slot in setting.slots),
+        updates=any(slot.update_s_per_byte or slot.update_latency_s for slot in setting.slots),
     )
     graph = ground.graph
     if graph.parts < stages:
@@ -173,7 +173,7 @@ class _Cutter:
         counted = again
         if setting.objective is Objective.STEP and not line:
             counted = np.array([float(count == m) for count in repeats])
-        orders, complete = seat_orders(setting)
+        orders, complete = slot_orders(setting)
         device_orders = [DeviceOrder.of(setting, order, held, counted) for order in orders]
         best = (
             device_orders[0]
@@ -313,7 +313,7 @@ class _Cutter:
             met and prove,
             found.looked,
             score.bottleneck_s,
-            score.seats,
+            score.slots,
             score.excess,
             self.setting.objective,
         )

@@ -40,9 +40,9 @@ class DeviceOrder:
     """One order of devices.
 
     Attributes:
-        seats: which seat of the setting each device of the pipeline is; empty for the best of all
+        slots: which slot of the setting each device of the pipeline is; empty for the best of all
             in every place, which no order is slower or smaller than.
-        devices: the same seats themselves.
+        devices: the same slots themselves.
         placement: the device of every stage.
         links: between any two devices.
         loads: of every device; empty where memory does not matter.
@@ -50,7 +50,7 @@ class DeviceOrder:
         split: whether the weights' part of a backward comes later.
     """
 
-    seats: tuple[int, ...]
+    slots: tuple[int, ...]
     devices: tuple[DeviceSlot, ...]
     placement: tuple[int, ...]
     links: tuple[tuple[Link, ...], ...]
@@ -60,14 +60,14 @@ class DeviceOrder:
 
     @classmethod
     def of(
-        cls, setting: CutSetting, seats: Sequence[int], loads: tuple[Load, ...], again: Floats
+        cls, setting: CutSetting, slots: Sequence[int], loads: tuple[Load, ...], again: Floats
     ) -> DeviceOrder:
-        """The pipeline on these seats."""
+        """The pipeline on these slots."""
         return cls(
-            tuple(seats),
-            tuple(setting.seats[seat] for seat in seats),
+            tuple(slots),
+            tuple(setting.slots[slot] for slot in slots),
             setting.placement,
-            tuple(tuple(setting.links[a][b] for b in seats) for a in seats),
+            tuple(tuple(setting.links[a][b] for b in slots) for a in slots),
             loads,
             again,
             setting.splits_backward,
@@ -116,7 +116,7 @@ class DeviceOrder:
         found: list[StageRates] = []
         known: dict[StageRates, StageRates] = {}
         for stage, device in enumerate(self.placement):
-            seat = self.devices[device]
+            slot = self.devices[device]
             if self._uniform:
                 near = self.links[0][1]
                 receives, sends = near, near
@@ -124,7 +124,7 @@ class DeviceOrder:
                 receives = fastest([self.between(s, stage) for s in range(stage)])
                 sends = fastest([self.between(stage, s) for s in range(stage + 1, self.stages)])
             rate = StageRates(
-                seat.kind, receives, sends, seat.update_s_per_byte, seat.update_latency_s
+                slot.kind, receives, sends, slot.update_s_per_byte, slot.update_latency_s
             )
             found.append(known.setdefault(rate, rate))
         return tuple(found)
@@ -143,12 +143,12 @@ class DeviceOrder:
     @cached_property
     def limited(self) -> bool:
         """Whether memory matters."""
-        return any(math.isfinite(seat.memory) for seat in self.devices)
+        return any(math.isfinite(slot.memory) for slot in self.devices)
 
     @cached_property
     def memory(self) -> Floats:
         """Bytes of every device."""
-        return np.array([float(seat.memory) for seat in self.devices])
+        return np.array([float(slot.memory) for slot in self.devices])
 
     @cached_property
     def moments(self) -> Floats:
@@ -184,7 +184,7 @@ class DeviceOrder:
             return self
         return replace(
             self,
-            devices=tuple(replace(seat, memory=seat.memory + excess) for seat in self.devices),
+            devices=tuple(replace(slot, memory=slot.memory + excess) for slot in self.devices),
         )
 
 
@@ -200,14 +200,14 @@ def ideal(setting: CutSetting, loads: tuple[Load, ...], again: Floats) -> Device
 
     Its kind is -1, for the fastest of all kinds.
     """
-    seats = setting.seats
+    slots = setting.slots
     count = max(setting.placement) + 1
     best = DeviceSlot(
         -1,
-        max(seat.memory for seat in seats),
+        max(slot.memory for slot in slots),
         0,
-        min(seat.update_s_per_byte for seat in seats),
-        min(seat.update_latency_s for seat in seats),
+        min(slot.update_s_per_byte for slot in slots),
+        min(slot.update_latency_s for slot in slots),
     )
     links = {link for a, row in enumerate(setting.links) for b, link in enumerate(row) if a != b}
     link = fastest(list(links))
@@ -223,10 +223,10 @@ MOST_SEATS = 24
 """Devices whose orders are tried at most; of more, they stay as they are."""
 
 
-def seat_orders(setting: CutSetting) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """For every order that may differ from the others, the seat of every device of the pipeline.
+def slot_orders(setting: CutSetting) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    """For every order that may differ from the others, the slot of every device of the pipeline.
 
-    The devices of a host stay together. Orders of seats that are alike in kind, memory, updates
+    The devices of a host stay together. Orders of slots that are alike in kind, memory, updates
     and links are given once.
 
     Returns:
@@ -247,12 +247,12 @@ class _Seating:
             numbers.setdefault(
                 (s.kind, s.memory, s.update_s_per_byte, s.update_latency_s), len(numbers)
             )
-            for s in setting.seats
+            for s in setting.slots
         ]
 
     def orders(self) -> tuple[tuple[tuple[int, ...], ...], bool]:
         natural = tuple(range(self.devices))
-        if self.setting.seated or self._all_alike():
+        if self.setting.slots_in_order or self._all_alike():
             return (natural,), True
         if len(self.own) > MOST_SEATS:
             return (natural, natural[::-1]), False
@@ -264,8 +264,8 @@ class _Seating:
         return tuple(found.values()), True
 
     def _all_alike(self) -> bool:
-        """Whether all orders are alike: equal seats, and equal links or equal, full hosts."""
-        hosts = [seat.host for seat in self.setting.seats]
+        """Whether all orders are alike: equal slots, and equal links or equal, full hosts."""
+        hosts = [slot.host for slot in self.setting.slots]
         near = {link for a, b, link in self._pairs() if hosts[a] == hosts[b]}
         far = {link for a, b, link in self._pairs() if hosts[a] != hosts[b]}
         if len(set(self.own)) > 1 or max(len(near), len(far)) > 1:
@@ -281,34 +281,34 @@ class _Seating:
 
     def _signature(self, order: Sequence[int]) -> Hashable:
         links = tuple(self.links[a][b] for a in order for b in order if a != b)
-        return tuple(self.own[seat] for seat in order), links
+        return tuple(self.own[slot] for slot in order), links
 
     def _extended(self, chosen: tuple[int, ...], left: list[int]) -> Iterator[tuple[int, ...]]:
-        """All orders that begin with the chosen seats."""
+        """All orders that begin with the chosen slots."""
         if len(chosen) == self.devices:
             yield chosen
             return
-        seats = self.setting.seats
-        here = seats[chosen[-1]].host if chosen else None
-        used = {seats[seat].host for seat in chosen}
+        slots = self.setting.slots
+        here = slots[chosen[-1]].host if chosen else None
+        used = {slots[slot].host for slot in chosen}
         tried: list[int] = []
-        for seat in left:
-            if seats[seat].host != here and seats[seat].host in used:
+        for slot in left:
+            if slots[slot].host != here and slots[slot].host in used:
                 continue
-            if any(self._exchangeable(seat, other, chosen) for other in tried):
+            if any(self._exchangeable(slot, other, chosen) for other in tried):
                 continue
-            tried.append(seat)
-            yield from self._extended((*chosen, seat), [s for s in left if s != seat])
+            tried.append(slot)
+            yield from self._extended((*chosen, slot), [s for s in left if s != slot])
 
     def _exchangeable(self, one: int, other: int, chosen: Sequence[int]) -> bool:
-        """Whether two seats, or their hosts, can change places and nothing else changes."""
-        seats = self.setting.seats
+        """Whether two slots, or their hosts, can change places and nothing else changes."""
+        slots = self.setting.slots
         if self.own[one] != self.own[other]:
             return False
-        if seats[one].host == seats[other].host:
+        if slots[one].host == slots[other].host:
             return self._symmetric({one: other, other: one})
-        mine = [s for s in range(len(seats)) if seats[s].host == seats[one].host]
-        theirs = [s for s in range(len(seats)) if seats[s].host == seats[other].host]
+        mine = [s for s in range(len(slots)) if slots[s].host == slots[one].host]
+        theirs = [s for s in range(len(slots)) if slots[s].host == slots[other].host]
         if len(mine) != len(theirs) or {*mine, *theirs} & set(chosen):
             return False
         mine.sort(key=lambda s: (s != one, self.own[s]))
@@ -317,7 +317,7 @@ class _Seating:
         return self._symmetric(dict(pairs) | {b: a for a, b in pairs})
 
     def _symmetric(self, swap: dict[int, int]) -> bool:
-        """Whether renaming seats so leaves all of them as they are."""
+        """Whether renaming slots so leaves all of them as they are."""
         size = len(self.own)
         if any(self.own[a] != self.own[b] for a, b in swap.items()):
             return False

@@ -35,7 +35,7 @@ class CutScore:
     """
 
     stage_of: tuple[int, ...]
-    seats: tuple[int, ...]
+    slots: tuple[int, ...]
     times: tuple[StageTimes, ...]
     excess: tuple[int, ...]
     step_s: float
@@ -54,7 +54,7 @@ def recomputing(setting: CutSetting) -> tuple[tuple[int, ...], tuple[Load, ...]]
     repeats = [0] * setting.stages
     for action in recomputed(setting.orders):
         repeats[action.stage] += asked[action.stage]
-    limited = any(math.isfinite(seat.memory) for seat in setting.seats)
+    limited = any(math.isfinite(slot.memory) for slot in setting.slots)
     again = [stage for stage, asks in enumerate(asked) if asks]
     return tuple(repeats), loads(setting.orders, again) if limited else ()
 
@@ -124,9 +124,9 @@ class CutEvaluator:
         held = self._held(device_order, stage_of, taken)
         times = []
         for stage, (forward, backward, weight) in enumerate(seconds):
-            seat = device_order.devices[device_order.placement[stage]]
+            slot = device_order.devices[device_order.placement[stage]]
             updated = held[1][stage]
-            update = updated * seat.update_s_per_byte + bool(updated) * seat.update_latency_s
+            update = updated * slot.update_s_per_byte + bool(updated) * slot.update_latency_s
             times.append(
                 StageTimes(
                     forward,
@@ -140,7 +140,7 @@ class CutEvaluator:
             )
         return CutScore(
             tuple(stage_of),
-            device_order.seats,
+            device_order.slots,
             tuple(times),
             held[0],
             float(self.steps(_columns(times))[0]),
@@ -163,11 +163,11 @@ class CutEvaluator:
                 updated[stage] += kept.updated_bytes
         excess = [0] * len(device_order.devices)
         if device_order.limited:
-            for device, (load, seat) in enumerate(
+            for device, (load, slot) in enumerate(
                 zip(device_order.loads, device_order.devices, strict=True)
             ):
                 peak = load.peak([taken[s] for s in load.stages], [saved[s] for s in load.stages])
-                over = sum(state[s] for s in load.stages) + peak - seat.memory
+                over = sum(state[s] for s in load.stages) + peak - slot.memory
                 excess[device] = max(0, int(np.ceil(over))) if np.isfinite(over) else 0
         return tuple(excess), updated
 

@@ -18,7 +18,7 @@ import numpy as np
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
-from gpipe_compiler.passes.cut.device_order import DeviceOrder, seat_orders
+from gpipe_compiler.passes.cut.device_order import DeviceOrder, slot_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
@@ -89,7 +89,7 @@ class _Inside:
         share: float,
         work: int,
     ) -> None:
-        limited = any(math.isfinite(seat.memory) for seat in setting.seats)
+        limited = any(math.isfinite(slot.memory) for slot in setting.slots)
         plain = problem.forward_only() if setting.kind is None else problem
         self.problem = relevant(plain.check(), memory=limited, updates=True)
         self.asked, self.setting, self.modules = problem, setting, modules
@@ -106,8 +106,8 @@ class _Inside:
         again = np.array([float(count > 0) for count in repeats])
         evaluator = CutEvaluator(self.problem, self.setting, again)
         device_orders = [
-            DeviceOrder.of(self.setting, seats, held, again)
-            for seats in seat_orders(self.setting)[0]
+            DeviceOrder.of(self.setting, slots, held, again)
+            for slots in slot_orders(self.setting)[0]
         ]
         by_openness = sorted((openness(self.modules, stage_of), stage_of) for stage_of in cuts)
         most = openness(self.modules, self.best.stage_of)
@@ -116,14 +116,14 @@ class _Inside:
                 break
             allowed = [stage_of for _, stage_of in alike if evaluator.allows(stage_of)]
             ranks = [
-                (self._value(evaluator, device_order, stage_of), stage_of, device_order.seats)
+                (self._value(evaluator, device_order, stage_of), stage_of, device_order.slots)
                 for stage_of in allowed
                 for device_order in device_orders
             ]
-            value, stage_of, seats = min(ranks, default=(math.inf, (), ()))
+            value, stage_of, slots = min(ranks, default=(math.inf, (), ()))
             if value <= self.limit_s:
                 device_order = next(
-                    device_order for device_order in device_orders if device_order.seats == seats
+                    device_order for device_order in device_orders if device_order.slots == slots
                 )
                 score = evaluator.evaluate(device_order, stage_of)
                 return replace(
@@ -132,7 +132,7 @@ class _Inside:
                     times=score.times,
                     step_s=score.step_s,
                     bottleneck_s=score.bottleneck_s,
-                    seats=score.seats,
+                    slots=score.slots,
                     excess_bytes=score.excess,
                 )
         return self.best

@@ -49,24 +49,24 @@ class CutSetting:
     Attributes:
         kind: of the schedule in training; None for inference.
         stages: how many there are to be; none is empty.
-        seats: the devices there are, at least as many as the pipeline has. Which of them it has,
+        slots: the devices there are, at least as many as the pipeline has. Which of them it has,
             and in which order, is for the cut to find where they differ.
-        links: between any two seats.
+        links: between any two slots.
         devices: of the pipeline; None for as many as the schedule needs.
         recompute: for every stage, whether it runs its forward again before a backward.
         objective: what is to be short, among cuts that fit into memory.
-        seated: whether the pipeline has the first seats, in their order, though they differ.
+        slots_in_order: whether the first slots are taken, in order, though they differ.
     """
 
     kind: ScheduleKind | None
     stages: int
     microbatches: int
-    seats: tuple[DeviceSlot, ...]
+    slots: tuple[DeviceSlot, ...]
     links: tuple[tuple[Link, ...], ...]
     devices: int | None = None
     recompute: tuple[bool, ...] = ()
     objective: Objective = Objective.STEP
-    seated: bool = False
+    slots_in_order: bool = False
 
     @classmethod
     def equal(
@@ -75,12 +75,12 @@ class CutSetting:
         stages: int,
         microbatches: int,
         link: Link,
-        seat: DeviceSlot = DeviceSlot(),
+        slot: DeviceSlot = DeviceSlot(),
     ) -> CutSetting:
         """Equal devices, one for every stage, and equal links."""
         row = range(stages)
         links = tuple(tuple(NO_LINK if a == b else link for b in row) for a in row)
-        return cls(kind, stages, microbatches, (seat,) * stages, links, stages)
+        return cls(kind, stages, microbatches, (slot,) * stages, links, stages)
 
     @cached_property
     def placement(self) -> tuple[int, ...]:

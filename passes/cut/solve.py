@@ -294,7 +294,7 @@ class Solver:
 
     def _true(self, device_order: DeviceOrder) -> DeviceOrder:
         """The same order of devices with the memory they have."""
-        return next(true for true in self.device_orders if true.seats == device_order.seats)
+        return next(true for true in self.device_orders if true.slots == device_order.slots)
 
     def consider(self, stage_of: Sequence[int]) -> None:
         """Keeps a cut, on the best order of devices for it, when it is the best so far.
@@ -310,8 +310,8 @@ class Solver:
         """Keeps what a chain becomes when its boundaries are moved, unless that is known."""
         if self._family is not space:
             self._family, self._improved = space, set()
-        if (device_order.seats, chain) not in self._improved:
-            self._improved.add((device_order.seats, chain))
+        if (device_order.slots, chain) not in self._improved:
+            self._improved.add((device_order.slots, chain))
             better = improve_chain(space, self._true(device_order), chain, self.evaluator)
             self._offer(space, device_order, better)
 

@@ -148,9 +148,9 @@ def test_scores_are_those_of_a_cut_that_has_no_choice(seed: int, kind: ScheduleK
     if contract(problem, 3).parts < 3:
         return
     stage_of = Row(problem, 3).equal_ops()
-    seat = DeviceSlot(memory=draw.choice([0.0, 50.0]), update_s_per_byte=0.01)
+    slot = DeviceSlot(memory=draw.choice([0.0, 50.0]), update_s_per_byte=0.01)
     setting = dataclasses.replace(
-        CutSetting.equal(kind, 3, 5, Link(100.0, 0.01), seat),
+        CutSetting.equal(kind, 3, 5, Link(100.0, 0.01), slot),
         recompute=tuple(draw.random() < 0.5 for _ in range(3)),
     )
 
@@ -162,7 +162,7 @@ def test_scores_are_those_of_a_cut_that_has_no_choice(seed: int, kind: ScheduleK
     assert known.step_s == pytest.approx(only.step_s, rel=1e-9)
     assert known.bottleneck_s == pytest.approx(only.bottleneck_s, rel=1e-9)
     for needed, excess in zip(memory(problem, stage_of, setting), only.excess_bytes, strict=True):
-        assert max(0.0, needed - seat.memory) == pytest.approx(excess, abs=1)
+        assert max(0.0, needed - slot.memory) == pytest.approx(excess, abs=1)
 
 
 @pytest.mark.parametrize(

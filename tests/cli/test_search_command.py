@@ -144,7 +144,7 @@ class TestAuto:
     def test_time_may_be_limited(self, capsys: Printed) -> None:
         words = "--stages auto --microbatches auto --schedule auto --search-time 0s"
         points = planned(words, capsys)["frontier"]["points"]
-        assert {"planned", "not reached"} <= {point["fate"] for point in points}
+        assert {"planned", "not reached"} <= {point["status"] for point in points}
 
     def test_the_kind_of_device_alone_is_not_enough(
         self, capsys: Printed, monkeypatch: pytest.MonkeyPatch

@@ -99,13 +99,13 @@ class TestClusters:
         assert Link(bandwidth=100.0, latency_s=2.0).seconds(50) == 2.5
         assert Link(bandwidth=100.0, latency_s=2.0).seconds(0) == 0.0
 
-    @pytest.mark.parametrize("seats", [(0, 1), (3, 2), (4, 0, 3), (4, 3, 2, 1, 0)])
-    def test_a_part_has_the_devices_and_links_of_the_whole(self, seats: tuple[int, ...]) -> None:
-        part = self.cluster.part(seats)
+    @pytest.mark.parametrize("slots", [(0, 1), (3, 2), (4, 0, 3), (4, 3, 2, 1, 0)])
+    def test_a_part_has_the_devices_and_links_of_the_whole(self, slots: tuple[int, ...]) -> None:
+        part = self.cluster.part(slots)
 
-        assert part.devices == tuple(self.cluster.devices[seat] for seat in seats)
-        for one, first in enumerate(seats):
-            for other, second in enumerate(seats):
+        assert part.devices == tuple(self.cluster.devices[slot] for slot in slots)
+        for one, first in enumerate(slots):
+            for other, second in enumerate(slots):
                 assert part.between(one, other) == self.cluster.between(first, second)
 
     def test_only_endless_ones_grow(self) -> None:

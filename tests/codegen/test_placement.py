@@ -31,7 +31,7 @@ def test_a_placement_is_written_and_followed(
     x = torch.rand(4, 4)
     plan = planned(model, x, count=4)
     orders = forward_only(PLACEMENT, plan.microbatches)
-    plan = dataclasses.replace(plan, placement=PLACEMENT, seats=(1, 0), orders=orders)
+    plan = dataclasses.replace(plan, placement=PLACEMENT, slots=(1, 0), orders=orders)
     package = load(emit(plan, tmp_path / "package"))
 
     assert package.SPEC.placement == PLACEMENT
@@ -46,7 +46,7 @@ def test_a_placement_is_written_and_followed(
 def test_the_usual_placement_is_not_written(planned: Callable[..., Plan], tmp_path: Path) -> None:
     """One stage on each device, in order: that is what is understood."""
     plan = planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(4, 4), count=2)
-    plan = dataclasses.replace(plan, placement=(0, 1), seats=(0, 1))
+    plan = dataclasses.replace(plan, placement=(0, 1), slots=(0, 1))
     text = (emit(plan, tmp_path / "package") / "schedule.py").read_text()
 
     assert "placement" not in text
@@ -66,8 +66,8 @@ def test_orders_are_those_of_their_devices_however_long(
     plan = planned(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(4, 4), count=2)
     placement = (0, devices - 1)
     orders = orders_for(ScheduleKind.GPIPE, placement, microbatches)
-    seats = tuple(range(devices))
-    plan = dataclasses.replace(plan, placement=placement, seats=seats, orders=orders)
+    slots = tuple(range(devices))
+    plan = dataclasses.replace(plan, placement=placement, slots=slots, orders=orders)
     package = load(emit(plan, tmp_path / "package"))
 
     assert tuple(parse_order(order) for order in package.SPEC.orders) == orders

@@ -165,8 +165,8 @@ def value(q: Question, cut: Sequence[int], pipe: Pipeline, ceiling: float = math
     stages, training = len(on), q.training
     split = training and q.asked.schedule in SPLIT
     back = training and q.graph.has_backward
-    seat = [row[device] for device in on]
-    slower = [machines.devices[0].flops / machines.devices[s].flops for s in seat]
+    slot = [row[device] for device in on]
+    slower = [machines.devices[0].flops / machines.devices[s].flops for s in slot]
     forward, backward, weight, fixed, saved = ([0.0] * stages for _ in range(5))
     for op, s in zip(q.graph.ops, cut, strict=True):
         forward[s] += op.forward_s * slower[s]
@@ -185,8 +185,8 @@ def value(q: Question, cut: Sequence[int], pipe: Pipeline, ceiling: float = math
     for index, op in enumerate(q.graph.ops):
         users = {cut[place[b]] for a, b in q.graph.edges if a == op.name} - {cut[index]}
         for user in users:
-            if seat[user] != seat[cut[index]] and op.output_bytes:
-                link = machines.between(seat[user], seat[cut[index]])
+            if slot[user] != slot[cut[index]] and op.output_bytes:
+                link = machines.between(slot[user], slot[cut[index]])
                 seconds = link.latency_s + op.output_bytes / link.bandwidth
                 receive[user] += seconds
                 gradient[user] += seconds * back

@@ -51,7 +51,7 @@ def test_whatever_fits_is_found_to(graph: Graph) -> None:
     for memory in (least, (least + most) // 2, most):
         exact = choose_exactly(builder(graph, memory))
         assert fullest(exact.memory) <= memory
-        assert exact.candidate.found.seats == tuple(range(STAGES)), "alike devices changed places"
+        assert exact.candidate.found.slots == tuple(range(STAGES)), "alike devices changed places"
 
 
 def test_what_does_not_fit_is_told(graph: Graph) -> None:

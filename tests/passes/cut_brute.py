@@ -78,21 +78,21 @@ def _beside_last(problem: CutProblem, stage_of: list[int], stages: int) -> bool:
 
 
 def seatings(setting: CutSetting) -> list[tuple[int, ...]]:
-    """Every order of as many seats as there are devices in which hosts stay together."""
+    """Every order of as many slots as there are devices in which hosts stay together."""
     devices = max(setting.placement) + 1
     found = {}
-    for order in itertools.permutations(range(len(setting.seats)), devices):
-        hosts = [setting.seats[s].host for s in order]
+    for order in itertools.permutations(range(len(setting.slots)), devices):
+        hosts = [setting.slots[s].host for s in order]
         if len([h for h, _ in itertools.groupby(hosts)]) != len(set(hosts)):
             continue
-        seats = tuple((*_own(setting, s),) for s in order)
+        slots = tuple((*_own(setting, s),) for s in order)
         links = tuple(setting.links[a][b] for a in order for b in order if a != b)
-        found.setdefault((seats, links), order)
+        found.setdefault((slots, links), order)
     return list(found.values())
 
 
-def _own(setting: CutSetting, seat: int) -> tuple[float, ...]:
-    s = setting.seats[seat]
+def _own(setting: CutSetting, slot: int) -> tuple[float, ...]:
+    s = setting.slots[slot]
     return s.kind, s.memory, s.update_s_per_byte, s.update_latency_s
 
 
@@ -114,8 +114,8 @@ class Measure:
         found = []
         for stage in range(setting.stages):
             place = order[setting.placement[stage]]
-            seat = setting.seats[place]
-            costs = problem.other_kinds[seat.kind - 1] if seat.kind else problem.nodes
+            slot = setting.slots[place]
+            costs = problem.other_kinds[slot.kind - 1] if slot.kind else problem.nodes
             own = [costs[n] for n, s in enumerate(stage_of) if s == stage]
             forward = sum(n.forward_s for n in own)
             updated = sum(
@@ -130,7 +130,7 @@ class Measure:
                     sum(back for _, _, back in moved),
                     forward if self.again[stage] else 0.0,
                     sum(n.weight_s for n in own),
-                    updated * seat.update_s_per_byte + (seat.update_latency_s if updated else 0),
+                    updated * slot.update_s_per_byte + (slot.update_latency_s if updated else 0),
                 )
             )
         return found
@@ -156,7 +156,7 @@ class Measure:
         """Bytes by which the worst device is too small."""
         problem, setting = self.problem, self.setting
         worst = 0
-        for device, seat_number in enumerate(order):
+        for device, slot_number in enumerate(order):
             stages = [s for s, d in enumerate(setting.placement) if d == device]
             total, inputs, saved = 0, [], []
             for stage in stages:
@@ -179,7 +179,7 @@ class Measure:
                 ),
                 default=0,
             )
-            memory = setting.seats[seat_number].memory
+            memory = setting.slots[slot_number].memory
             if math.isfinite(memory):
                 worst = max(worst, math.ceil(total + peak - memory))
         return worst

@@ -94,10 +94,10 @@ def random_setting(draw: random.Random, problem: CutProblem, *, alike: bool = Fa
         recompute = ()
         if kind is not None and draw.random() < 0.5:
             recompute = tuple(draw.random() < 0.5 for _ in range(stages))
-        seats, links = _machines(draw, problem, microbatches, devices, alike=alike)
+        slots, links = _machines(draw, problem, microbatches, devices, alike=alike)
         objective = draw.choice([Objective.STEP, Objective.STEP, Objective.BOTTLENECK])
         setting = CutSetting(
-            kind, stages, microbatches, seats, links, devices, recompute, objective
+            kind, stages, microbatches, slots, links, devices, recompute, objective
         )
         try:
             assert setting.orders
@@ -112,15 +112,15 @@ def _machines(
     whole = sum(k.bytes + microbatches * k.microbatch_bytes for k in problem.kept)
     limited = draw.random() < 0.6
 
-    def seat() -> DeviceSlot:
+    def slot() -> DeviceSlot:
         memory = draw.randint(0, max(1, whole)) if limited else math.inf
         kind = draw.randint(0, len(problem.other_kinds))
         return DeviceSlot(kind, memory, 0, draw.choice([0, 0.5, 2.0]), draw.choice([0, 1.0]))
 
     alike = alike or draw.random() < 0.4
     count = devices + (not alike and draw.random() < 0.25)
-    one = seat()
-    seats = [one if alike else seat() for _ in range(count)]
+    one = slot()
+    slots = [one if alike else slot() for _ in range(count)]
     hosts = [0]
     for _ in range(count - 1):
         hosts.append(hosts[-1] + (not alike and draw.random() < 0.3))
@@ -131,5 +131,5 @@ def _machines(
         for b in range(a):
             link = near if hosts[a] == hosts[b] else far
             links[a][b] = links[b][a] = draw.choice(LINKS) if mixed else link
-    placed = tuple(replace(s, host=host) for s, host in zip(seats, hosts, strict=True))
+    placed = tuple(replace(s, host=host) for s, host in zip(slots, hosts, strict=True))
     return placed, tuple(map(tuple, links))

@@ -40,11 +40,11 @@ def hold(problem: CutProblem, setting: CutSetting, answer: Cut) -> None:
     """What the answer says of itself is so."""
     measure = Measure(problem, setting)
     assert answer.stage_of in set(assignments(measure.problem, setting.stages))
-    assert max(answer.excess_bytes) == measure.excess(answer.stage_of, answer.seats)
-    value = measure.objective(answer.stage_of, answer.seats)
+    assert max(answer.excess_bytes) == measure.excess(answer.stage_of, answer.slots)
+    value = measure.objective(answer.stage_of, answer.slots)
     assert answer.objective_s == pytest.approx(value, rel=1e-9)
-    times = measure.stages(answer.stage_of, answer.seats)
-    bottleneck = measure.bottleneck(answer.stage_of, answer.seats, times)
+    times = measure.stages(answer.stage_of, answer.slots)
+    bottleneck = measure.bottleneck(answer.stage_of, answer.slots, times)
     assert answer.bottleneck_s == pytest.approx(bottleneck, rel=1e-9)
     assert isinstance(answer.proved, bool)  # numpy's own cannot be written into a plan
 
@@ -152,12 +152,12 @@ def test_the_faster_device_takes_the_larger_stage() -> None:
     """Three ops of 3 s, or of 1.5 s on the fast kind: 2 on it and 1 on the slow one take 3 s."""
     kinds = (tuple(Seconds(0.5, 1.0) for _ in range(3)),)
     setting = CutSetting.equal(ScheduleKind.GPIPE, 2, 4, FAST)
-    seats = (DeviceSlot(0), DeviceSlot(1))
+    slots = (DeviceSlot(0), DeviceSlot(1))
 
-    answer = cut(chain(3, other_kinds=kinds), dataclasses.replace(setting, seats=seats), prove=True)
+    answer = cut(chain(3, other_kinds=kinds), dataclasses.replace(setting, slots=slots), prove=True)
 
-    per_seat = [answer.stage_of.count(stage) for stage in range(2)]
-    assert dict(zip(answer.seats, per_seat, strict=True)) == {0: 1, 1: 2}
+    per_slot = [answer.stage_of.count(stage) for stage in range(2)]
+    assert dict(zip(answer.slots, per_slot, strict=True)) == {0: 1, 1: 2}
     assert answer.proved
 
 

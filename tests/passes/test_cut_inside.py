@@ -50,7 +50,7 @@ def test_no_cut_that_is_good_enough_opens_less(seed: int, share: float) -> None:
     assert max(found.excess_bytes) <= max(best.excess_bytes)
     assert found.objective_s <= best.objective_s * (1 + share) * (1 + 1e-9)
     measure = Measure(problem, setting)
-    assert found.objective_s == pytest.approx(measure.objective(found.stage_of, found.seats))
+    assert found.objective_s == pytest.approx(measure.objective(found.stage_of, found.slots))
     if share == 0:
         assert found == best
         return

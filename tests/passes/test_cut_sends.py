@@ -83,7 +83,7 @@ def test_links_that_differ_by_the_sender_are_not_for_it() -> None:
     problem, setting = drawn(random.Random(1), equal=True)
     near, far = Link(1.0, 0.0), Link(4.0, 0.0)
     links = ((NO_LINK, near, far), (near, NO_LINK, near), (far, near, NO_LINK))
-    setting = dataclasses.replace(setting, stages=3, seats=setting.seats[:1] * 3, devices=3)
+    setting = dataclasses.replace(setting, stages=3, slots=setting.slots[:1] * 3, devices=3)
     setting = dataclasses.replace(setting, links=links)
     graph = contract(problem.check(), 3)
     device_order = DeviceOrder.of(setting, range(3), (), np.zeros(3))

@@ -22,7 +22,7 @@ from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options import Auto, CompileOptions, Constraints, Policy, RematChoice
 from gpipe_compiler.plan.fields import from_fields, own_fields
-from gpipe_compiler.plan.pareto import EQUAL, Choice, Fate, Frontier, ParetoPoint
+from gpipe_compiler.plan.pareto import EQUAL, Choice, Frontier, ParetoPoint, SearchStatus
 from gpipe_compiler.planner import planner
 from gpipe_compiler.planner import search as exploring
 from gpipe_compiler.planner.cut_problem import problem_of
@@ -138,15 +138,15 @@ def check(found: exploring.Explored, truth: list[ParetoPoint]) -> None:
     assert len(marked) == len(figures(marked))
     known = {point.choice: point for point in truth}
     for point in points:
-        if point.fate is Fate.PLANNED:
+        if point.status is SearchStatus.PLANNED:
             # What is marked follows from all points, not from this one.
             assert dataclasses.replace(point, undominated=False) == known[point.choice]
         elif point.choice in known:
-            assert point.fate is not Fate.REFUSED
+            assert point.status is not SearchStatus.REFUSED
             true = known[point.choice]
             assert true.step_s >= point.step_s * (1 - 1e-9)
             assert true.peak_bytes >= point.peak_bytes
-            if point.fate is Fate.LARGER:
+            if point.status is SearchStatus.LARGER:
                 assert true.over_bytes >= point.over_bytes > 0
             else:
                 assert any(faster(one, true) for one in fitting)
@@ -165,8 +165,8 @@ class TestAgainstEverything:
         found = explore(Planner(graph, cluster), wish_for(cluster), Policy())
 
         check(found, every)
-        fates = {point.fate for point in found.frontier.points}
-        assert Fate.SLOWER in fates  # bounds do spare work
+        statuses = {point.status for point in found.frontier.points}
+        assert SearchStatus.SLOWER in statuses  # bounds do spare work
 
     @pytest.mark.parametrize("share", [0.2, 0.6])
     def test_with_little_room(
@@ -195,11 +195,13 @@ class TestAgainstEverything:
 
         assert not found.fits
         first = found.frontier.points[0]
-        assert first.fate is Fate.PLANNED
+        assert first.status is SearchStatus.PLANNED
         assert first.over_bytes == max(found.plan.prediction.device_bytes) - 1000
         # Not all are planned, so it may not be the very nearest.
         assert first.peak_bytes <= 1.05 * min(p.peak_bytes for p in all_of(planner, wish, Policy()))
-        others = (point for point in found.frontier.points if point.fate is not Fate.REFUSED)
+        others = (
+            point for point in found.frontier.points if point.status is not SearchStatus.REFUSED
+        )
         assert all(point.over_bytes > 0 for point in others)
 
     def test_it_is_the_same_every_time(self, graph: gpc.Graph) -> None:
@@ -230,7 +232,11 @@ class TestTrueMemory:
         peak = max(plan.prediction.device_bytes)
         assert first.told_bytes == peak
         assert format_bytes(peak) in row(first, found.frontier)
-        others = [p for p in found.frontier.points if p.fate is Fate.PLANNED and not p.exact_bytes]
+        others = [
+            p
+            for p in found.frontier.points
+            if p.status is SearchStatus.PLANNED and not p.exact_bytes
+        ]
         assert all("~ " in "".join(row(point, found.frontier)) for point in others)
         assert found.fits == (max(plan.prediction.device_bytes) <= memory)
         assert plan.prediction.step_s == found.frontier.points[0].step_s
@@ -331,10 +337,10 @@ class TestExploration:
         wish = SearchSpace.of(CompileOptions(AUTO, 4, schedule=ScheduleKind.GPIPE, cluster=cluster))
         found = explore(pinned, wish, Policy())
 
-        fates = {point.choice.stages: point for point in found.frontier.points}
-        assert fates[3].fate is Fate.PLANNED
-        assert fates[1].fate is fates[2].fate is Fate.REFUSED
-        assert "--pin second=2" in reason(fates[2], found.frontier)
+        statuses = {point.choice.stages: point for point in found.frontier.points}
+        assert statuses[3].status is SearchStatus.PLANNED
+        assert statuses[1].status is statuses[2].status is SearchStatus.REFUSED
+        assert "--pin second=2" in reason(statuses[2], found.frontier)
 
     def test_where_nothing_can_be_planned_the_reason_is_the_error(self, graph: gpc.Graph) -> None:
         cluster = toy(ROOM, 2)
@@ -359,8 +365,8 @@ class TestExploration:
         )
         found = explore(Planner(graph, cluster), wish, Policy(), seconds=0.0)
 
-        assert sum(point.fate is Fate.PLANNED for point in found.frontier.points) == 1
-        late = [p for p in found.frontier.points if p.fate is Fate.NOT_REACHED]
+        assert sum(point.status is SearchStatus.PLANNED for point in found.frontier.points) == 1
+        late = [p for p in found.frontier.points if p.status is SearchStatus.NOT_REACHED]
         assert late
         assert found.fits
         assert reason(late[0], found.frontier) == "not looked at: time was up"

@@ -148,6 +148,6 @@ def cut_at(ends):
                     boundary_s if stage else 0.0,
                 )
             )
-        return Cut(tuple(stage_of), tuple(times), 1.0, 0.0, False, 1, seats=tuple(range(stages)))
+        return Cut(tuple(stage_of), tuple(times), 1.0, 0.0, False, 1, slots=tuple(range(stages)))
 
     return cut

@@ -42,8 +42,8 @@ def random_cut(seed: int) -> Callable[..., Cut]:
             for member in graph.members[node]:
                 stage_of[member] = sum(end <= position for end in ends)
         times = (StageTimes(1.0, 2.0),) * stages
-        seats = tuple(range(max(setting.placement) + 1))
-        return Cut(tuple(stage_of), times, 1.0, 1.0, False, 1, 1.0, seats, (0,) * len(seats))
+        slots = tuple(range(max(setting.placement) + 1))
+        return Cut(tuple(stage_of), times, 1.0, 1.0, False, 1, 1.0, slots, (0,) * len(slots))
 
     return cut
 

@@ -169,9 +169,9 @@ def check_plan(plan: Plan, asked: Asked) -> None:
     devices = len(plan.orders)
     assert len(plan.placement) == len(plan.stages) == asked.stages
     assert set(plan.placement) == set(range(devices))
-    assert len(set(plan.seats)) == devices == len(plan.prediction.device_bytes)
+    assert len(set(plan.slots)) == devices == len(plan.prediction.device_bytes)
     cluster = plan.cluster
-    hosts = [host for host, _ in itertools.groupby(cluster.host(seat) for seat in plan.seats)]
+    hosts = [host for host, _ in itertools.groupby(cluster.host(slot) for slot in plan.slots)]
     assert len(hosts) == len(set(hosts))
     for device, order in enumerate(plan.orders):
         assert {plan.placement[action.stage] for action in order} == {device}
@@ -276,7 +276,7 @@ def _told(facts: CutFacts, problem: CutProblem, cut: tuple[int, ...], stages: in
 def _compare(
     plan: Plan, asked: Asked, facts: CutFacts, problem: CutProblem, setting: CutSetting
 ) -> str:
-    room = [setting.seats[seat].memory for seat in plan.seats]
+    room = [setting.slots[slot].memory for slot in plan.slots]
     fits = all(size <= most for size, most in zip(plan.prediction.device_bytes, room, strict=True))
     assert fits == plan.fits
     assert fits or not (plan.prediction.proved or plan.prediction.lower_bound_s)

@@ -8,7 +8,7 @@ import pytest
 
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.pareto import Choice, Fate, Frontier, ParetoPoint
+from gpipe_compiler.plan.pareto import Choice, Frontier, ParetoPoint, SearchStatus
 from gpipe_compiler.report.frontier import document, format_ratio, reason, show_frontier
 from gpipe_compiler.report.html import format_report
 from gpipe_compiler.report.text import format_plan, plain_text
@@ -16,7 +16,7 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 GIB = 2**30
 PLAIN = Choice(4, 4, ScheduleKind.ONE_F_ONE_B, 8)
-BEST = ParetoPoint(PLAIN, Fate.PLANNED, 1.0, 4 * GIB, bubble=0.2)
+BEST = ParetoPoint(PLAIN, SearchStatus.PLANNED, 1.0, 4 * GIB, bubble=0.2)
 
 
 def other(**changes: object) -> Choice:
@@ -34,12 +34,15 @@ def beside_the_best(point: ParetoPoint) -> tuple[str, Frontier]:
     ("point", "said"),
     [
         # Half the time waiting instead of a fifth: (1 - 0.2) / (1 - 0.5) = 1.6 times as long.
-        (ParetoPoint(other(), Fate.PLANNED, 1.6, 5 * GIB, bubble=0.5), "60% slower: bubble 50%"),
+        (
+            ParetoPoint(other(), SearchStatus.PLANNED, 1.6, 5 * GIB, bubble=0.5),
+            "60% slower: bubble 50%",
+        ),
         # Three quarters of what is not waited for is work: 4/3 times as long.
         (
             ParetoPoint(
                 other(remat=RematChoice.FULL),
-                Fate.PLANNED,
+                SearchStatus.PLANNED,
                 4 / 3,
                 3 * GIB,
                 bubble=0.2,
@@ -48,38 +51,43 @@ def beside_the_best(point: ParetoPoint) -> tuple[str, Frontier]:
             "33% slower: recomputing 20%; 1 GiB less",
         ),
         (
-            ParetoPoint(other(stages=2, devices=2), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.2),
+            ParetoPoint(other(stages=2, devices=2), SearchStatus.PLANNED, 2.0, 5 * GIB, bubble=0.2),
             "2x slower: on 2, not 4 devices",
         ),
         # 4 x 2.5 x 0.8 device seconds of work instead of 4 x 1 x 0.8.
         (
-            ParetoPoint(other(microbatches=64), Fate.PLANNED, 2.5, 5 * GIB, bubble=0.2),
+            ParetoPoint(other(microbatches=64), SearchStatus.PLANNED, 2.5, 5 * GIB, bubble=0.2),
             "2.5x slower: smaller micro-batches cost 2.5x as much",
         ),
         # 4 x 2 x 0.6 against 4 x 1 x 0.8: 1.5 times; waiting: 0.8 / 0.6.
         (
-            ParetoPoint(other(microbatches=4), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.4),
+            ParetoPoint(other(microbatches=4), SearchStatus.PLANNED, 2.0, 5 * GIB, bubble=0.4),
             "2x slower: larger micro-batches cost 50% more, bubble 40%",
         ),
         (
-            ParetoPoint(other(), Fate.PLANNED, 1.0, 5 * GIB, bubble=0.2),
+            ParetoPoint(other(), SearchStatus.PLANNED, 1.0, 5 * GIB, bubble=0.2),
             "same speed, 1 GiB more memory",
         ),
         (
-            ParetoPoint(other(schedule=ScheduleKind.ZB_H1), Fate.PLANNED, 1.0, 4 * GIB, bubble=0.2),
+            ParetoPoint(
+                other(schedule=ScheduleKind.ZB_H1), SearchStatus.PLANNED, 1.0, 4 * GIB, bubble=0.2
+            ),
             "the same, with zb-h1",
         ),
         (
-            ParetoPoint(other(), Fate.PLANNED, 0.5, 6 * GIB, int(1.2 * GIB), 0.1),
+            ParetoPoint(other(), SearchStatus.PLANNED, 0.5, 6 * GIB, int(1.2 * GIB), 0.1),
             "does not fit by 1.2 GiB",
         ),
         (
-            ParetoPoint(other(), Fate.LARGER, 0.5, 6 * GIB, 2 * GIB),
+            ParetoPoint(other(), SearchStatus.LARGER, 0.5, 6 * GIB, 2 * GIB),
             "does not fit: at least 2 GiB too much",
         ),
-        (ParetoPoint(other(), Fate.SLOWER, 1.5, 6 * GIB), "not planned: its bounds already lose"),
-        (ParetoPoint(other(), Fate.REFUSED, problem="too many stages"), "too many stages"),
-        (ParetoPoint(other(), Fate.NOT_REACHED), "not looked at: time was up"),
+        (
+            ParetoPoint(other(), SearchStatus.SLOWER, 1.5, 6 * GIB),
+            "not planned: its bounds already lose",
+        ),
+        (ParetoPoint(other(), SearchStatus.REFUSED, problem="too many stages"), "too many stages"),
+        (ParetoPoint(other(), SearchStatus.NOT_REACHED), "not looked at: time was up"),
     ],
 )
 def test_why_a_setting_loses(point: ParetoPoint, said: str) -> None:
@@ -99,8 +107,8 @@ def test_ratios(ratio: float, said: str) -> None:
 
 
 def test_of_equally_fast_ones_the_smaller_is_chosen_and_of_equal_ones_the_simpler() -> None:
-    small = ParetoPoint(other(microbatches=16), Fate.PLANNED, 1.0005, GIB)
-    twin = ParetoPoint(other(microbatches=16, stages=8), Fate.PLANNED, 1.0005, GIB)
+    small = ParetoPoint(other(microbatches=16), SearchStatus.PLANNED, 1.0005, GIB)
+    twin = ParetoPoint(other(microbatches=16, stages=8), SearchStatus.PLANNED, 1.0005, GIB)
     frontier = Frontier.of([BEST, twin, small], 64)
 
     assert frontier.chosen is not None
@@ -109,8 +117,8 @@ def test_of_equally_fast_ones_the_smaller_is_chosen_and_of_equal_ones_the_simple
 
 
 def test_nothing_is_chosen_where_nothing_fits_and_the_nearest_is_first() -> None:
-    far = ParetoPoint(other(), Fate.PLANNED, 0.5, 9 * GIB, 5 * GIB)
-    near = ParetoPoint(PLAIN, Fate.PLANNED, 2.0, 5 * GIB, GIB)
+    far = ParetoPoint(other(), SearchStatus.PLANNED, 0.5, 9 * GIB, 5 * GIB)
+    near = ParetoPoint(PLAIN, SearchStatus.PLANNED, 2.0, 5 * GIB, GIB)
     frontier = Frontier.of([far, near], 64)
 
     assert frontier.chosen is None
@@ -120,7 +128,7 @@ def test_nothing_is_chosen_where_nothing_fits_and_the_nearest_is_first() -> None
 
 def test_the_table_shows_the_best_and_says_what_it_leaves_out() -> None:
     worse = [
-        ParetoPoint(other(microbatches=n), Fate.PLANNED, 1.0 + n, 5 * GIB, bubble=0.3)
+        ParetoPoint(other(microbatches=n), SearchStatus.PLANNED, 1.0 + n, 5 * GIB, bubble=0.3)
         for n in range(1, 40)
     ]
     text = plain_text(show_frontier(Frontier.of([BEST, *worse], 64)))
@@ -135,7 +143,9 @@ def test_the_table_shows_the_best_and_says_what_it_leaves_out() -> None:
 
 
 def test_json_has_throughput_and_reason() -> None:
-    frontier = Frontier.of([BEST, ParetoPoint(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
+    frontier = Frontier.of(
+        [BEST, ParetoPoint(other(), SearchStatus.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64
+    )
     first, second = document(frontier)["points"]
 
     assert (first["samples_per_s"], first["reason"]) == (64.0, "chosen")
@@ -144,7 +154,9 @@ def test_json_has_throughput_and_reason() -> None:
 
 
 def test_a_plan_shows_what_it_was_chosen_from_on_every_way(plan: Plan) -> None:
-    frontier = Frontier.of([BEST, ParetoPoint(other(), Fate.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64)
+    frontier = Frontier.of(
+        [BEST, ParetoPoint(other(), SearchStatus.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64
+    )
     chosen = dataclasses.replace(plan, frontier=frontier)
 
     for text in (format_plan(chosen), format_report(chosen)):

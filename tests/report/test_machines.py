@@ -21,7 +21,7 @@ CLUSTER = Cluster(
 @pytest.fixture
 def mixed(plan: Plan) -> Plan:
     """Stages 0 to 2 on the devices 1, 0 and 3: big, small, small."""
-    return dataclasses.replace(plan, cluster=CLUSTER, seats=(1, 0, 3))
+    return dataclasses.replace(plan, cluster=CLUSTER, slots=(1, 0, 3))
 
 
 def memory(plan: Plan) -> str:
