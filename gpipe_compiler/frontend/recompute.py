@@ -161,7 +161,7 @@ def _marking(number: int) -> Iterator[None]:
         yield
         return
     graph: Any = mode.tracer.graph
-    before = next(reversed(graph.nodes), None)
+    before = next(iter(reversed(graph.nodes)), None)
     yield
     for node in itertools.takewhile(lambda node: node is not before, reversed(graph.nodes)):
         node.meta[CHECKPOINT] = number
