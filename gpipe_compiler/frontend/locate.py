@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import re
@@ -21,14 +22,32 @@ _OWN = str(Path(__file__).parent.parent) + "/"
 _LIBRARY = sysconfig.get_path("stdlib") + "/"
 _INSTALLED = (_LIBRARY + "site-packages/", _LIBRARY + "dist-packages/")
 _ENTRY = _OWN + "frontend/entry.py"
+_DEPENDENCIES = re.compile(
+    r"/(?:site|dist)-packages/(?:_distutils_hack|cuda|filelock|flatbuffers|fsspec|functorch|google|"
+    r"grandalf|jinja2|markdown_it|markupsafe|mdurl|ml_dtypes|mpmath|networkx|numpy|nvidia|onnx|"
+    r"onnx_ir|onnxruntime|onnxscript|packaging|pkg_resources|pygments|rich|safetensors|setuptools|"
+    r"sympy|torchgen|triton|typing_extensions)(?:/|\.)"
+)
+"""Files of the libraries that torch and this compiler call by themselves."""
+
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 
 
+@functools.cache
 def is_users(file: str) -> bool:
-    """Whether a file holds model code: not torch's, Python's, this compiler's, or generated."""
+    """Whether a file holds model code, be it a library's.
+
+    It does not where it is torch's, Python's, this compiler's, of a library that these call by
+    themselves, or generated.
+    """
     if file.startswith(_LIBRARY) and not file.startswith(_INSTALLED):
         return False
-    return not file.startswith((_TORCH, _OWN, "<")) or file == "<stdin>"
+    others = file.startswith((_TORCH, _OWN, "<")) or _DEPENDENCIES.search(file) is not None
+    return not others or file == "<stdin>"
+
+
+def _is_installed(file: str) -> bool:
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def is_own(file: str) -> bool:
@@ -118,12 +137,18 @@ def frames_of_model(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
         frame = frame.f_back
 
 
-def line_of(error: BaseException) -> SourceLocation | None:
-    """The user's line in which an exception arose."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_users(frame.filename) and frame.lineno is not None:
-            return location(frame.filename, frame.lineno, frame.name)
-    return None
+def line_of(error: BaseException, *, in_program: bool = False) -> SourceLocation | None:
+    """The user's line in which an exception arose.
+
+    Args:
+        in_program: rather the line of a file that is no installed library's.
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+    if in_program:
+        frames = [f for f in frames if not _is_installed(f.filename)] or frames
+    if not frames:
+        return None
+    return location(frames[-1].filename, frames[-1].lineno or 1, frames[-1].name)
 
 
 def line_of_trace(stack_trace: str | None) -> SourceLocation | None:

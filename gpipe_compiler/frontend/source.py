@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -71,13 +70,12 @@ def load(
     spec = ModelSpec.parse(model)
     given = parse_inputs(input_specs) if input_specs else None
     module = import_user_code(spec)
-    home = Path(module.__file__).parent if module.__file__ else Path.cwd()
-    built, initial = _build_and_watch(spec, module, home)
-    call = _example_call(spec, module, home) if given is None else given
+    built, initial = _build_and_watch(spec, module)
+    call = _example_call(spec, module) if given is None else given
     check_call(built, call, "example_inputs()" if given is None else "--input")
     wants_own = training and loss is LossChoice.MODEL
     loss_fn = _offered(module, HOOK) if wants_own else None
-    target = _target(module, home, call) if loss_fn is not None else None
+    target = _target(module, call) if loss_fn is not None else None
     subject = Subject(
         name=spec.stem,
         model=built,
@@ -118,19 +116,17 @@ def _offered(module: ModuleType, name: str) -> Callable[..., object] | None:
     return function  # type: ignore[no-any-return]  # what the user's file holds is untyped
 
 
-def _build_and_watch(
-    spec: ModelSpec, module: ModuleType, home: Path
-) -> tuple[nn.Module, dict[str, Steps]]:
+def _build_and_watch(spec: ModelSpec, module: ModuleType) -> tuple[nn.Module, dict[str, Steps]]:
     """The model, and where it is on meta how its tensors would have got their numbers."""
     with recording() as seen:
-        built = _build(spec, module, home)
+        built = _build(spec, module)
         if not any(tensor.is_meta for tensor in (*built.parameters(), *built.buffers())):
             return built, {}
         catch_up(built)
     return on_meta_throughout(built, seen.steps_of(built))
 
 
-def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:
+def _build(spec: ModelSpec, module: ModuleType) -> nn.Module:
     name = spec.factory or DEFAULT_FACTORY
     factory = getattr(module, name, None)
     if factory is None:
@@ -142,7 +138,7 @@ def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:
             f"{name} in {spec.where} is {type(factory).__name__}, not a function",
             hint=f"define it as a function that returns the model: def {name}()",
         )
-    built = _called(factory, name, home)
+    built = _called(factory, name)
     if not isinstance(built, nn.Module):
         returned = "None" if built is None else f"{type(built).__name__}"
         raise ModelError(
@@ -156,7 +152,6 @@ def _build(spec: ModelSpec, module: ModuleType, home: Path) -> nn.Module:
 def _called(
     function: Callable[..., object],
     name: str,
-    home: Path,
     then: Callable[[Any], object] | None = None,
 ) -> object:
     """What a function of the user's file returns.
@@ -179,7 +174,7 @@ def _called(
                 location=definition(function),
                 hint="give them defaults, or name a factory that takes no arguments",
             )
-    return call_user_code(lambda: then(function()) if then else function(), f"{name}()", home)
+    return call_user_code(lambda: then(function()) if then else function(), f"{name}()")
 
 
 def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:
@@ -200,7 +195,7 @@ def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:
     return ModelError(f"there is no {name}() in {spec.where}", location=location, hint=hint)
 
 
-def _example_call(spec: ModelSpec, module: ModuleType, home: Path) -> Call:
+def _example_call(spec: ModelSpec, module: ModuleType) -> Call:
     function = _offered(module, "example_inputs")
     if function is None:
         raise ModelError(
@@ -208,26 +203,26 @@ def _example_call(spec: ModelSpec, module: ModuleType, home: Path) -> Call:
             location=SourceLocation(str(spec.file), 1) if spec.file else None,
             hint="define it, or give the shape of a mini-batch: --input 32x3x224x224:float32",
         )
-    return normal_form(_called(function, "example_inputs", home), definition(function))
+    return normal_form(_called(function, "example_inputs"), definition(function))
 
 
-def _target(module: ModuleType, home: Path, call: Call) -> object:
+def _target(module: ModuleType, call: Call) -> object:
     """What `loss_fn` compares the output with: `example_target()`, or the first batch's."""
     function = _offered(module, "example_target")
     if function is not None:
-        target, location = _called(function, "example_target", home), definition(function)
+        target, location = _called(function, "example_target"), definition(function)
         if target is None:  # a loss of the output alone
             return None
         origin = "example_target()"
     else:
-        target, location = _first_target(module, home)
+        target, location = _first_target(module)
         origin = "train_data()"
     check_tensors(target, origin, location)
     check_batch(call, target, origin, location)
     return target
 
 
-def _first_target(module: ModuleType, home: Path) -> tuple[object, SourceLocation | None]:
+def _first_target(module: ModuleType) -> tuple[object, SourceLocation | None]:
     data = _offered(module, "train_data")
     if data is None:
         raise ModelError(
@@ -240,7 +235,7 @@ def _first_target(module: ModuleType, home: Path) -> tuple[object, SourceLocatio
     def first(batches: Any) -> object:
         return next(iter(batches), None)
 
-    batch = _called(data, "train_data", home, first)
+    batch = _called(data, "train_data", first)
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         what = "no batch" if batch is None else f"a {type(batch).__name__}"
         raise ModelError(

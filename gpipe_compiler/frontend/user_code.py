@@ -12,14 +12,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest import mock
 
 from torch import nn
+from torch.library import Library
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
-from gpipe_compiler.frontend.locate import is_own, is_users
+from gpipe_compiler.frontend.locate import is_own, is_users, line_of
 from gpipe_compiler.runtime.wording import text_of
 
 T = TypeVar("T")
@@ -100,7 +103,7 @@ def import_user_code(spec: ModelSpec) -> ModuleType:
     """
     if spec.file is None:
         _importable(Path.cwd())
-        with located(f"the import of {spec.module}", Path.cwd()):
+        with located(f"the import of {spec.module}"):
             try:
                 return importlib.import_module(spec.module)
             except ModuleNotFoundError as error:
@@ -133,15 +136,38 @@ def _run_file(file: Path) -> ModuleType:
     before = sys.modules.get(name)
     sys.modules[name] = module
     linecache.checkcache(str(file))
+    libraries: list[Library] = []
+    module_spec.loader_state = libraries
     try:
-        with located(f"running {file.name}", file.parent):
+        with located(f"running {file.name}"), _noting(libraries):
+            _unregister(getattr(before, "__spec__", None))
             module_spec.loader.exec_module(module)
     except GPipeCompilerError:
+        _unregister(module_spec)
         sys.modules.pop(name, None)
         if before is not None:
             sys.modules[name] = before
         raise
     return module
+
+
+@contextlib.contextmanager
+def _noting(libraries: list[Library]) -> Iterator[None]:
+    """Notes every library of operators that is made."""
+    make: Any = Library.__init__
+
+    def noted(library: Library, *args: Any, **kwargs: Any) -> None:
+        make(library, *args, **kwargs)
+        libraries.append(library)
+
+    with mock.patch.object(Library, "__init__", noted):
+        yield
+
+
+def _unregister(run: ModuleSpec | None) -> None:
+    """Takes the operators back that an earlier run of a file registered: torch takes no second."""
+    for library in getattr(run, "loader_state", None) or ():
+        library._destroy()
 
 
 def _module_name(file: Path) -> str:
@@ -155,23 +181,22 @@ def _module_name(file: Path) -> str:
     return "_model_" + "".join(c if c.isalnum() else "_" for c in stem)
 
 
-def call_user_code(function: Callable[[], T], what: str, home: Path) -> T:
+def call_user_code(function: Callable[[], T], what: str) -> T:
     """Calls a function of the user's file.
 
     Raises:
         ModelError: when it raises, with the last of the user's lines on the way.
     """
-    with located(what, home):
+    with located(what):
         return function()
 
 
 @contextlib.contextmanager
-def located(what: str, home: Path) -> Iterator[None]:
+def located(what: str) -> Iterator[None]:
     """Turns whatever the user's code raises inside into a `ModelError` with the user's line.
 
     Args:
         what: the doing that fails, a noun: "running model.py", "build_model()".
-        home: the folder of the user's program, whose lines are the user's.
     """
     try:
         yield
@@ -182,13 +207,13 @@ def located(what: str, home: Path) -> Iterator[None]:
     except SystemExit as error:
         raise ModelError(
             f"{what} ends the program with exit({error.code!r})",
-            location=user_line(error, home),
+            location=line_of(error, in_program=True),
             hint='put what only a script should do under `if __name__ == "__main__":`',
         ) from error
     except ImportError as error:
         raise ModelError(
             f"{what} fails: {text_of(error)}",
-            location=user_line(error, home),
+            location=line_of(error, in_program=True),
             hint=_import_hint(error),
         ) from error
     except KeyboardInterrupt:
@@ -196,15 +221,16 @@ def located(what: str, home: Path) -> Iterator[None]:
     except BaseException as error:  # the user's code may raise anything
         raise ModelError(
             f"{what} raises {type(error).__name__}: {_first_line(error)}",
-            location=user_line(error, home),
+            location=line_of(error, in_program=True),
             hint="the line is the last of your own; run the file with Python to see all of it",
         ) from error
 
 
 def error_of_user(error: BaseException) -> ModelError | None:
-    """What to say of an error that arose in the user's own code; None for any other.
+    """What to say of an error that arose in model code; None for any other, a fault of ours.
 
     That code is called in many places: a module's `forward` and `train`, the `__eq__` of its class.
+    An error is its own where it, and not this compiler, has called what raises.
     """
     frames = traceback.extract_tb(error.__traceback__)
     last_own = max((at for at, frame in enumerate(frames) if is_own(frame.filename)), default=-1)
@@ -212,7 +238,7 @@ def error_of_user(error: BaseException) -> ModelError | None:
     if last_own < 0 or not users:
         return None
     try:
-        with located(f"{users[0].name}()", Path(users[-1].filename).parent):
+        with located(f"{users[0].name}()"):
             raise error
     except ModelError as found:
         return found
@@ -238,20 +264,6 @@ def _import_hint(error: ImportError) -> str:
         package = error.name.partition(".")[0]
         return f"install it into this environment ({sys.executable} -m pip install {package})"
     return "the module is there, but not that name in it; check its version"
-
-
-def user_line(error: BaseException, home: Path) -> SourceLocation | None:
-    """The innermost line of the user's program in a traceback; None where there is none.
-
-    The user's program is what lies under `home` and is no installed package.
-    """
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_relative_to(home) and "site-packages" not in path.parts:
-            return SourceLocation(
-                frame.filename, frame.lineno or 1, frame.name, (frame.line or "").strip()
-            )
-    return None
 
 
 def definition(function: object) -> SourceLocation | None:

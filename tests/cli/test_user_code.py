@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
+import rich.text
+import safetensors.numpy
+import sympy
+import torch
 
+from gpipe_compiler.cli import commands
 from gpipe_compiler.cli import main as cli
+from gpipe_compiler.frontend.locate import is_users
 
 MODEL = """
 import sys
@@ -110,3 +120,97 @@ def test_a_parameter_of_eight_bits_beside_others(
     )
 
     assert compiled(tmp_path, text) == 0
+
+
+FAULTS: tuple[Callable[..., object], ...] = (
+    sympy.sympify,
+    numpy.stack,
+    safetensors.numpy.load_file,
+    rich.text.Text.from_markup,
+    torch.nn.utils.parameters_to_vector,
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__module__.partition(".")[0])
+def test_a_fault_of_ours_is_not_the_users(
+    fault: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it surfaces: here, in a library that is given what it does not take."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "headline", fault)
+
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        compiled(tmp_path, "")
+
+
+def test_a_fault_of_the_users_in_such_a_library_is_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = "import numpy\ndef kept(self, mode=True):\n    numpy.stack([])\nModel.train = kept\n"
+
+    assert compiled(tmp_path, more) == 1
+    assert f"model.py:{LINE + 1}: kept() raises ValueError" in capsys.readouterr().err
+
+
+def required(name: str, found: set[str]) -> set[str]:
+    """The distributions that one requires to be installed, and those that these do."""
+    for text in importlib.metadata.requires(name) or ():
+        (needed,) = re.findall(r"^[\w.-]+", text)
+        if "extra ==" in text and "onnx" not in text:
+            continue
+        if needed not in found:
+            found.add(needed)
+            try:
+                required(needed, found)
+            except importlib.metadata.PackageNotFoundError:
+                found.discard(needed)
+    return found
+
+
+def test_every_library_that_torch_or_the_compiler_calls_is_known() -> None:
+    torchs = Path(torch.__file__).parent.name
+    folders = {
+        file.parts[0]
+        for name in required("gpipe-compiler", set())
+        for file in importlib.metadata.files(name) or ()
+        if file.suffix == ".py" and len(file.parts) > 1 and file.parts[0] not in ("..", torchs)
+    }
+    known = [name for name in folders if not is_users(f"/x/site-packages/{name}/y.py")]
+
+    assert {"numpy", "sympy", "rich", "safetensors"} <= set(known)
+    assert sorted(folders - set(known)) == []
+
+
+REGISTERING = """
+library = torch.library.Library("user_code_a", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+library.impl("twice", lambda x: x * 2, "CompositeImplicitAutograd")
+
+torch.library.define("user_code_b::thrice", "(Tensor x) -> Tensor")
+torch.library.impl("user_code_b::thrice", "CompositeImplicitAutograd", lambda x: x * 3)
+
+@torch.library.custom_op("user_code_c::once", mutates_args=())
+def once(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+once.register_fake(torch.empty_like)
+once.register_autograd(lambda ctx, gradient: gradient)
+
+def forward(self, x):
+    x = torch.ops.user_code_b.thrice(torch.ops.user_code_a.twice(self.first(x)))
+    return self.last(once(x))
+
+Model.forward = forward
+"""
+
+
+def test_a_file_that_registers_operators_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by whoever mends the file, which registers them and fails."""
+    monkeypatch.chdir(tmp_path)
+
+    assert compiled(tmp_path, REGISTERING) == 0
+    assert compiled(tmp_path, f"{REGISTERING}\n1 / 0\n") == 1
+    assert compiled(tmp_path, REGISTERING) == 0
