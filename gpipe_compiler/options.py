@@ -124,7 +124,7 @@ def copies_of(optimizer: AnyOptimizer) -> float:
 
 
 def remembered_bytes(optimizer: AnyOptimizer, parameter: str, size: int) -> int:
-    """Bytes that an optimizer remembers of a parameter of so many."""
+    """Bytes that an optimizer keeps for a parameter of this size."""
     if isinstance(optimizer, OptimizerKind):
         return _COPIES[optimizer] * size
     return optimizer.remembered.get(parameter, 0)

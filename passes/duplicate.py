@@ -83,7 +83,7 @@ def _in_other_precisions(
 def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:
     """Names of the ops of an annotated graph that any stage can compute for itself.
 
-    They are those that only ask tensors for their shape (`shape_values` tells what they return),
+    They are those that only ask tensors for their shape (`shape_values` lists what they return),
     and, where they run in both modes, all that follow from such numbers, constants and buffers
     that nobody writes, as long as they are not random, need no gradient, and write in place only
     what is theirs.

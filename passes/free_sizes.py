@@ -62,7 +62,7 @@ from gpipe_compiler.runtime.sizes import (
 
 @dataclass(frozen=True)
 class SymbolicRun:
-    """What a run on symbolic shapes tells, in all modes of a graph.
+    """The result of a run on symbolic shapes, in all modes of a graph.
 
     Attributes:
         shapes: of tensors in which a size is free, by the name of the value.
@@ -224,7 +224,7 @@ class _Run:
                 }
 
     def told(self, graph: Graph) -> SymbolicRun:
-        """What the run tells of a graph."""
+        """The result of the run for a graph."""
         values = self._values(graph)
         shapes: dict[str, Shape] = {}
         plain: dict[str, Any] = {}

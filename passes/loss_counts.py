@@ -54,6 +54,6 @@ def per_sample(graph: Graph, term: LossTerm) -> Dim | None:
 
 
 def _scaled(graph: Graph, op: Op) -> str | None:
-    """The value that an op makes so many times as large, the same number in every micro-batch."""
+    """The value that an op scales by a number that is the same in every micro-batch."""
     refs = [item for item in op.call.args if isinstance(item, Ref)]
     return refs[0].name if len(refs) == 1 and refs[0] is op.call.args[0] else None

@@ -107,7 +107,7 @@ def _tensors(graph: Graph, op: Op) -> Iterator[Ref | StateRef]:
 
 
 def _is_of_one(graph: Graph, item: Ref | StateRef, rank: int) -> bool:
-    """Whether an operand is the same for all samples of a result with so many dimensions."""
+    """Whether an operand is the same for all samples of a result with this number of dimensions."""
     if isinstance(item, Ref) and graph.values[item.name].batch_dim is not None:
         return False
     described = graph.values[item.name] if isinstance(item, Ref) else graph.state[item.name]

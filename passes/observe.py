@@ -1,8 +1,8 @@
 """Runs a graph once on fake tensors and records all that the analyses ask about it.
 
 What an op reads and makes, writes in place, keeps for its backward, draws and allocates is seen in
-one forward, not guessed. Whatever asks for a run of so many samples raises a ModelError that names
-the op which cannot run on them. Of a block that repeats five calls are run (`passes.repeats`), and
+one forward, not guessed. A run of a number of samples that the graph cannot run on raises a
+ModelError that names the op. Of a block that repeats five calls are run (`passes.repeats`), and
 what is observed of them is carried over to all others.
 """
 

@@ -106,7 +106,7 @@ class OpWatch(DispatchWatch):
 
     def overwritten(self) -> frozenset[str]:
         """The ops of which autograd has kept a tensor that was written to since: their backward
-        would raise. To be asked once, at the end: it lets go of these tensors."""
+        would raise. To be asked once, at the end: it releases these tensors."""
         saved, self._saved = self._saved, []
         return frozenset(op for op, tensor, version in saved if tensor._version != version)
 

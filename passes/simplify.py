@@ -45,7 +45,7 @@ from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.sizes import Dim
 
 _Size: TypeAlias = "Dim | tuple[str, float]"
-"""A size: a constant, or so many times the batch."""
+"""A size: a constant, or a multiple of the batch."""
 
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 

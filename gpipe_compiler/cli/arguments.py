@@ -151,8 +151,7 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         type=seconds,
         default=SEARCH_SECONDS,
-        help="with auto, look at no further settings after so many seconds "
-        f"(default {SEARCH_SECONDS:g})",
+        help=f"with auto, look at no further settings after SECONDS (default {SEARCH_SECONDS:g})",
     )
 
 

@@ -58,7 +58,7 @@ class Bindings:
 
     Attributes:
         is_batch: whether a value is the number of samples.
-        unnoted: the values whose sizes no comment tells.
+        unnoted: the values whose sizes no comment states.
         told: names that values have elsewhere too.
         loop: the innermost one that is being written.
         shape: the one that was noted last.

@@ -204,7 +204,7 @@ class StageBlocks:
         return WrittenBlock(own_name, passed, parameters, shared=file.shared, on_device=alone)
 
     def _is_chain(self, block: BlockClass) -> bool:
-        """Whether a block is an nn.Sequential, all of whose modules its constructor tells whole.
+        """Whether a block is an nn.Sequential, whose constructor describes all its modules.
 
         Its modules have numbers there, not the names by which others read what is in them.
         """

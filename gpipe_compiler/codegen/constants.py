@@ -25,7 +25,7 @@ class UnwritableError(Exception):
 
 
 _LONG = 10
-"""Characters from which on a number tells a reader nothing."""
+"""Characters from which on a number means nothing to a reader."""
 
 _LEAST_ROOT = 1e-4
 """Smaller numbers are no scales of attention."""

@@ -58,7 +58,7 @@ class OwnModule:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """As an argument of a call: the number of the round of a loop, and so many more."""
+    """As an argument of a call: the number of the round of a loop, plus a constant."""
 
     loop: str
     offset: int

@@ -205,7 +205,7 @@ def _are_apart(one: Op, other: Op) -> bool:
 
 @dataclass
 class _Rounds:
-    """Ops from a place on as rounds of so many.
+    """Ops from a place on as rounds of this length.
 
     Attributes:
         forms: of the ops, the same for ops that may be those of one place in different rounds.
@@ -267,7 +267,7 @@ class _Rounds:
         return lines[0] == min(lines) and (calls[0] is opens or not others)
 
     def _is_round(self, number: int) -> bool:
-        """Whether the ops after so many rounds are one more."""
+        """Whether the ops after this number of rounds are one more."""
         first, other = self._round(0), self._round(number)
         forms = (self.forms[self._begin(n) : self._begin(n + 1)] for n in (0, number))
         if next(forms) != next(forms):

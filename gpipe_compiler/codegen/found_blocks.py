@@ -113,7 +113,7 @@ def _peaks(facts: CodeFacts, own: StageMethods, blocks: MethodBlocks, worth: set
 
 
 def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> dict[int, str]:
-    """The user's names; of several classes that have one, with what tells one from the others."""
+    """The user's names; of several classes that have one, with what distinguishes them."""
 
     def is_part(block: BlockClass) -> bool:
         return stages[block.first.stage].searched.split(block.first.path)

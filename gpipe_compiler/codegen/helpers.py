@@ -88,7 +88,7 @@ def _chain(op: Op) -> tuple[HelperCall, ...]:
 def _apart(ops: list[Op], depth: int, called: HelperCall) -> list[list[Op]]:
     """The ops of several calls that stand in one statement, each by itself: `f(x) + f(y)`.
 
-    A function of several statements begins again where its lines do, which tells its calls.
+    A function of several statements begins again where its lines do, which separates its calls.
     """
     count = calls_at(called.site, called.name)
     size, rest = divmod(len(ops), max(count, 1))

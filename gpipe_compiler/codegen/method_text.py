@@ -136,7 +136,7 @@ class _Typed:
 
 
 MANY_OUTPUTS = 4
-"""From so many on, the types of the outputs are not told one by one."""
+"""From this many on, the types of the outputs are not listed one by one."""
 
 NO_TYPES: Mapping[str, str] = MappingProxyType({})
 

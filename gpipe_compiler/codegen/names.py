@@ -29,7 +29,7 @@ LONGEST = 48
 def identifier(text: str) -> str:
     """`text` as an identifier: `layer1.0.conv1` becomes `layer1_0_conv1`.
 
-    Not unique: `a.b` and `a_b` meet; `Identifiers` tells them apart.
+    Not unique: `a.b` and `a_b` meet; `Identifiers` makes them unique.
     """
     text = unicodedata.normalize("NFKC", text)  # as Python reads it
     cleaned = "".join(letter if f"a{letter}".isidentifier() else "_" for letter in text)

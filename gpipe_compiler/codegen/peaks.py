@@ -22,7 +22,7 @@ from gpipe_compiler.passes.saved_tensors import OpRun
 NO_OTHERS: Mapping[int, int] = MappingProxyType({})
 
 SMALL = 1000
-"""One part in so many of a peak is not worth a line."""
+"""One part in this many of a peak is not worth a line."""
 
 
 @dataclass(frozen=True, slots=True)

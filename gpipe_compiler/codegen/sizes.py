@@ -76,7 +76,7 @@ def write_template(
 def _base(
     graph: Graph, writer: ExpressionWriter, arguments: Iterable[str]
 ) -> tuple[str, int] | None:
-    """The size that tells the batch, and how many times the batch it is."""
+    """The size that gives the batch, and how many times the batch it is."""
     found = batch_argument(graph, arguments)
     if found is None:
         return None
@@ -87,7 +87,7 @@ def _base(
 
 
 def batch_argument(graph: Graph, arguments: Iterable[str]) -> str | None:
-    """The argument of which a size tells the batch best: it is the fewest times the batch."""
+    """The argument with the size that is the fewest times the batch."""
     found: dict[str, int] = {}
     for argument in arguments:
         value = graph.values[argument]

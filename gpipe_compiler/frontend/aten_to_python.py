@@ -53,7 +53,7 @@ _PLAIN: Mapping[object, Callable[..., Any]] = {
 """Functions on symbolic sizes, and what they are on numbers."""
 
 _LITERAL_ELEMENTS = 16
-"""A constant of so many elements is written where it is used."""
+"""A constant of at most this many elements is written where it is used."""
 
 _END = 2**63 - 1
 """The end of a slice that runs to the end."""

@@ -176,7 +176,7 @@ def _options(
 
 
 def _fewest_changes(options: Sequence[Sequence[int | None]]) -> list[Dims]:
-    """One option for each input: the first of all, then ever more others; the first so many."""
+    """One option for each input: the first of all, then ever more others; the first of these."""
     places = itertools.product(*(range(len(found)) for found in options))
     few = sorted(
         itertools.islice(places, 1 << 12), key=lambda place: (sum(map(bool, place)), place)

@@ -40,7 +40,7 @@ _SLOW_S = 10.0
 """Seconds of a trial from which on there is no second one with other values."""
 
 _DOUBTFUL = 1e-2
-"""Differences up to this share of an output may be rounding; float64 tells."""
+"""Differences up to this share of an output may be rounding; float64 decides."""
 
 _SEED = 20261
 

@@ -75,19 +75,19 @@ _MANY_S = 0.3
 """Seconds that such a trial may take, by those of one of few samples; else it has fewer samples."""
 
 _KNOWN_S = 10.0
-"""The same where a rule is known that tells batches apart by their size."""
+"""The same where a rule is known that decides by a batch's size."""
 
 
 def larger_batch(few: int, seconds: float) -> int:
-    """The samples of a trial of many, as one of few took so many seconds; 0 where these are few."""
+    """The samples of a larger trial, by the seconds that one of few took; 0 for no trial."""
     samples = min(MANY, int(few * _MANY_S / max(seconds, 1e-6)))
     return samples if samples > 2 * few else 0
 
 
 def may_be_tried(samples: int, few: int, seconds: float) -> bool:
-    """Whether a trial of so many samples is worth its time, as one of few took so many seconds.
+    """Whether a trial of this size is worth its time, by the seconds that one of few samples took.
 
-    Its size is one by which a rule that is known tells batches apart.
+    Its size is one at which a known rule decides otherwise.
     """
     return samples * seconds <= _KNOWN_S * few
 

@@ -66,7 +66,7 @@ _LARGEST_STAND_IN = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What a run of a model in one mode tells of it.
+    """What a run of a model in one mode shows of it.
 
     Attributes:
         structure: what the model returns; slots number its tensors.
@@ -218,9 +218,9 @@ class Entry(nn.Module):
         return with_numbers(structure, count, others, line_of_forward(self.model))
 
     def _dims(self, output: object, count: int, structure: Template) -> tuple[Dims, Dims]:
-        """The batch dimensions of the model's outputs for so many samples, and of the targets.
+        """The batch dimensions of the outputs for this number of samples, and of the targets.
 
-        Where that of every input is 0, outputs with so many rows, and no other dimension of that
+        Where that of every input is 0, outputs with that many rows, and no other dimension of that
         size, have theirs there too.
         """
         inputs = self.signature.inputs
@@ -253,7 +253,7 @@ class Entry(nn.Module):
                     args, kwargs, _ = self.signature.rebuild(fakes)
                     output = map_tensors(on_meta, model(*args, **kwargs))
                 return output, self.signature.rebuild(samples)[2]
-            except Exception:  # whatever the user's code raises; the run for real tells
+            except Exception:  # whatever the user's code raises; the run for real reports it
                 args, kwargs, target = self.signature.rebuild(samples)
                 try:
                     again = isolated(self.model, share_parameters=False)

@@ -68,7 +68,7 @@ _CAUSES = (
 
 
 def explained(error: Exception, transform: SourceLocation | None = None) -> TraceError:
-    """The error that tells the user which construct cannot be traced, and where.
+    """The error that says which construct cannot be traced, and where.
 
     Args:
         transform: the user's line that runs inside of a transform of torch.func, if any does; the

@@ -56,7 +56,7 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
         if all(_equal(first, run()) for _ in range(_TRIES)):
             return
         where = _line_of_change(run)
-    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace tells
+    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
         return
     finally:
         _restore(kept)
@@ -168,7 +168,7 @@ def decided_by_draws(subject: Subject) -> TraceError | None:
     try:
         with torch.random.fork_rng(), torch.no_grad(), _Decisions() as decisions:
             entry(*entry.signature.samples(2))
-    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace tells
+    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
         return None
     if decisions.line is None:
         return None

@@ -1,7 +1,7 @@
 """How the user's code fills tensors that have no memory, so that a package can do it again.
 
 While `build_model()` runs, `recording()` notes every op that writes to a tensor on the meta device.
-`Recording.steps_of(model)` then tells for each tensor of the model what made its content, written
+`Recording.steps_of(model)` then lists for each tensor of the model what made its content, written
 as `runtime/core/initial.py` replays it: what was overwritten is forgotten, a tensor that several
 ops compute from others takes the ops that it needs along.
 """

@@ -229,7 +229,7 @@ class KernelLog(PlainDispatchMode):
     ) -> Any:
         """Notes one kernel and returns what it returns."""
         kwargs = dict(kwargs or {})
-        if func is torch.ops.prim.device.default:  # no kernel: how a fake tensor tells its device
+        if func is torch.ops.prim.device.default:  # no kernel: how a fake tensor reports its device
             return func(*args, **kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = self._place.device

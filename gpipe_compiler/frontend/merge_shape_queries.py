@@ -1,4 +1,4 @@
-"""Lets ops of a merged graph run in both modes where what each mode has comes to the same."""
+"""Lets ops of a merged graph run in both modes where the results of both modes are equal."""
 
 from __future__ import annotations
 

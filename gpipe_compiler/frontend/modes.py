@@ -332,7 +332,7 @@ def combine(train: Argument, evaluation: Argument) -> Argument:
 
 
 def _identical(one: Argument, other: Argument) -> bool:
-    """Equality that tells True from 1 and 1 from 1.0."""
+    """Equality in which True is not 1 and 1 is not 1.0."""
     return repr(one) == repr(other)
 
 

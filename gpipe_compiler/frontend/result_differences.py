@@ -22,7 +22,7 @@ off by a share of the element, which is 10,000 times more."""
 
 _NOISE = 16
 """Roundings of the largest gradient of all that a gradient may consist of and still be zero: a sum
-that comes to nothing, as for a bias before a BatchNorm or a softmax, is left with the rounding of
+that is zero, as for a bias before a BatchNorm or a softmax, is left with the rounding of
 its summands, which are as large as those of other gradients. Such ones are compared again in double
 precision, where a small gradient that is no rounding is still there."""
 

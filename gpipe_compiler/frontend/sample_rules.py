@@ -1,4 +1,4 @@
-"""Finds the numbers of samples by which a model tells batches apart while it is traced."""
+"""Finds the numbers of samples at which a model decides otherwise while it is traced."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample_rules(
 ) -> tuple[SampleRule, ...]:
     """Numbers of samples for which a model may be another program than its trace, in order.
 
-    What torch compares, to see whether sizes are equal, tells no batch from another; what the
+    What torch compares, to see whether sizes are equal, distinguishes no batches; what the
     user's own code asks does.
 
     Args:

@@ -82,7 +82,7 @@ class EqualRun:
         return int(head) if head.isdigit() else None
 
     def moved(self, path: str, places: int) -> str:
-        """A path in the list as it is called so many places further on."""
+        """A path in the list as it is called a number of places further on."""
         place = self.place(path)
         if place is None or not places:
             return path

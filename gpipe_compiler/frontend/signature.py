@@ -54,7 +54,7 @@ class Signature:
         return zip(names, self.examples, strict=True)
 
     def samples(self, count: int) -> list[torch.Tensor]:
-        """The example inputs cut or repeated to so many samples; copies."""
+        """The example inputs cut or repeated to this number of samples; copies."""
         return [
             resize(tensor, source.batch_dim, count)
             for source, tensor in zip(self.inputs, self.examples, strict=True)

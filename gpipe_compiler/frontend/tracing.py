@@ -170,7 +170,7 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
         if on_meta:
             return None if differences(few, short.subject) else graph
     except GPipeCompilerError:
-        # With layers missing the model may not run at all: the whole one tells.
+        # With layers missing the model may not run at all: the whole one decides.
         return None
     wrong, untried = compared(graph, subject)
     return None if wrong else graph.replace(untried=untried)

@@ -67,7 +67,7 @@ def function_text(name: str, module: fx.GraphModule) -> str:
 
 
 def _releases(statement: ast.stmt) -> bool:
-    """Whether a statement is `x = None`, by which generated code lets go of what it has read."""
+    """Whether a statement is `x = None`, by which generated code releases what it has read."""
     value = statement.value if isinstance(statement, ast.Assign) else None
     return isinstance(value, ast.Constant) and value.value is None
 

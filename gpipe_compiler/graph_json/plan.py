@@ -134,7 +134,7 @@ class _Search:
         self._refusal: PlanError | None = None
 
     def every_count(self, most: int) -> None:
-        """Cuts into so many stages and fewer; of many numbers some, and then those about the best.
+        """Cuts into at most these stages; of many numbers some, and then those about the best.
 
         Raises:
             PlanError: when there is no such cut at all; the one about what was asked for.
@@ -157,14 +157,14 @@ class _Search:
             self.bound_s = min(self.bound_s, self._least_of_all(most))
 
     def _least_of_all(self, most: int) -> float:
-        """No cut into so many stages or fewer takes less: it falls with the number of stages."""
+        """No cut into at most these stages takes less: it falls with the number of stages."""
         for stages in range(most, 0, -1):
             with contextlib.suppress(PlanError):  # some schedules cannot have any number of stages
                 return self._least(setting_of(self.asked, stages, training=self.training))
         return 0.0
 
     def _count(self, stages: int) -> None:
-        """Cuts into so many stages, unless that is known to be no better."""
+        """Cuts into this number of stages, unless that is known to be no better."""
         try:
             setting = setting_of(self.asked, stages, training=self.training)
             least = self._least(setting)
@@ -178,7 +178,7 @@ class _Search:
             return
         found = BareCut(self.problem, setting, best)
         self._take(found)
-        # Where the proved best does not fit, no cut into so many stages does.
+        # Where the proved best does not fit, no cut into that many stages does.
         if best.fits or not best.proved:
             self.bound_s = min(self.bound_s, best.lower_bound_s)
 

@@ -151,7 +151,7 @@ class _Nesting:
         self._last.update(dict.fromkeys(body.returns, math.inf))
 
     def parts(self, places: Sequence[int], depth: int) -> tuple[Part, ...]:
-        """The parts of a block that has so many around it."""
+        """The parts of a block at this depth."""
 
         def block(place: int) -> str:
             chain = self._chain[self._ops[place].module]

@@ -35,7 +35,7 @@ LARGEST_BATCH = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SampleRule:
-    """A line that tells batches, or samples, apart by nothing that a sample holds.
+    """A line that distinguishes batches, or samples, by nothing that a sample holds.
 
     Attributes:
         samples: from how many on it may do something else.
@@ -86,7 +86,7 @@ def other_sizes(sizes: Sequence[Size], requires: Iterable[Requirement]) -> dict[
 
 
 def at_batch(dim: Dim, samples: int) -> Dim:
-    """A dimension for so many samples, in terms of the other sizes alone."""
+    """A dimension for a number of samples, in terms of the other sizes alone."""
     if dim == BATCH:
         return samples
     if not isinstance(dim, Operation):
@@ -98,7 +98,7 @@ def at_batch(dim: Dim, samples: int) -> Dim:
 
 
 def grows_with_batch(number: object) -> bool:
-    """Whether a template of a number is so many times the samples, the same for each."""
+    """Whether a template of a number is a fixed multiple of the samples."""
     if isinstance(number, Operation) and number.applied is Operator.MULTIPLY:
         sides = number.left, number.right
         return sum(map(grows_with_batch, sides)) == 1 == sum(BATCH in sizes_in((s,)) for s in sides)

@@ -103,7 +103,7 @@ class CachingAllocator:
         return Footprint(self._most_live, self._most_allocated, self._most_reserved)
 
     def allocate(self, size: int, stream: int = 0) -> int:
-        """Takes so many bytes for use on a stream.
+        """Takes bytes for use on a stream.
 
         Returns:
             Their address, to give to `free`. Addresses of blocks in use are those of bytes that do

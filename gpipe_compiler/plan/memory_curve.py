@@ -103,7 +103,7 @@ class Curve(Sequence[MemoryPoint]):
         return len(self.peaks)
 
     def above(self, fixed: int, *further: MemoryPoint) -> Curve:
-        """The same with so many bytes more everywhere, and with further points."""
+        """The same with these bytes more everywhere, and with further points."""
         return Curve(
             [*self.actions, *(point.action for point in further)],
             [*(peak + fixed for peak in self.peaks), *(point.peak for point in further)],

@@ -167,7 +167,7 @@ class Frontier:
         return self.batch_size / point.step_s if point.step_s > 0 else 0.0
 
     def shortened(self, most: int) -> Frontier:
-        """The same with at most so many points, beside those that are not dominated."""
+        """The same with at most this many points, beside those that are not dominated."""
         kept = [p for i, p in enumerate(self.points) if i < most or p.undominated]
         omitted = self.omitted + len(self.points) - len(kept)
         return dataclasses.replace(self, points=tuple(kept), omitted=omitted)

@@ -102,7 +102,7 @@ class Prediction:
         step_s: simulated seconds of one mini-batch.
         bottleneck_s: seconds of one micro-batch on the busiest device, recomputing included.
         bubble: the share of device time spent waiting, 0 to 1.
-        lower_bound_s: no plan of this graph with so many stages takes less; of `longest_s`, where
+        lower_bound_s: no plan of this graph with that many stages takes less; of `longest_s`, where
             that was to be short.
             0 where it is not known, as of a plan that does not fit its devices.
         proved: whether the cut, as was asked, is known to be optimal.

@@ -104,7 +104,7 @@ class CandidateBuilder:
 
         Raises:
             UsageError: for constraints that cannot be met, or too few devices for the replicas.
-            PlanError: when the schedule cannot have so many stages.
+            PlanError: when the schedule cannot have that many stages.
         """
         graph, facts, costs = prepared.graph, prepared.facts, prepared.costs
         setting = setting_for(cluster, choice, policy, training=graph.loss is not None)

@@ -67,7 +67,7 @@ def _places() -> int:
 
 
 def start_command(script: Path, devices: int, start: Start) -> list[str]:
-    """How to start a script that works on so many devices; its own words are to follow."""
+    """How to start a script on this number of devices; its own arguments are to follow."""
     run = str(script)
     if start is Start.THREADS:
         return [sys.executable, run]

@@ -111,7 +111,7 @@ def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]
 
 
 def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:
-    """A prediction that tells what the devices truly take.
+    """A prediction with the memory that the devices truly take.
 
     Args:
         stages: how many there are.

@@ -44,7 +44,7 @@ def likely_microbatches(batch_size: int, stages: int) -> list[int]:
 
 
 Analysis: TypeAlias = Callable[[int, Precision], MicrobatchGraph]
-"""Describes and costs a graph for so many samples, in a precision."""
+"""Describes and costs a graph for a number of samples, in a precision."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Planner:
         return self.graph.batch_size
 
     def with_memory(self, size: int) -> Planner:
-        """The same on devices of so many bytes each."""
+        """The same on devices of `memory` bytes each."""
         cluster = self.cluster.with_memory(size)
         alike = len(cluster.kinds) == len(self.cluster.kinds)
         known = self._prepared if alike else {}  # costs on each kind, in their order
@@ -127,11 +127,11 @@ class Planner:
 
     @uncollected()
     def prepare(self, microbatches: int, policy: Policy) -> MicrobatchGraph:
-        """The graph at the size of one of so many micro-batches.
+        """The graph at the size of one of this number of micro-batches.
 
         Raises:
             ModelError: naming the op that cannot run on so few samples.
-            PlanError, UsageError: when the batch does not split into so many.
+            PlanError, UsageError: when the batch does not split into that many.
         """
         size = microbatch_size(self.batch_size, microbatches, policy.data_parallel)
         key = size, policy.precision, policy.in_place

@@ -17,7 +17,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
 
     Raises:
         UsageError: when there are too few devices for the replicas.
-        PlanError: when the schedule cannot have so many stages.
+        PlanError: when the schedule cannot have that many stages.
     """
     kind = choice.schedule if training else None
     devices = choice.devices
@@ -56,11 +56,11 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
 
 
 def pipeline_devices(cluster: Cluster, stages: int, policy: Policy, *, training: bool) -> int:
-    """How many devices a pipeline of so many stages has: as its schedule needs, if there are.
+    """How many devices a pipeline of these stages has: as its schedule needs, if there are.
 
     Raises:
         UsageError: for no stages, or when there are too few devices for the replicas.
-        PlanError: when the schedule cannot have so many stages.
+        PlanError: when the schedule cannot have that many stages.
     """
     if stages < 1:
         raise UsageError(f"{stages} stages: at least one is needed")

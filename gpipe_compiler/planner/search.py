@@ -177,7 +177,7 @@ class _Exploration:
             self._plan(choice)
 
     def _keeps_everything(self, choice: Choice) -> bool:
-        """Whether AUTO comes to the same as NONE, which then stands for both."""
+        """Whether AUTO equals NONE, which then stands for both."""
         keeping = self.points.get(dataclasses.replace(choice, remat=RematChoice.NONE))
         if keeping is None or keeping.status is SearchStatus.PLANNED:
             return keeping is not None and keeping.fits
@@ -276,7 +276,7 @@ class _Exploration:
     def _plan_some(self) -> None:
         """Where all is too large by its bounds: plans, to find by how much it truly is.
 
-        Those of the least bounds, until no bound is below what the best of them comes to.
+        Those of the least bounds, until no bound is below the best of them.
         """
         larger = [point for point in self.points.values() if point.status is SearchStatus.LARGER]
         larger.sort(key=lambda point: (point.over_bytes, point.step_s))

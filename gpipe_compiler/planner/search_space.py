@@ -101,7 +101,7 @@ def devices_to_explore(cluster: Cluster, replicas: int) -> int:
 
 
 def spread(numbers: Sequence[int], most: int = MOST_COUNTS) -> tuple[int, ...]:
-    """At most so many of ascending numbers, with the first and the last, evenly by their ratio."""
+    """At most `count` of ascending numbers, with the first and the last, evenly by their ratio."""
     if len(numbers) <= most:
         return tuple(numbers)
     first, last = math.log(numbers[0]), math.log(numbers[-1])
@@ -123,7 +123,7 @@ def choices(
 
     Args:
         batch_size: samples of one replica.
-        by_default: the micro-batches of so many stages, where the wish leaves them open.
+        by_default: the micro-batches for a number of stages, where the wish leaves them open.
 
     AUTO stands beside NONE and FULL where `wish.remat` is AUTO.
     """
@@ -156,7 +156,7 @@ def choices(
 
 
 def _as_another(choice: Choice, others: Collection[Choice]) -> bool:
-    """Whether a choice of a single micro-batch comes to the same as a plainer one."""
+    """Whether a choice of a single micro-batch equals a plainer one."""
     kind = choice.schedule
     if choice.microbatches > 1 or SCHEDULES[kind].stages_a_device != (1,):
         return False

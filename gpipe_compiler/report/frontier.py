@@ -139,7 +139,7 @@ def format_ratio(ratio: float) -> str:
 
 
 def _more(ratio: float) -> str:
-    """How much more, of what costs so many times as much."""
+    """How much more, of what costs that many times as much."""
     return f"{format_ratio(ratio)} {'as much' if ratio >= _TWICE else 'more'}"
 
 

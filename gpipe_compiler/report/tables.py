@@ -62,7 +62,7 @@ def add_rows(table: Table, rows: Sequence[Sequence[str]], what: str) -> None:
     table.add_row("…", *("" for _ in rows[0][1:]))
     for row in rows[-ends:]:
         table.add_row(*map(cell, row))
-    table.caption = f"{len(rows) - 2 * ends:,} {what} in between; --json tells them all"
+    table.caption = f"{len(rows) - 2 * ends:,} {what} in between; --json lists them all"
 
 
 def pairs_table(title: str, pairs: Iterable[tuple[str, str]]) -> Table:

@@ -31,7 +31,7 @@ class UsageError(PipelineError):
 
 
 class AgreedError(PipelineError):
-    """Every rank comes to it alike, or follows rank 0's error: rank 0 alone tells it."""
+    """Every rank raises it alike, or follows rank 0's error: rank 0 alone reports it."""
 
 
 class ScheduleError(PipelineError):

@@ -76,7 +76,7 @@ class Remat(Enum):
     NONE keeps all that autograd saves. FULL keeps what the stage received, and runs its forward a
     second time when the backward is due (rematerialisation; Chen et al., arXiv 1604.06174).
     SEGMENTS does so in parts: of each segment of the stage, what it is given is kept, and it runs
-    again when the backward comes to it.
+    again when the backward reaches it.
     """
 
     NONE = "none"
@@ -150,7 +150,7 @@ class Input:
         return tensor.shape[self.batch_dim]
 
     def part(self, tensor: torch.Tensor, start: int, size: int) -> torch.Tensor:
-        """A view of so many samples, or those that are left; all of what samples share."""
+        """A view of that many samples, or those that are left; all of what samples share."""
         if self.batch_dim is None:
             return tensor
         return tensor.narrow(self.batch_dim, start, min(size, self.samples(tensor) - start))
@@ -161,7 +161,7 @@ class SampleLimit:
     """Up to how many samples in a mini-batch a package was tried.
 
     Attributes:
-        where: the line of the model that tells larger batches apart.
+        where: the line of the model that treats larger batches differently.
     """
 
     samples: int

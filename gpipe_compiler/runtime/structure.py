@@ -103,7 +103,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The place of a number in that structure: so many for each sample of the mini-batch."""
+    """The place of a number in that structure that is a multiple of the mini-batch's samples."""
 
     factor: Dim
 

@@ -1,4 +1,4 @@
-"""How many micro-batches every device holds at a time, and the memory that comes to.
+"""How many micro-batches every device holds at a time, and the memory of these.
 
 A stage holds of a micro-batch all that autograd saves (`saved`), from its forward to the last part
 of its backward. A stage that recomputes holds what it received (`input`) instead, of every

@@ -102,7 +102,7 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
     """Around the model's call on the whole mini-batch.
 
     Args:
-        calls: of a micro-batch of so many samples, by `DrawsOfOne`; of the first at least.
+        calls: of a micro-batch of a number of samples, by `DrawsOfOne`; of the first at least.
         sizes: samples in each micro-batch.
         inner: where a dimension holds several entries for each sample, whether the samples follow
             each other fastest (time by batch), and not the entries (batch by time).

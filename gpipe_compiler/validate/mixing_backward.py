@@ -69,7 +69,7 @@ def function_that_mixes(
     """A call whose forward gives rows of their own samples, and whose backward does not.
 
     Args:
-        run: runs a graph on these samples, of which there are so many.
+        run: runs a graph on these samples, of this number.
         parts: all of the samples, told apart.
     """
     whole = _calls(run, range(samples))

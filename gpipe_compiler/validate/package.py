@@ -135,7 +135,7 @@ def validate(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Reference:
-    """What the model comes to on a batch.
+    """What the model gives on a batch.
 
     Attributes:
         inputs: the batch, a tensor for each input of the signature; None for the example.

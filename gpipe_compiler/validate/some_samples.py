@@ -26,7 +26,7 @@ def mixing_among(
     other: Mapping[str, torch.Tensor],
     ends: Collection[str] | None = None,
 ) -> Op | None:
-    """The first op that makes rows which are wrong, among so many samples.
+    """The first op that makes wrong rows for a number of samples.
 
     Args:
         other: as for `values_of`.
@@ -46,8 +46,8 @@ def values_of_parts(
     count: int,
     parts: Sequence[Sequence[int]],
 ) -> list[BothRuns]:
-    """The values for so many samples beside those for parts of them; none where the graph does
-    not run on so many."""
+    """The values for a number of samples beside those for parts of them; none where the graph does
+    not run on them."""
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
             whole = values_of(graph, other, range(count), count)
@@ -158,7 +158,7 @@ def values_of(
 
 
 def inputs_of(graph: Graph, rows: Sequence[int], samples: int) -> dict[str, torch.Tensor]:
-    """Some of so many samples of the example, by the names of the inputs."""
+    """Some samples of the example, by the names of the inputs."""
 
     def some(source: Input) -> torch.Tensor:
         dim = source.batch_dim

@@ -34,7 +34,7 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.simulate.step import StageTimes
 
 MOST_DOWN_SETS = 20_000
-"""Above so many a proof is no longer by the search of all of them."""
+"""Above this number a proof is no longer by the search of all of them."""
 
 ROUNDS = 6
 """How often the places about the best cut are looked at, at most."""
@@ -301,7 +301,7 @@ class _Cutter:
     def _cut(self, found: _Looked, *, prove: bool) -> Cut:
         score, value = self.solver.score, self.solver.value
         known = found.bound_s if self.complete and self.solver.least_excess else 0.0
-        # Plain numbers: a plan tells them as JSON, which knows none of numpy's truths.
+        # Plain numbers: a plan writes them as JSON, which knows none of numpy's truths.
         value = float(value)
         bound = float(min(max(known, self.simple_s), value))
         met = bound >= value * (1 - 1e-9) and self.solver.least_excess

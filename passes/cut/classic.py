@@ -52,7 +52,7 @@ def equal_ends(weights: Sequence[float], stages: int) -> list[int]:
 
 
 def block_ends(times: Sequence[float], blocks: int) -> list[int]:
-    """Where each of so many consecutive blocks ends, whose sums differ by at most the largest item.
+    """Where each of consecutive blocks ends, whose sums differ by at most the largest item.
 
     As torchgpipe does it: items are shifted and scaled to 0 ... 1, blocks begin with equal numbers
     of items, and the smallest block takes an item from its neighbour on the side of the largest.

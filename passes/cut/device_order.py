@@ -179,7 +179,7 @@ class DeviceOrder:
         return np.asarray(peak)
 
     def roomier(self, excess: float) -> DeviceOrder:
-        """The same with so many bytes more on every device."""
+        """The same with these bytes more on every device."""
         if not excess:
             return self
         return replace(
@@ -189,7 +189,7 @@ class DeviceOrder:
 
 
 def fastest(links: Sequence[Link]) -> Link:
-    """A link that none of these betters."""
+    """A link at least as good as all of these."""
     if not links:
         return NO_LINK
     return Link(max(link.bandwidth for link in links), min(link.latency_s for link in links))

@@ -1,4 +1,4 @@
-"""Which of several labels are worth keeping: those that no other equals or betters everywhere."""
+"""Which of several labels are worth keeping: those that no other dominates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABREAST = 32
 
 
 def undominated(labels: Floats, state: Integers) -> Integers:
-    """Those labels that no other of the same down-set equals or betters everywhere, ascending.
+    """Those labels that no other of the same down-set dominates, ascending.
 
     Args:
         labels: a label a row.
@@ -34,7 +34,7 @@ def undominated(labels: Floats, state: Integers) -> Integers:
 
 
 def _of_one(labels: Floats, group: Integers) -> Integers:
-    """Those of a group of labels, of one down-set, that none of its others equals or betters."""
+    """Those of a group of labels, of one down-set, that none of its others dominates."""
     labels = labels[group]
     labels = labels[:, np.isfinite(labels[0])]
     order = np.argsort(labels.sum(axis=1), kind="stable")

@@ -1,4 +1,4 @@
-"""What a cut comes to: seconds, bytes and steps, straight from the problem."""
+"""Evaluates a cut: seconds, bytes and steps, straight from the problem."""
 
 from __future__ import annotations
 

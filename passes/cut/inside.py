@@ -37,7 +37,7 @@ TRIES = 16
 """Cuts with some modules whole, at most."""
 
 QUICK = 20
-"""A cut whose modules are mostly whole may work out so many times less than others."""
+"""A cut whose modules are mostly whole may compute this many times less than others."""
 
 CLOSE = 1e-9
 """The share by which sums may differ for rounding."""
@@ -190,7 +190,7 @@ def _rank(depth: int) -> float:
 
 
 def _all_cuts(problem: CutProblem, stages: int) -> list[tuple[int, ...]] | None:
-    """The stage of every node in all cuts into so many stages; None where they are too many."""
+    """The stage of every node in all cuts into these stages; None where they are too many."""
     graph = contract(problem, stages)
     masks = down_sets(graph, MOST_DOWN_SETS)
     if masks is None:

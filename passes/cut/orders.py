@@ -153,7 +153,7 @@ def neighbours(
     """Down-sets that a node, with all that has to move with it, tells from a given one.
 
     And those where one goes in and another, with about as much work, comes out. Of moves in either
-    direction there are so many at most, those of the fewest nodes.
+    direction there are at most this many, those of the fewest nodes.
     """
     seconds = graph.least_s.tolist()
     inside = [bool(mask >> node & 1) for node in range(graph.size)]
@@ -254,7 +254,7 @@ class OrderPrefixes:
         return cls(order, work, np.cumsum(steps)[:-1])
 
     def between(self, low: float, high: float, most: int) -> Integers:
-        """At most so many prefixes with work from `low` to `high`.
+        """At most `count` prefixes with work from `low` to `high`.
 
         Where there are more, of those with about the same work the one that crosses least stands
         for all.
@@ -320,7 +320,7 @@ class Places:
         return self._about(work.tolist(), share, most)
 
     def beside(self, masks: Sequence[int], most: int) -> set[int]:
-        """So many down-sets that one move tells from one of these (`neighbours`).
+        """Down-sets that are one move away from one of these (`neighbours`), this many.
 
         Those that cross least, a difference in work counting as much as crossing.
         """

@@ -270,7 +270,7 @@ def _join(parts: list[Extensions]) -> Extensions:
 
 
 def _in_parts(pairs: Pairs, alive: Integers, count: Integers) -> Iterator[Integers]:
-    """These stages in turn, all of a down-set together, so many that they are about a block with
+    """These stages in turn, all of a down-set together, as many as are about a block with
     the labels where they end."""
     if not len(alive):
         return

@@ -54,7 +54,7 @@ class CutSetting:
         links: between any two slots.
         devices: of the pipeline; None for as many as the schedule needs.
         recompute: for every stage, whether it runs its forward again before a backward.
-        objective: what is to be short, among cuts that fit into memory.
+        objective: the quantity to minimise, among cuts that fit into memory.
         slots_in_order: whether the first slots are taken, in order, though they differ.
     """
 
@@ -87,7 +87,7 @@ class CutSetting:
         """The device of the pipeline that each stage runs on.
 
         Raises:
-            PlanError: when the schedule cannot place so many stages.
+            PlanError: when the schedule cannot place that many stages.
         """
         kind = self.kind or ScheduleKind.GPIPE
         try:
@@ -101,7 +101,7 @@ class CutSetting:
         """Each device's actions, where no stage is joint.
 
         Raises:
-            PlanError: when the schedule cannot have so many stages or micro-batches.
+            PlanError: when the schedule cannot have that many stages or micro-batches.
         """
         return self.orders_with(())
 
@@ -112,7 +112,7 @@ class CutSetting:
             joint: the stages that take all micro-batches as one.
 
         Raises:
-            PlanError: when the schedule cannot have so many stages or micro-batches, or these
+            PlanError: when the schedule cannot have that many stages or micro-batches, or these
                 joint ones.
         """
         try:

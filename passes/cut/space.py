@@ -232,7 +232,7 @@ class Space:
         return largest
 
     def allowed(self, boundary: int) -> Booleans:
-        """The down-sets that may hold just the first so many stages, as the constraints say."""
+        """The down-sets that may hold just a number of first stages, as the constraints say."""
         known = self._allowed.get(boundary)
         if known is None:
             known = np.ones(self.size, dtype=np.bool_)

@@ -16,7 +16,7 @@ from gpipe_compiler.passes.cut.space import (
 )
 
 EXACT_PAIRS = 1_500_000
-"""Up to so many pairs of down-sets the tables are worked out exactly."""
+"""Up to this number of pairs of down-sets the tables are computed exactly."""
 
 
 @dataclass(frozen=True)

@@ -297,7 +297,7 @@ class _Long:
         return numbers
 
     def _source(self, label: Label) -> Label:
-        """The label in the shortened part of what tells of a storage."""
+        """The label in the shortened part of a record of a storage."""
         removed = self._short.gap.removed
         if label.block < FIRST:
             return label

@@ -98,7 +98,7 @@ class _Stage:
 
     def _started(self, position: int | None) -> None:
         if position is None:
-            # Within a forward the next op tells; in a backward the nodes do.
+            # Within a forward the next op shows it; in a backward the nodes do.
             self.watch.op = self.watch.op if self._forwards else None
         elif self._forwards:
             self.watch.start(position, adds_in_place=self._adds[position])

@@ -31,7 +31,7 @@ FEW = 24
 """The same, while plans are compared."""
 
 _ALL_COUNTS = 2
-"""For a plan that is to be used: up to so many times the square root of the number of ops, every
+"""For a plan that is to be used: up to this multiple of the square root of the number of ops, every
 number of equal segments is looked at; beyond it, and while plans are compared, each `_NEXT`th."""
 
 _NEXT = 1.2
@@ -107,7 +107,7 @@ def _counts(ops: int, *, every: bool) -> list[int]:
 
 
 def _ends(problem: RematProblem, crossing: Sequence[int], count: int) -> list[int]:
-    """The ends of so many segments, or of fewer where there are not as many places."""
+    """The ends of that many segments, or of fewer where there are not as many places."""
     places = problem.places
     first, last = places[0], places[-1]
     length = (last - first) / count
@@ -137,7 +137,7 @@ def _undominated(found: Iterable[SegmentChoice]) -> list[SegmentChoice]:
 def _some_places(
     places: Sequence[int], most: int, crossing: Sequence[int], wanted: Iterable[int]
 ) -> tuple[int, ...]:
-    """At most about so many of the places, and the wanted ones: those where the least crosses.
+    """At most about `count` of the places, and the wanted ones: those where the least crosses.
 
     Half of them are the best of a stretch each, so that no part of the stage goes without. The
     others are the best of all; where more are as good, evenly from the first to the last.

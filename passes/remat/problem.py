@@ -154,7 +154,7 @@ def evaluate(problem: RematProblem, segments: Collection[Segment]) -> SegmentCho
 
 
 def uniform(problem: RematProblem, count: int) -> list[Segment]:
-    """All ops in so many segments of as equal a number of ops as the places allow.
+    """All ops in this number of segments of as equal a number of ops as the places allow.
 
     With the square root of the number of ops this is Chen et al.'s (arXiv 1604.06174).
     """

@@ -91,7 +91,7 @@ _COLUMNS = tuple(_Ways.__slots__)
 
 @dataclass
 class _Arrivals:
-    """What comes to a place.
+    """The best ways to reach a place.
 
     Attributes:
         groups: a number for each set of storages of its columns that is kept.
@@ -280,7 +280,7 @@ def undominated(kept: Rows, peak: Rows) -> Rows:
 
 
 def _thinned(ways: _Ways, rows: Rows, most: int) -> Rows:
-    """At most about so many rows: of those that keep and need about the same, the fastest.
+    """At most about `count` rows: of those that keep and need about the same, the fastest.
 
     Those that keep the least, need the least, or both together, stay.
 

@@ -48,7 +48,7 @@ _ARGUMENTS: Mapping[Any, tuple[str, ...]] = {
 
 
 def alone(own: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What `Gather` comes to for a single replica."""
+    """`Gather` for a single replica."""
     return (own,)
 
 

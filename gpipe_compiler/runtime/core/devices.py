@@ -21,7 +21,7 @@ def gpu_count() -> int:
 
 
 def identity(device: torch.device) -> str:
-    """What tells a GPU from any other, on any host and whatever its number here; empty for others.
+    """What identifies a GPU, on any host and whatever its number here; empty for others.
 
     Slices of one GPU are one: NCCL goes by the place on the bus too.
     """

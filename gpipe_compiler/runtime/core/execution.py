@@ -108,7 +108,7 @@ class Execution:
         """Notes a call that ends in the middle: what ranks have sent one another is on its way."""
         try:
             yield
-        except (AgreedError, UsageError):  # every rank comes to it alike
+        except (AgreedError, UsageError):  # every rank raises it alike
             raise
         except BaseException:
             self._interrupted = self._topology.world.size > 1

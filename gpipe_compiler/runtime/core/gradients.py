@@ -89,7 +89,7 @@ def check_weights(modules: Mapping[int, nn.Module]) -> None:
 
 
 _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""What a norm may be of, by the number that tells it."""
+"""The types that a norm may have, by their number."""
 
 _SPARSE = -1.0
 
@@ -114,7 +114,7 @@ class NormClipping:
 
     Args:
         names: what every rank knows: the state of the model, in the order of summation.
-        told: the names whose norms this rank tells; no other rank tells them.
+        told: the names whose norms this rank contributes, and no other rank.
         world: all ranks, which sum the norms.
     """
 
@@ -171,7 +171,7 @@ class NormClipping:
     def _norms(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
         """For every name its gradient's norm, and 1 + the number of the norm's type.
 
-        0 and 0 where there is no gradient, or another rank tells it.
+        0 and 0 where there is no gradient, or another rank contributes it.
         """
         table = torch.zeros(2, len(self.places), dtype=torch.float64)
         groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}

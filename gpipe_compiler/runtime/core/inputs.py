@@ -192,13 +192,13 @@ def _batch_of(bound: Values, spec: PipelineSpec) -> int | None:
 
 
 def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
-    """So many samples in so many parts, the larger ones first; sizes differ by one at most."""
+    """The samples of each part, the larger ones first; sizes differ by one at most."""
     size, larger = divmod(samples, parts)
     return tuple(size + 1 if part < larger else size for part in range(parts))
 
 
 def microbatch_count(spec: PipelineSpec, samples: int, most: int) -> int:
-    """How many micro-batches so many samples make: fewer than `most` for a small batch.
+    """How many micro-batches a number of samples makes: fewer than `most` for a small batch.
 
     Each has a sample at least; two, where a stage normalises over them, unless one was planned.
     """
@@ -212,7 +212,7 @@ def split(
 ) -> tuple[list[Values], tuple[int, ...]]:
     """The inputs of every micro-batch, and the samples in each.
 
-    A batch too small for so many micro-batches makes fewer; see `microbatch_count`.
+    A batch too small for the micro-batches makes fewer; see `microbatch_count`.
 
     Raises:
         UsageError: when there are no samples, or inputs disagree on their number.

@@ -107,7 +107,7 @@ def refuse_untried(spec: PipelineSpec, samples: int) -> None:
     """Makes sure that a mini-batch has no more samples than a package was tried with.
 
     Raises:
-        UsageError: naming the line that tells larger ones apart.
+        UsageError: naming the line that treats larger ones differently.
     """
     if spec.limit is not None and samples > spec.limit.samples:
         raise UsageError(

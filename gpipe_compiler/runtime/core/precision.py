@@ -12,7 +12,7 @@ In which types the boundary values are, when a pipeline runs in another precisio
 Who receives a value has to know its type before it comes. What autocast makes of an op depends on
 the kind of device: a LayerNorm gives fp32 on CUDA and 16 bits on the CPU. So all the stages are run
 on fake tensors, which have types and shapes but no numbers: no weights are read, nothing is
-computed, and every rank comes to the same types by itself.
+computed, and every rank derives the same types by itself.
 """
 
 from __future__ import annotations

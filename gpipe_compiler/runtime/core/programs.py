@@ -75,7 +75,7 @@ class ProgramCache:
         training: bool,
         wanted: frozenset[str] = frozenset(),
     ) -> PreparedSchedule:
-        """The programs for so many micro-batches, of stages in this mode.
+        """The programs for a number of micro-batches, of stages in this mode.
 
         Args:
             wanted: the inputs whose gradients the caller wants.

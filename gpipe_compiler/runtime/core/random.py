@@ -167,7 +167,7 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self.draw(number, func, args, keywords)
 
     def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the random op of this number comes to."""
+        """The result of the random op of this number."""
         return seeded(self.seed_of(number), func, args, kwargs)
 
     def seed_of(self, number: int) -> int:
@@ -245,7 +245,7 @@ def seed_in_eval(seed: int, call: int) -> int:
 
 
 def seeded(seed: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a random aten op comes to when it draws from this seed.
+    """The result of a random aten op that draws from this seed.
 
     One that is given a generator of the caller's is left alone.
     """

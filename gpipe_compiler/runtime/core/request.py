@@ -15,7 +15,7 @@ Values = dict[str, torch.Tensor]
 
 
 class RunRequest(Enum):
-    """What a run comes to."""
+    """What a run is for."""
 
     TRAIN = "train"
     """Outputs, loss and gradients."""

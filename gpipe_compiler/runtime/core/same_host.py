@@ -350,7 +350,7 @@ def join_peers(rank: int, size: int) -> Peers:
 
 
 def _told(own: object, size: int) -> list[Any]:
-    """What every rank tells, in their order."""
+    """What every rank contributes, in rank order."""
     every: list[Any] = [None] * size
     dist.all_gather_object(every, own)
     return every

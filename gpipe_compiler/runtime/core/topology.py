@@ -29,7 +29,7 @@ def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[in
     """The device of each stage: as planned, or else where the schedule puts it.
 
     Raises:
-        UsageError: when the schedule cannot have the stages on so many devices.
+        UsageError: when the schedule cannot place the stages on that many devices.
     """
     planned = planned_placement(spec)
     if (schedule, devices) == (spec.schedule, max(planned) + 1):
@@ -50,7 +50,7 @@ def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
     """How many devices the stages are spread over, unless somebody says otherwise.
 
     Raises:
-        UsageError: when the schedule cannot have so many stages.
+        UsageError: when the schedule cannot have that many stages.
     """
     if schedule is spec.schedule:
         return max(planned_placement(spec)) + 1
@@ -70,7 +70,7 @@ def replicas_by_default(spec: PipelineSpec, processes: int) -> int:
 
 
 def device_counts(stages: int, schedule: ScheduleKind) -> str:
-    """The numbers of devices that a schedule can have so many stages on, as "1, 2 or 4"."""
+    """The numbers of devices that a schedule can place the stages on, as "1, 2 or 4"."""
     possible = []
     for devices in range(1, stages + 1):
         with contextlib.suppress(ValueError):

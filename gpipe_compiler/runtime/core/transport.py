@@ -55,7 +55,7 @@ class _AbortedError(PipelineError):
 
 
 _Message = tuple[Transfer, "torch.Tensor | None"] | None
-"""What lies in an inbox; None tells that another worker has failed."""
+"""What lies in an inbox; None means that another worker has failed."""
 
 Inbox: TypeAlias = "queue.SimpleQueue[_Message]"
 """Where a worker finds what the others hand it."""

@@ -255,7 +255,7 @@ def _need(
 
 
 def _parts(crossing: Crossing, placement: Sequence[int]) -> tuple[GradientPart, ...]:
-    """Summands from the last stage to the first, as autograd comes to them in the plain model.
+    """Summands from the last stage to the first, the order of autograd in the plain model.
 
     Those of another device stand together in the place of its first stage.
     """

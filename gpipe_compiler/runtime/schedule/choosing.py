@@ -60,7 +60,7 @@ def placement_for(kind: ScheduleKind, stages: int, devices: int) -> tuple[int, .
     """The device of each stage.
 
     Raises:
-        ValueError: when so many stages cannot be put on so many devices, naming what could be.
+        ValueError: when the stages cannot be put on that many devices, naming what could be.
     """
     if stages < 1 or devices < 1:
         raise ValueError(f"{stages} stages on {devices} devices: at least one of each is needed")
@@ -71,10 +71,10 @@ def placement_for(kind: ScheduleKind, stages: int, devices: int) -> tuple[int, .
 
 
 def devices_for(kind: ScheduleKind, stages: int) -> int:
-    """How many devices the schedule needs for so many stages, unless somebody says otherwise.
+    """How many devices the schedule needs for a number of stages, unless somebody says otherwise.
 
     Raises:
-        ValueError: when it cannot have so many stages.
+        ValueError: when it cannot have that many stages.
     """
     if stages < 1:
         raise ValueError(f"{stages} stages: at least one is needed")

@@ -38,8 +38,8 @@ class CheckpointOptions:
 
     Attributes:
         directory: where they are written, None for none.
-        every: so many steps; None for the end of every pass over the data.
-        keep: so many of the newest.
+        every: number of steps; None for the end of every pass over the data.
+        keep: how many of the newest.
         resume: "latest" or the path of one; None to start from the beginning.
     """
 

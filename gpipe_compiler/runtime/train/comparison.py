@@ -12,7 +12,7 @@ order one, a running mean with another momentum a hundredth. Where rounding leav
 a tensor is, and that was measured on the plain model (`validate/rounding.py`), it passes within
 `REROUNDED` times what was measured.
 Tensors of 16 bits round coarser than that, at each of the sums: they pass within `ROUNDINGS` of
-their own units (6% for bfloat16), which still tells a missing micro-batch of eight.
+their own units (6% for bfloat16), which still detects a missing micro-batch of eight.
 Under autocast both round to 16 bits at the same places, so fp32 tensors stay as close as without;
 but for a parameter of several stages: the plain model casts it once and sums the gradients of its
 uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. What comes before a

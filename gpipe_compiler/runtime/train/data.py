@@ -74,7 +74,7 @@ def example_call(spec: PipelineSpec, directory: Path, choice: InputChoice) -> tu
 def _shape_at(
     source: Input, tensor: torch.Tensor, samples: int | None, sizes: Sizes
 ) -> tuple[int, ...]:
-    """The shape of an input with so many samples at these sizes."""
+    """The shape of an input with this number of samples at these sizes."""
     shape = [*(tensor.shape if source.shape is None else shape_at(source.shape, sizes))]
     if source.batch_dim is not None:
         shape[source.batch_dim] = tensor.shape[source.batch_dim] if samples is None else samples
@@ -141,7 +141,7 @@ def _place(call: dict[object, object], source: Input, tensor: torch.Tensor) -> N
 
 
 def resized(tensor: torch.Tensor, dim: int | None, samples: int) -> torch.Tensor:
-    """A tensor cut or repeated to so many samples; itself where it has no batch dimension."""
+    """A tensor cut or repeated to a number of samples; itself where it has no batch dimension."""
     if dim is None or tensor.shape[dim] == samples:
         return tensor
     return tensor.index_select(dim, torch.arange(samples) % tensor.shape[dim])

@@ -32,7 +32,7 @@ class TrainOptions:
         accumulate: mini-batches for a step. A step takes those of one pass only, so that the last
             of a pass may be of fewer.
         clip_norm: the largest norm of the gradients; None for any.
-        evaluate_every: so many steps; None for the end of every pass.
+        evaluate_every: number of steps; None for the end of every pass.
         log: a file for a line of JSON for every step.
         input: what is trained on where the user offers no data, or names a file.
     """
