@@ -17,9 +17,11 @@ import torch
 
 from gpipe_compiler.ir import (
     Argument,
+    ByMode,
     FunctionCall,
     Graph,
     MethodCall,
+    Mode,
     Op,
     Reduction,
     Ref,
@@ -111,11 +113,13 @@ class Summand:
     Attributes:
         value: the name of its scalar in the graph, or a number.
         scale: what the loss does to it besides adding it: what it does to sums of terms.
+        mode: in which it goes into the loss.
     """
 
     term: Term
     value: str | float
     scale: tuple[Step, ...] = ()
+    mode: Mode = Mode.ALWAYS
 
 
 @dataclass
@@ -144,6 +148,8 @@ class Terms:
         match argument:
             case bool() | int() | float() | StateRef():
                 return True
+            case ByMode(train, evaluation):
+                return self.same_for_all(train) and self.same_for_all(evaluation)
             case Ref(name=name) if name not in self.graph.batched:
                 return True
             case Ref(name=name):
@@ -228,6 +234,8 @@ class Terms:
             return
         args = op.call.args
         match verb(op):
+            case "clone" if isinstance(args[0], ByMode):
+                yield from self._by_mode(op, args[0])
             case _ if self.keeps(op):
                 yield from self._scaled(op, args[0])
             case "neg":
@@ -284,6 +292,15 @@ class Terms:
             steps.append(FunctionCall(operator.mul, (LAST, factor)))
         for summand in self._summands_of(right):
             yield dataclasses.replace(summand, scale=(*summand.scale, *steps))
+
+    def _by_mode(self, op: Op, choice: ByMode) -> Iterator[Summand]:
+        """The terms of a loss that is another one in each mode."""
+        self.adding.append(op)
+        modes = {Mode.TRAIN: choice.train, Mode.EVAL: choice.evaluation}
+        for mode, argument in modes.items():
+            for summand in self._summands_of(argument):
+                if summand.mode in (Mode.ALWAYS, mode):
+                    yield dataclasses.replace(summand, mode=mode)
 
     def _summands_of(self, argument: Argument) -> Iterator[Summand]:
         if isinstance(argument, Ref):

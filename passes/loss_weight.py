@@ -136,7 +136,7 @@ def _unguarded(terms: Terms, summand: Summand, weight: LossWeight | None) -> Sum
     if weight is None:
         return dataclasses.replace(summand, term=Other(summand.term.op, None))
     terms.adding.append(summand.term.op)
-    return dataclasses.replace(summand.term.inner, scale=summand.scale)
+    return dataclasses.replace(summand.term.inner, scale=summand.scale, mode=summand.mode)
 
 
 def _put_in(groups: dict[object, TermGroup], constants: tuple[Summand, ...]) -> None:
@@ -258,7 +258,8 @@ def _ops_before(
             if not made.isdisjoint(written) and position[name] < position[reader.name]
         }
         names |= writers | graph.ancestors(v for name in writers for v in graph.op_of[name].inputs)
-    ops = tuple(op for op in graph.ops if op.name in names)
+    # What one mode alone runs follows from the inputs as well in the other.
+    ops = tuple(dataclasses.replace(op, mode=Mode.ALWAYS) for op in graph.ops if op.name in names)
     states.update(state for op in ops for state in found.states_of(graph, op))
     if any(graph.state[name].requires_grad for name in states) or states & found.written_states:
         return None
@@ -268,6 +269,4 @@ def _ops_before(
 
 
 def _depends_on_mode(op: Op) -> bool:
-    if op.mode is not Mode.ALWAYS or isinstance(op.call, RegionCall):
-        return True
-    return any(True for _ in choices(op.arguments))
+    return isinstance(op.call, RegionCall) or any(True for _ in choices(op.arguments))

@@ -82,7 +82,8 @@ def _with_terms(
     graph: Graph, output: str, groups: Sequence[TermGroup]
 ) -> tuple[Graph, tuple[OutputTerm, ...]]:
     """The graph with ops for the terms of an output and what they are means over, and the terms."""
-    tail = Tail(graph.replace(loss=Loss(output)), graph.ops, output)
+    modes = {summand.mode for group in groups for summand in group.summands}
+    tail = Tail(graph.replace(loss=Loss(output)), graph.ops, dict.fromkeys(modes, output))
     sums = [tail.sum(group.summands) for group in groups]
     ops, terms = [*graph.ops, *tail.made], []
     for group, value in zip(groups, sums, strict=True):

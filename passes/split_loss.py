@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import (
+    ByMode,
     Call,
     FunctionCall,
     Graph,
@@ -56,16 +57,16 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     """
     assert graph.loss is not None
     adding = {op.name for op in added}
-    values = [summand.value for group in groups for summand in group.summands]
+    summands = [summand for group in groups for summand in group.summands]
+    values = [summand.value for summand in summands]
     dropped = _unread(graph, adding)
     dropped |= _only_for(graph, dropped, frozenset(values))
     kept = [op for op in graph.ops if op.name not in dropped]
     lasting = [op for op in graph.ops if op.name in adding - dropped]
-    if any(op.mode is not Mode.ALWAYS for op in graph.ops if op.name in adding):
-        return None
     if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
         return None
-    tail = Tail(graph, kept, next(value for value in values if isinstance(value, str)))
+    scalars = {s.mode: s.value for s in reversed(summands) if isinstance(s.value, str)}
+    tail = Tail(graph, kept, scalars)
     terms = tuple(
         LossTerm(tail.sum(group.summands), group.reduction or Reduction.MEAN, group.weight)
         for group in groups
@@ -147,12 +148,12 @@ class Tail:
     """The ops that make the terms, and the loss of these, at the end of a graph.
 
     Attributes:
-        like: some scalar of the graph.
+        like: for each mode in which terms go into the loss, some scalar of the graph.
     """
 
     graph: Graph
     kept: Sequence[Op]
-    like: str
+    like: Mapping[Mode, str]
     made: list[Op] = field(default_factory=list)
     values: dict[str, Value] = field(default_factory=dict)
 
@@ -166,34 +167,44 @@ class Tail:
         self.source = maker.source if maker is not None else None
 
     def sum(self, summands: Sequence[Summand]) -> str:
-        """The sum of some terms, as a value."""
-        return self.add_up([self._scaled(summand) for summand in summands])
+        """The sum of some terms, as a value: of those that go into the loss in each mode."""
+        sums = {}
+        for mode in self.like:
+            own = [self._scaled(summand) for summand in summands if summand.mode is mode]
+            sums[mode] = self.add_up(own, mode) if own else self._number(0.0, mode)
+        if Mode.ALWAYS in sums:
+            return sums[Mode.ALWAYS]
+        choice = ByMode(Ref(sums[Mode.TRAIN]), Ref(sums[Mode.EVAL]))
+        return self._new(FunctionCall(operator.pos, (choice,)), "term", sums[Mode.TRAIN])
 
-    def add_up(self, values: Sequence[str]) -> str:
+    def add_up(self, values: Sequence[str], mode: Mode = Mode.ALWAYS) -> str:
         """The sum of some values."""
         total, *rest = values
         for value in rest:
             call = FunctionCall(operator.add, (Ref(total), Ref(value)))
-            total = self._new(call, "term", total)
+            total = self._new(call, "term", total, mode)
         return total
 
     def _scaled(self, summand: Summand) -> str:
-        value = summand.value
+        value, mode = summand.value, summand.mode
         if not isinstance(value, str):
-            call = MethodCall("new_full", (Ref(self.like), (), value))
-            value = self._new(call, "number", self.like)
+            value = self._number(value, mode)
         for step in summand.scale:
             scaled = dataclasses.replace(step, args=put(step.args, Ref(value)))
-            value = self._new(scaled, "scaled", value)
+            value = self._new(scaled, "scaled", value, mode)
         return value
 
-    def _new(self, call: Call, wish: str, like: str) -> str:
+    def _number(self, number: float, mode: Mode) -> str:
+        like = self.like[mode]
+        return self._new(MethodCall("new_full", (Ref(like), (), number)), "number", like, mode)
+
+    def _new(self, call: Call, wish: str, like: str, mode: Mode = Mode.ALWAYS) -> str:
         taken = {*self.values, *(op.name for op in (*self.kept, *self.made))}
         number = 0
         while f"{wish}_{number}" in taken:
             number += 1
         name = f"{wish}_{number}"
-        self.made.append(Op(name, call, name, source=self.source))
+        self.made.append(Op(name, call, name, source=self.source, mode=mode))
         self.storage += 1
         self.values[name] = dataclasses.replace(self.values[like], name=name, storage=self.storage)
         return name

@@ -12,6 +12,7 @@ import difflib
 import inspect
 import itertools
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -255,11 +256,24 @@ class _Merging:
         self.different = True
         made = {name: op.mode for op in self._train.ops for name in op.outputs}
         if all(name in made or name in self._inputs for name in value_names(theirs)):
-            # More is returned in train mode (auxiliary heads): only the loss can use that.
+            self._say_what_is_left_out(train, theirs)
             return theirs
         raise TraceError(
             "the model returns different structures in train and in eval mode",
             hint="return the same tuple or dict in both modes, with None for what is missing",
+        )
+
+    def _say_what_is_left_out(self, train: Argument, evaluation: Argument) -> None:
+        """Warns of what is returned in train mode alone (auxiliary heads): only the loss has it."""
+        kept = {*value_names(evaluation)}
+        names = [name for name in dict.fromkeys(value_names(train)) if name not in kept]
+        lines = (op.source for op in self._train.ops if not {*names}.isdisjoint(op.outputs))
+        where = next((f"{line.brief}: " for line in lines if line is not None), "")
+        what = f"{', '.join(names)} in training alone" if names else "another structure in training"
+        warnings.warn(
+            f"{where}the model returns {what}: its loss is computed of that, but what "
+            "step_with_outputs of the package returns is of the structure of eval mode",
+            stacklevel=2,
         )
 
     @property

@@ -336,7 +336,9 @@ class CutEvaluator:
         verdict = self.verdict
         verdict.tensors(what, {"loss": loss}, {"loss": total.to(loss.dtype)}, self.forward / 4)
         if len(parts) == 1:
-            verdict.structures(f"{what} output", output, plain, self.forward)
+            there = self.case.as_evaluated
+            expected = plain if there is None else there(plain)
+            verdict.structures(f"{what} output", output, expected, self.forward)
         asks = [tensor.requires_grad for tensor in tensors_in(inputs)]
         if any(asks) and len(parts) == 1:
             asking = [t.grad for t, a in zip(tensors_in(parts[0][0]), asks, strict=True) if a]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
@@ -226,7 +228,75 @@ def not_of_parts(name: str, loss: object, target: object, **options: object) -> 
     )
 
 
+class Heads(nn.Module):
+    """With a head in training alone, as GoogLeNet and DeepLab have it."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(6, 8), nn.Linear(8, 5), nn.Linear(8, 5)
+        self.named = named
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.body(x).tanh()
+        if self.named:
+            aux = {"aux": self.aux(hidden)} if self.training else {}
+            return {"out": self.head(hidden), **aux}
+        return (self.head(hidden), self.aux(hidden)) if self.training else self.head(hidden)
+
+
+def of_heads(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    loss = of_tokens(output["out"], target)
+    return loss + 0.5 * of_tokens(output["aux"], target) if "aux" in output else loss
+
+
+def of_head_and_z(output: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Means over different things, in training alone."""
+    if not isinstance(output, tuple):
+        return of_tokens(output, target)
+    return of_tokens(output[0], target) + 0.1 * z_loss(output[1]) + 0.5
+
+
+def of_masked_head(output: Tensor | tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """A mean over what a mask counts in training, over what is not ignored in eval mode."""
+    if not isinstance(output, tuple):
+        return of_tokens(output, target)
+    mask = target != IGNORED
+    each = F.cross_entropy(output[0].transpose(1, 2), target, reduction="none")
+    return (each * mask).sum() / mask.sum() + output[1].square().mean()
+
+
+class Halved(nn.Module):
+    """Counts its loss in another way in each mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = body()
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.body(x)
+        loss = of_tokens(logits, labels) * (0.5 if self.training else 1.0)
+        return {"loss": loss, "logits": logits}
+
+
+def with_heads(
+    name: str, named: bool, loss: Callable[..., Tensor], target: Callable[[int], Tensor]
+) -> Case:
+    return Case(
+        name,
+        lambda: Heads(named),
+        steps,
+        loss,
+        target,
+        later_target=padded,
+        as_evaluated=(lambda o: {"out": o["out"]}) if named else (lambda o: o[0]),
+    )
+
+
 CASES = (
+    with_heads("head_in_training", True, of_heads, tokens),
+    with_heads("head_in_training_and_z", False, of_head_and_z, padded),
+    with_heads("head_in_training_masked", False, of_masked_head, padded),
+    Case("halved_in_training", Halved, lambda n: {"x": steps(n), "labels": padded(n)}),
     Case("cross_entropy", body, rows, F.cross_entropy, classes),
     Case("mse", body, rows, F.mse_loss, wanted),
     Case("l1", body, rows, F.l1_loss, wanted),
