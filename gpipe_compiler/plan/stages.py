@@ -115,9 +115,8 @@ class Prediction:
         recompute: the share of device time spent running forwards again, 0 to 1.
         shared_sum_s: seconds of a step in which stages add up gradients of the parameters they
             share.
-        threads_s, torchrun_s: what `run.py bench` is expected to report where the plan was
-            made, in one process and under torchrun: of stages that were timed whole
-            (`planner/measured.py`), without the optimizer. None where they were not.
+        threads_s, torchrun_s: what `run.py bench` has measured where the plan was made, in one
+            process and under torchrun, without the optimizer. None where it was not run.
         longest_s: seconds of one micro-batch in the longest stage with its transfers, where that
             was to be short (`Objective.BOTTLENECK`); else None.
         anywhere_s: `objective_s` of the best plan found with cuts anywhere; None where no other

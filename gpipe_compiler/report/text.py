@@ -162,7 +162,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     timed = {"in threads": prediction.threads_s, "under torchrun": prediction.torchrun_s}
     if any(timed.values()):
         figures = ", ".join(f"{format_seconds(s)} {where}" for where, s in timed.items() if s)
-        rows.append(("stages timed", f"{figures}, without the optimizer"))
+        rows.append(("measured here", f"{figures}, without the optimizer"))
     rows.append(("busiest device", f"{format_seconds(prediction.bottleneck_s)} a micro-batch"))
     bound = format_seconds(prediction.lower_bound_s)
     if prediction.longest_s is not None:

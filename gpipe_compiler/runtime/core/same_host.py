@@ -72,10 +72,6 @@ class Coming:
     buffer: torch.Tensor
     content: torch.Tensor | None = None
 
-    def is_completed(self) -> bool:
-        """Whether it has come, or never will: nobody need wait for it."""
-        return self.peers.here(self)
-
     def wait(self, timeout: timedelta) -> None:
         """Let it come.
 
@@ -280,17 +276,12 @@ class Peers:
         self._peers[rank].expect(coming, tag)
         return coming
 
-    def here(self, coming: Coming) -> bool:
-        """Whether a message has come, or never will."""
-        peer = self._peers[coming.rank]
-        while coming.content is None and peer.hear():
-            pass
-        return coming.content is not None or peer.gone
-
     def fetch(self, coming: Coming, end: float) -> None:
         """Wait for a message, at most until `end`; see `Coming.wait`."""
-        while not self.here(coming):
-            self._look(end)
+        peer = self._peers[coming.rank]
+        while coming.content is None and not peer.gone:
+            if not peer.hear() and not peer.gone:
+                self._look(end)
         content, buffer = coming.content, coming.buffer
         if content is None:
             raise RuntimeError("connection closed by the other end")

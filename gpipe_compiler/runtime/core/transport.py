@@ -33,9 +33,6 @@ class Endpoint(Protocol):
     def expect(self, transfer: Transfer) -> None:
         """Get ready for a value that is to come; called where the program receives it."""
 
-    def here(self, transfer: Transfer) -> bool:
-        """Whether an expected value can be taken without waiting for it."""
-
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         """Wait for the value; None is a gradient of zeros.
 
@@ -94,23 +91,14 @@ class LocalEndpoint:
     def expect(self, transfer: Transfer) -> None:
         """Nothing to prepare."""
 
-    def here(self, transfer: Transfer) -> bool:
-        """Whether a tensor has come."""
-        while transfer not in self.arrived and not self.inbox.empty():
-            self._lay_aside()
-        return transfer in self.arrived
-
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         """Wait for a tensor; others that come first are laid aside."""
         while transfer not in self.arrived:
-            self._lay_aside()
+            message = self.inbox.get()
+            if message is None:
+                raise _AbortedError("another worker has failed")
+            self.arrived[message[0]] = message[1]
         return self.arrived.pop(transfer)
-
-    def _lay_aside(self) -> None:
-        message = self.inbox.get()
-        if message is None:
-            raise _AbortedError("another worker has failed")
-        self.arrived[message[0]] = message[1]
 
     def exchange(self, total: SharedSum) -> None:
         """Nothing: after the run, one thread sums the gradients of all owners of this process."""
@@ -277,11 +265,6 @@ class DistributedEndpoint:
         buffer = torch.empty(shape, dtype=dtype, device=self.network.carrier)
         work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
         self.posted[transfer] = work, buffer
-
-    def here(self, transfer: Transfer) -> bool:
-        """Whether an expected value has come."""
-        work, _ = self.posted[transfer]
-        return work is None or bool(work.is_completed())
 
     def take(self, transfer: Transfer) -> torch.Tensor:
         """Wait for a value."""

@@ -67,9 +67,7 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--steps", type=positive, default=10, metavar="N")
     bench.add_argument("--stages", action="store_true", help="time each of its stages, too")
-    bench.add_argument(
-        "--report", type=path, metavar="FILE", help="JSON to write with the times of the stages"
-    )
+    bench.add_argument("--report", type=path, metavar="FILE", help="JSON to write with the times")
     _add_common(bench, spec)
     if spec.loss is not None:
         export = commands.add_parser("export", help="write the weights of a checkpoint")

@@ -25,7 +25,6 @@ from .data import example_call
 from .hooks import UserHooks
 from .inference import bench, infer
 from .process import exit_code, exit_code_of, keep_memory, say
-from .stage_clock import measure_stages
 from .train import TrainOptions, train
 
 FAILED_CHECK = 3
@@ -197,9 +196,8 @@ def _work(
         infer(pipe, directory, input_choice(arguments), arguments.output)
         return 0
     if arguments.command == "bench":
-        bench(pipe, directory, input_choice(arguments), arguments.steps)
-        if arguments.stages or arguments.report is not None:
-            _time_stages(pipe, directory, arguments)
+        choice, steps = input_choice(arguments), arguments.steps
+        bench(pipe, directory, choice, steps, arguments.report, stages=arguments.stages)
         return 0
     inputs, target = example_call(pipe.spec, directory, input_choice(arguments))
     rows = check_pipeline(pipe, weights, inputs, target, arguments.reference)
@@ -209,14 +207,6 @@ def _work(
     if arguments.report is not None and pipe.rank == 0:
         write_rows(rows, arguments.report)
     return 0 if passed else FAILED_CHECK
-
-
-def _time_stages(pipe: Pipeline, directory: Path, arguments: argparse.Namespace) -> None:
-    found = measure_stages(pipe, *example_call(pipe.spec, directory, input_choice(arguments)))
-    if pipe.rank == 0:
-        say(str(found))
-        if arguments.report is not None:
-            arguments.report.write_text(found.to_json(), encoding="utf-8")
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,8 @@
-"""`run.py infer` and `run.py bench`: runs the model, and times its steps."""
+"""`run.py infer` and `run.py bench`: runs the model, and times its steps and stages."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
@@ -16,8 +17,7 @@ from ..core.weights import save_file
 from .comparison import flat_tensors
 from .data import InputChoice, call_on, samples_of
 from .process import say
-
-WARM_UP = 3
+from .stage_times import WARM_UP, StageSeconds, measure_stages, stage_table
 
 
 def infer(pipe: Pipeline, directory: Path, choice: InputChoice, output: Path | None) -> None:
@@ -36,8 +36,21 @@ def infer(pipe: Pipeline, directory: Path, choice: InputChoice, output: Path | N
         say(f"outputs saved to {output}")
 
 
-def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> None:
-    """Time steps (or inference, where there is no loss)."""
+def bench(
+    pipe: Pipeline,
+    directory: Path,
+    choice: InputChoice,
+    steps: int,
+    report: Path | None = None,
+    *,
+    stages: bool = False,
+) -> None:
+    """Time steps (or inference, where there is no loss).
+
+    Args:
+        report: JSON to write.
+        stages: whether to time each stage, too.
+    """
     inputs, target = call_on(pipe.spec, directory, choice) if pipe.rank == 0 else (None, None)
 
     def once() -> None:
@@ -54,10 +67,20 @@ def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> N
         start = time.perf_counter()
         once()
         seconds.append(time.perf_counter() - start)
+    timed = measure_stages(pipe, once, steps) if stages else []
     if pipe.rank != 0:
         return
     samples = samples_of(pipe.spec, pipe.microbatches, inputs, target)
-    measured = seconds[WARM_UP:]
+    _print_steps(pipe, directory, choice, seconds[WARM_UP:], samples)
+    if stages:
+        print(stage_table(timed))
+    if report is not None:
+        _write_times(report, statistics.median(seconds[WARM_UP:]), timed)
+
+
+def _print_steps(
+    pipe: Pipeline, directory: Path, choice: InputChoice, measured: list[float], samples: int
+) -> None:
     median = statistics.median(measured)
     what = "inference" if pipe.spec.loss is None else "step"
     sizes = {size.name: size.example for size in pipe.spec.sizes} | {**choice.sizes}
@@ -73,10 +96,15 @@ def bench(pipe: Pipeline, directory: Path, choice: InputChoice, steps: int) -> N
         print(f"predicted {_time(predicted)}: {median / predicted:.2f} times that was measured")
 
 
-def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
-    """The plan's prediction, where this run is the one that was planned.
+def _write_times(report: Path, step_s: float, stages: list[StageSeconds]) -> None:
+    times = {"step_s": step_s, "stages": [dataclasses.asdict(stage) for stage in stages]}
+    report.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
 
-    That of timed stages, where they were timed for this way to start.
+
+def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
+    """What the plan says of a step, where this run is the one that was planned.
+
+    What was measured when the package was written, where it was started in this way.
     """
     spec = pipe.spec
     here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.options, samples

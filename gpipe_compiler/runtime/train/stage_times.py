@@ -1,71 +1,157 @@
-"""The measured times of a pipeline's stages, as `stage_clock` finds them."""
+"""The times of a pipeline's stages, seen while its engines run whole steps."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..core.engine import DeviceResult, Engine
+from ..core.pipeline import Pipeline
+from ..core.ranks import together
+from ..core.request import StepRequest
+from ..core.transport import Endpoint
+from ..core.wiring import ActionStep, StageWiring
+from ..schedule.actions import Compute, Phase, Transfer
+
+WARM_UP = 3
+"""Steps that do not count."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of one micro-batch in one stage, with the work of its device on what crosses.
+    """Seconds of one micro-batch in one stage, beside whatever other devices do meanwhile.
 
     Attributes:
-        backward_s: of all gradients, or where the schedule splits it of those of what the stage
-            received; without running the forward again.
-        weight_s: of the gradients of parameters, where the schedule splits the backward.
-        again_s: of a backward with the forward run again before it; 0 where none is.
+        backward_s: with the forward that is run again; where the schedule splits the backward,
+            its first part.
+        weight_s: the second part, where there is one.
     """
 
-    forward_s: float
+    forward_s: float = 0.0
     backward_s: float = 0.0
     weight_s: float = 0.0
-    again_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class MeasuredStages:
-    """What was measured of a pipeline.
+def measure_stages(pipe: Pipeline, step: Callable[[], None], steps: int) -> list[StageSeconds]:
+    """The stages of a pipeline; every rank calls it and gets all of them.
 
-    Attributes:
-        alone, together: of every stage, while the other devices rest and while they work.
-        receive_s, gradient_s: of every stage, seconds in which what it receives for a micro-batch
-            comes from another device, and in which its gradients go back.
-        around_s: seconds of a step outside the work of the devices, sums of gradients that
-            stages share among them.
+    Args:
+        step: makes one step of the pipeline.
+        steps: of which the medians are taken.
     """
+    execution = pipe.execution
+    own = execution.engines
+    engines = [_TimedEngine(engine) for engine in own]
+    execution.engines = engines
+    try:
+        for turn in range(WARM_UP + steps):
+            if turn == WARM_UP:
+                for engine in engines:
+                    engine.seconds.clear()
+            step()
+    finally:
+        execution.engines = own
+    mine = {stage: times for engine in engines for stage, times in engine.stages().items()}
 
-    alone: tuple[StageSeconds, ...]
-    together: tuple[StageSeconds, ...]
-    receive_s: tuple[float, ...]
-    gradient_s: tuple[float, ...]
-    around_s: float
+    def joined(parts: Sequence[Mapping[int, StageSeconds]]) -> list[StageSeconds]:
+        found = {stage: seconds for part in parts for stage, seconds in part.items()}
+        return [found[stage] for stage in sorted(found)]
 
-    def __str__(self) -> str:
-        lines = ["stage  phase          alone  beside others"]
-        for stage, (one, both) in enumerate(zip(self.alone, self.together, strict=True)):
-            for (name, fast), slow in zip(asdict(one).items(), asdict(both).values(), strict=True):
-                if fast or slow:
-                    what = name.removesuffix("_s")
-                    lines.append(f"{stage:5}  {what:9} {_ms(fast):>10} {_ms(slow):>14}")
-            links = {"receives": self.receive_s[stage], "returns": self.gradient_s[stage]}
-            lines += [f"{stage:5}  {name:9} {_ms(s):>10}" for name, s in links.items() if s]
-        return "\n".join([*lines, f"around the stages {_ms(self.around_s)} a step"])
-
-    def to_json(self) -> str:
-        """As JSON text."""
-        return json.dumps(asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> MeasuredStages:
-        """What `to_json` gave."""
-        fields = json.loads(text)
-        for name in ("alone", "together"):
-            fields[name] = tuple(StageSeconds(**stage) for stage in fields[name])
-        for name in ("receive_s", "gradient_s"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields)
+    return together(pipe.world, "measured times", lambda: mine, joined)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+def stage_table(stages: Sequence[StageSeconds]) -> str:
+    """One line a stage, in milliseconds of a micro-batch."""
+    lines = ["stage  forward ms  backward ms  weight ms"]
+    for index, one in enumerate(stages):
+        forward, backward, weight = (
+            f"{1e3 * seconds:.3g}" if seconds else ""
+            for seconds in (one.forward_s, one.backward_s, one.weight_s)
+        )
+        lines.append(f"{index:5}  {forward:>10}  {backward:>11}  {weight:>9}".rstrip())
+    return "\n".join(lines)
+
+
+class _TimedEngine(Engine):
+    """An engine that notes how long each micro-batch is in a stage, waiting left out."""
+
+    def __init__(self, engine: Engine) -> None:
+        vars(self).update(vars(engine))
+        self.seconds: dict[tuple[int, Phase], list[float]] = defaultdict(list)
+
+    def run(
+        self,
+        steps: Sequence[ActionStep],
+        wiring: Sequence[StageWiring],
+        request: StepRequest,
+        endpoint: Endpoint,
+        ended: Callable[[int], None] | None = None,
+    ) -> DeviceResult:
+        """As `Engine.run`."""
+        waits = _Waits(endpoint, self.device)
+        timed = _TimedProgram(steps, waits)
+        found = super().run(timed, wiring, request, waits, ended)
+        for step, seconds in zip(steps, timed.seconds, strict=True):
+            if isinstance(step.action, Compute):
+                # A joint stage takes all micro-batches at once.
+                joint = wiring[step.action.stage].joint is not None
+                share = seconds / (request.microbatches if joint else 1)
+                self.seconds[step.action.stage, step.action.phase].append(share)
+        return found
+
+    def stages(self) -> dict[int, StageSeconds]:
+        """The medians, by stage."""
+        medians = {key: statistics.median(each) for key, each in self.seconds.items()}
+        phases = Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT
+        return {
+            stage: StageSeconds(*(medians.get((stage, phase), 0.0) for phase in phases))
+            for stage in self.modules
+        }
+
+
+class _Waits:
+    """An endpoint that counts the seconds in which a device waits for values."""
+
+    def __init__(self, endpoint: Endpoint, device: torch.device) -> None:
+        self.seconds = 0.0
+        self.device = device
+        self.send, self.expect = endpoint.send, endpoint.expect
+        self.exchange, self.flush = endpoint.exchange, endpoint.flush
+        self._take = endpoint.take
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        """As `Endpoint.take`."""
+        self.settle()
+        start = time.perf_counter()
+        tensor = self._take(transfer)
+        self.settle()
+        self.seconds += time.perf_counter() - start
+        return tensor
+
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class _TimedProgram(list[ActionStep]):
+    """A program that notes the seconds at each of its steps, without those of waiting."""
+
+    def __init__(self, steps: Sequence[ActionStep], waits: _Waits) -> None:
+        super().__init__(steps)
+        self._waits = waits
+        self.seconds: list[float] = []
+
+    def __iter__(self) -> Iterator[ActionStep]:
+        self.seconds = []
+        for step in super().__iter__():
+            start, waited = time.perf_counter(), self._waits.seconds
+            yield step
+            self._waits.settle()
+            waited = self._waits.seconds - waited
+            self.seconds.append(time.perf_counter() - start - waited)

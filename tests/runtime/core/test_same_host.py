@@ -119,7 +119,7 @@ def test_a_message_is_read_into_the_memory_that_waits_for_it(ends):
     coming = ends[1].receive(buffer, 0, 0)
     for seed in range(2):
         ends[0].send(bytes_of(10_000, seed), 1, 0, 20.0)
-    assert coming.is_completed()
+    coming.wait(SOON)
     assert torch.equal(buffer, bytes_of(10_000))
     assert torch.equal(received(ends[1], 0, 0, 10_000), bytes_of(10_000, 1))
 
@@ -207,24 +207,6 @@ def test_who_may_have_no_more_descriptors_under_way_gives_up_in_time(ends, monke
         ends[0].send(bytes_of(5000), 1, 0, 0.05)
 
 
-def test_who_looks_whether_a_message_has_come_does_not_take_it(ends):
-    one, other = ends
-    coming, later = (other.receive(torch.zeros(3, dtype=torch.uint8), 0, 7) for _ in range(2))
-    one.send(bytes_of(5), 1, 8, 20.0)
-    assert not coming.is_completed()
-    one.send(bytes_of(3), 1, 7, 20.0)
-    assert coming.is_completed()
-    assert coming.is_completed()
-    assert not later.is_completed()
-    coming.wait(SOON)
-    assert torch.equal(coming.buffer, bytes_of(3))
-    assert torch.equal(received(other, 0, 8, 5), bytes_of(5))
-    one.close()
-    assert later.is_completed()  # nobody need wait for it
-    with pytest.raises(RuntimeError, match="closed by the other end"):
-        later.wait(SOON)
-
-
 def test_nothing_comes(ends):
     buffer = torch.zeros(3, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="timed out"):
@@ -265,11 +247,11 @@ def test_memory_that_is_kept_for_later_messages_has_a_bound(ends, monkeypatch):
     assert sum(os.fstat(piece).st_size for piece in peer._free) == 30_000
 
 
-def test_too_many_open_files_are_named_by_whoever_only_looks(ends, monkeypatch):
+def test_too_many_open_files_are_named_by_whoever_waits(ends, monkeypatch):
     coming = ends[1].receive(torch.zeros(10_000, dtype=torch.uint8), 0, 0)
     cut = (bytes(16), [], socket.MSG_CTRUNC, None)
     monkeypatch.setattr(socket, "recv_fds", lambda *_: cut)
 
     with pytest.raises(TransportError, match="too many open files") as caught:
-        coming.is_completed()
+        coming.wait(SOON)
     assert "ulimit -n" in caught.value.hint
