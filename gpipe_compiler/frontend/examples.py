@@ -59,11 +59,15 @@ def _random_tensor(spec: str, sizes: str, dtype_name: str) -> torch.Tensor:
         )
     if 0 in shape:
         raise UsageError(f"--input {spec!r} is an empty batch", hint="every size is at least 1")
-    if dtype.is_floating_point or dtype.is_complex:
-        # randn does not draw every dtype (float8), so the draw is in one that it does.
-        drawn = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32)
-        return drawn.to(dtype)
-    return torch.randint(0, 2, shape).to(dtype)
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            # randn does not draw every dtype (float8), so the draw is in one that it does.
+            drawn = torch.randn(shape, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+            return drawn.to(dtype)
+        return torch.randint(0, 2, shape).to(dtype)
+    except (RuntimeError, TypeError) as error:  # too large, or of a dtype without ops
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"--input {spec!r}: torch cannot make it: {reason}") from error
 
 
 def normal_form(given: object, location: SourceLocation | None) -> Call:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import ExitCode, GPipeCompilerError
+from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject
 
@@ -227,6 +227,11 @@ class TestInputSpecs:
 
         assert str(caught.value) == expected
         assert caught.value.exit_code is ExitCode.USAGE
+
+    @pytest.mark.parametrize("spec", ["99999999999999999x3", f"{'9' * 40}", "4x3:bits8"])
+    def test_what_torch_cannot_make(self, spec: str, workplace: Path) -> None:
+        with pytest.raises(UsageError, match=f"--input '{spec}': torch cannot make it: "):
+            load("torch.nn:Identity", input_specs=[spec])
 
     def test_a_name_given_twice(self, workplace: Path) -> None:
         with pytest.raises(GPipeCompilerError, match="--input names 'input' twice"):
