@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,13 +33,7 @@ class DispatchWatch(PlainDispatchMode):
     ) -> None:
         """To be overridden: `func` (an OpOverload) was called so and returned this."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op and lets `saw` know."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)

@@ -145,13 +145,7 @@ class CastWatch(TorchFunctionMode):
             stack.enter_context(self)
             yield
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # something in the model compiles itself

@@ -9,7 +9,6 @@ batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,13 +29,7 @@ class EvenDraws(PlainDispatchMode):
     the smallest that can be drawn, permutations leave everything in place.
     """
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one kernel, and evens out what it draws."""
         given = dict(kwargs or {})
         if torch.Tag.nondeterministic_seeded not in func.tags:

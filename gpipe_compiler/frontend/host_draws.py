@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -138,13 +138,7 @@ class _Decisions(TorchFunctionMode):
         self.line: SourceLocation | None = None
         self._drawn: dict[int, torch.Tensor] = {}
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch."""
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         drawn = all(id(tensor) in self._drawn for tensor in given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -81,13 +81,7 @@ class PythonFollowed(TorchFunctionMode):
         ):
             yield
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mode = get_proxy_mode()
         if mode is not None and func is torch._VF._pack_padded_sequence:
             where = calling_line()

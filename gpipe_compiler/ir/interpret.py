@@ -7,7 +7,7 @@ packages do not use it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,13 +51,7 @@ all that modules of torch call as they are made and that goes through `__torch_f
 class _Unfilled(TorchFunctionMode):
     """Leaves new tensors without numbers."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _FILLS:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]

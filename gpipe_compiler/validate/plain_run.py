@@ -320,13 +320,7 @@ class _Inputs(TorchFunctionMode):
         self._buffers = buffers
         self.calls: list[Mapping[str, Any]] = []
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one function of torch; a BatchNorm on copies of its running statistics."""
         kwargs = kwargs or {}
         if func is not F.batch_norm:

@@ -285,13 +285,7 @@ class _Look(DispatchWatch):
         super().__init__()
         self.found: list[Counts] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten.add.Tensor:
             self.found.append(self._ask(args))
         return func(*args, **(kwargs or {}))

@@ -147,13 +147,7 @@ class StorageWatch(PlainDispatchMode):
         """Stops observing."""
         self._ends.clear()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op, and takes note of the storages it has made."""
         if self.op is None:
             self._look_at_node()

@@ -160,13 +160,7 @@ class _Watch(TorchFunctionMode):
         self._layers = layers
         self._calls: Counter[str] = Counter()
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one torch function; a BatchNorm on running statistics without them."""
         order = _ARGUMENTS.get(func)
         if order is None:

@@ -147,13 +147,7 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.shared = shared
         self.position = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one aten op; a random one from its own seed."""
         keywords = dict(kwargs or {})
         sampler = _sampler(func)
@@ -197,13 +191,7 @@ class OverDraws(TorchFunctionMode):
         super().__init__()
         self.random = random
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call one torch function."""
         keywords = kwargs or {}
         if not may_draw(func):
