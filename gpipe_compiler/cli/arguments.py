@@ -6,12 +6,7 @@ import argparse
 
 from gpipe_compiler.cli.machines import machine_arguments, seconds
 from gpipe_compiler.cli.search import positive, search_arguments, setting_arguments
-from gpipe_compiler.options import (
-    SEARCH_SECONDS,
-    SHOWN_HOLDERS,
-    LossChoice,
-    RematChoice,
-)
+from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
 from gpipe_compiler.runtime.core.typed import natural, path, seed
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.targets import TARGETS

@@ -23,13 +23,7 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.user_code import ModelSpec
-from gpipe_compiler.options import (
-    Auto,
-    CompileOptions,
-    LossChoice,
-    Objective,
-    RematChoice,
-)
+from gpipe_compiler.options import Auto, CompileOptions, LossChoice, Objective, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.frontier import document, show_frontier
@@ -37,12 +31,7 @@ from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.terminal import Spinner, terminal
-from gpipe_compiler.report.text import (
-    boundary_table,
-    show_plan,
-    stage_table,
-    summary_table,
-)
+from gpipe_compiler.report.text import boundary_table, show_plan, stage_table, summary_table
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.targets import of_file

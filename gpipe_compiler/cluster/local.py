@@ -268,11 +268,7 @@ def _time_messages(store: Path, timeout_s: float, rank: int) -> None:
     # Not by a file:// address, in which torch would not find blanks again.
     found = dist.FileStore(str(store), 2)  # type: ignore[attr-defined]  # torch lists no stores
     dist.init_process_group(
-        "gloo",
-        store=found,
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=timeout_s),
+        "gloo", store=found, rank=rank, world_size=2, timeout=timedelta(seconds=timeout_s)
     )
     network = Network.of_all(torch.device("cpu"), timeout_s)
     seconds = [_one_way(network, SMALL, tries=200), _one_way(network, LARGE, tries=8)]

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.graph_json.file import BareGraph, check_graph
-from gpipe_compiler.graph_json.stages import (
-    BareCut,
-    BareSetting,
-    BareStage,
-    setting_of,
-    with_kinds,
-)
+from gpipe_compiler.graph_json.stages import BareCut, BareSetting, BareStage, setting_of, with_kinds
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.ground import Known

@@ -124,10 +124,7 @@ class Body:
 
 
 def nest(
-    body: Body,
-    is_block: Callable[[str], bool],
-    stage: int = 0,
-    again: Collection[str] = (),
+    body: Body, is_block: Callable[[str], bool], stage: int = 0, again: Collection[str] = ()
 ) -> tuple[Part, ...]:
     """The ops of a method and its calls of modules, at the outermost level.
 

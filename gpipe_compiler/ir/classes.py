@@ -9,14 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import (
-    Argument,
-    BatchMultiple,
-    Ref,
-    choices,
-    leaves,
-    map_argument,
-)
+from gpipe_compiler.ir.arguments import Argument, BatchMultiple, Ref, choices, leaves, map_argument
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
@@ -256,9 +249,7 @@ class _Grouping:
             self._new(equal, ())
 
     def _new(
-        self,
-        members: Sequence[tuple[BlockCall, list[Constant]]],
-        parameters: tuple[Parameter, ...],
+        self, members: Sequence[tuple[BlockCall, list[Constant]]], parameters: tuple[Parameter, ...]
     ) -> None:
         calls = tuple(call for call, _ in members)
         made = BlockClass(self._user(calls[0]), calls, parameters)
@@ -378,9 +369,7 @@ def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) ->
     return call.outputs == (carried,)
 
 
-def _parameters(
-    members: Sequence[tuple[BlockCall, list[Constant]]],
-) -> tuple[Parameter, ...]:
+def _parameters(members: Sequence[tuple[BlockCall, list[Constant]]]) -> tuple[Parameter, ...]:
     """The numbers that differ between calls of one form; equal columns are one parameter."""
     slots: dict[Hashable, list[int]] = {}
     columns = [

@@ -187,9 +187,7 @@ def _nest(result: Result) -> Hashable:
     return tuple(map(_nest, result)) if isinstance(result, tuple) else result is None
 
 
-def _named_leaves(
-    call: FunctionCall | MethodCall | ModuleCall,
-) -> Iterator[tuple[object, str]]:
+def _named_leaves(call: FunctionCall | MethodCall | ModuleCall) -> Iterator[tuple[object, str]]:
     """Every leaf of a call's arguments, and what a parameter in its place would be called."""
     function = getattr(call, "function", None)
     own = getattr(call, "method", None) or getattr(function, "__name__", None) or "call"

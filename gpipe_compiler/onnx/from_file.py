@@ -60,10 +60,7 @@ class OnnxStages:
         model = read_model(file.path, file.custom_ops)
         sizes = input_sizes(model, file.inputs)
         options = dataclasses.replace(
-            options,
-            training=False,
-            remedies=False,
-            microbatches=_microbatches(options, sizes),
+            options, training=False, remedies=False, microbatches=_microbatches(options, sizes)
         )
         return cls(options, model, sizes, planner_of(model, sizes, options))
 

@@ -145,8 +145,7 @@ class Frontier:
         fitting = [point for point in found if point.fits]
         marked = [
             dataclasses.replace(
-                point,
-                undominated=point.fits and not any(other.beats(point) for other in fitting),
+                point, undominated=point.fits and not any(other.beats(point) for other in fitting)
             )
             for point in found
         ]

@@ -20,12 +20,7 @@ from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, slot_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
 from gpipe_compiler.passes.cut.ground import Ground, Known
-from gpipe_compiler.passes.cut.orders import (
-    down_sets,
-    masks_between,
-    prefixes,
-    topological_orders,
-)
+from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes, topological_orders
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
@@ -157,12 +152,7 @@ class _Looked:
 class _Cutter:
     """One run of the cut."""
 
-    def __init__(
-        self,
-        ground: Ground,
-        setting: CutSetting,
-        work: int,
-    ) -> None:
+    def __init__(self, ground: Ground, setting: CutSetting, work: int) -> None:
         problem, graph = ground.problem, ground.graph
         self.ground, self.problem, self.graph = ground, problem, graph
         self.setting, self.work = setting, work

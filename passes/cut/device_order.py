@@ -183,8 +183,7 @@ class DeviceOrder:
         if not excess:
             return self
         return replace(
-            self,
-            devices=tuple(replace(slot, memory=slot.memory + excess) for slot in self.devices),
+            self, devices=tuple(replace(slot, memory=slot.memory + excess) for slot in self.devices)
         )
 
 

@@ -155,10 +155,7 @@ def search(
     """
     stages = device_order.stages
     layer = _Layer(
-        np.array([space.size - 1]),
-        np.array([-1]),
-        criterion.initial()[None, :],
-        np.array([0.0]),
+        np.array([space.size - 1]), np.array([-1]), criterion.initial()[None, :], np.array([0.0])
     )
     layers = [layer]
     ceiling = incumbent_s * (1 - TOLERANCE)

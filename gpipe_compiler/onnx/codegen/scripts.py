@@ -79,11 +79,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     assert graph is not None
     types = ("ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec")
     return schedule_text(
-        plan,
-        _pipeline(plan, graph, traits),
-        types,
-        home=".runtime.onnx.spec",
-        kind="forward only",
+        plan, _pipeline(plan, graph, traits), types, home=".runtime.onnx.spec", kind="forward only"
     )
 
 

@@ -9,13 +9,7 @@ import onnx
 from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.onnx.codegen.weights import (
-    INLINE,
-    save,
-    take_in,
-    weight_bytes,
-    write_weights,
-)
+from gpipe_compiler.onnx.codegen.weights import INLINE, save, take_in, weight_bytes, write_weights
 from gpipe_compiler.onnx.frontend.nodes import node_of, subgraphs
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_of

@@ -74,8 +74,7 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
         proto = onnx.load(path, load_external_data=False)
     except DecodeError as error:
         raise ModelError(
-            f"{path} is no ONNX model, or only part of one: {error}",
-            hint="copy or export it again",
+            f"{path} is no ONNX model, or only part of one: {error}", hint="copy or export it again"
         ) from error
     model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
     if not proto.graph.output:

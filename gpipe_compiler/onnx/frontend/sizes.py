@@ -224,8 +224,7 @@ def _given(
         match = _SPEC.fullmatch(spec)
         if match is None:
             raise UsageError(
-                f"--input {spec!r} gives no shape",
-                hint="write sizes: 32x3x224x224, or mask=32x128",
+                f"--input {spec!r} gives no shape", hint="write sizes: 32x3x224x224, or mask=32x128"
             )
         name = match["name"] or next(unnamed, "")
         if name not in sources:

@@ -150,9 +150,7 @@ class _Watch(TorchFunctionMode):
     """
 
     def __init__(
-        self,
-        buffers: Mapping[str, torch.Tensor],
-        layers: dict[tuple[str, int], _Layer] | None,
+        self, buffers: Mapping[str, torch.Tensor], layers: dict[tuple[str, int], _Layer] | None
     ) -> None:
         super().__init__()
         self._names = {id(buffer): name for name, buffer in buffers.items()}

@@ -17,10 +17,7 @@ from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
 from .input_gradients import give_back, wanted_of
-from .inputs import (
-    BoundCall,
-    bind_call,
-)
+from .inputs import BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
 from .options import ExecutionOptions, refuse_parts, refuse_untried
@@ -282,11 +279,7 @@ class Execution:
         return results
 
     def _endpoint(
-        self,
-        place: int,
-        inboxes: Sequence[Inbox],
-        prepared: PreparedSchedule,
-        request: StepRequest,
+        self, place: int, inboxes: Sequence[Inbox], prepared: PreparedSchedule, request: StepRequest
     ) -> Endpoint:
         topology = self._topology
         if topology.pipeline.size == 1:
@@ -354,10 +347,7 @@ class Execution:
         return torch.where(replicas > 0, mean, mean.new_tensor(empty)).to(total.dtype)
 
     def _gathered(
-        self,
-        results: Sequence[DeviceResult],
-        request: StepRequest,
-        groups: Sequence[Sequence[int]],
+        self, results: Sequence[DeviceResult], request: StepRequest, groups: Sequence[Sequence[int]]
     ) -> Sequence[Values]:
         """The outputs of each group of micro-batches, on rank 0.
 

@@ -104,11 +104,7 @@ class ProgramCache:
         return self._known[key]
 
     def _prepared(
-        self,
-        work: RunRequest,
-        microbatches: int,
-        joint: frozenset[int],
-        wanted: frozenset[str],
+        self, work: RunRequest, microbatches: int, joint: frozenset[int], wanted: frozenset[str]
     ) -> PreparedSchedule:
         spec, placement = self._spec, self._placement
         crossings = crossings_for(spec, work, wanted)

@@ -74,11 +74,7 @@ class _Argument:
         return kwargs.get(self.name, self.default)
 
 
-_OF_DROPOUT = (
-    _Argument(0, "input", None),
-    _Argument(1, "p", 0.5),
-    _Argument(2, "training", True),
-)
+_OF_DROPOUT = (_Argument(0, "input", None), _Argument(1, "p", 0.5), _Argument(2, "training", True))
 """Those of `torch.nn.functional.dropout` that say whether it draws."""
 
 

@@ -40,10 +40,7 @@ class _Outcome(Generic[T]):
 
 
 def together(
-    network: Network,
-    what: str,
-    action: Callable[[], T],
-    conclude: Callable[[Sequence[T]], R],
+    network: Network, what: str, action: Callable[[], T], conclude: Callable[[Sequence[T]], R]
 ) -> R:
     """Act on every rank, then conclude from the results on rank 0.
 

@@ -12,24 +12,12 @@ from typing import Any
 import torch
 
 from ..spec import PipelineSpec
-from .inputs import (
-    Inputs,
-    as_call,
-    even_sizes,
-    is_listed,
-    look_up,
-    microbatch_count,
-    passed_to,
-)
+from .inputs import Inputs, as_call, even_sizes, is_listed, look_up, microbatch_count, passed_to
 from .nest import Path
 
 
 def share_of(
-    spec: PipelineSpec,
-    call: tuple[Inputs, object],
-    replica: int,
-    replicas: int,
-    microbatches: int,
+    spec: PipelineSpec, call: tuple[Inputs, object], replica: int, replicas: int, microbatches: int
 ) -> tuple[Inputs, object]:
     """The consecutive samples of a mini-batch, or micro-batches of a list, that a replica takes.
 

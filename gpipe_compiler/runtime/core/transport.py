@@ -200,8 +200,7 @@ def _serve(
 
 
 def _stop(
-    tasks: Sequence[queue.SimpleQueue[Callable[[], None] | None]],
-    pool: Sequence[threading.Thread],
+    tasks: Sequence[queue.SimpleQueue[Callable[[], None] | None]], pool: Sequence[threading.Thread]
 ) -> None:
     for channel in tasks:
         channel.put(None)

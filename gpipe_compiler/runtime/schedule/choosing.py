@@ -93,10 +93,7 @@ def splits_backward(kind: ScheduleKind) -> bool:
 
 
 def orders_for(
-    kind: ScheduleKind,
-    placement: Sequence[int],
-    microbatches: int,
-    joint: Collection[int] = (),
+    kind: ScheduleKind, placement: Sequence[int], microbatches: int, joint: Collection[int] = ()
 ) -> Orders:
     """Each device's actions in training.
 

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import DeadlockError
-from .actions import (
-    Compute,
-    Crossing,
-    Orders,
-    Phase,
-)
+from .actions import Compute, Crossing, Orders, Phase
 from .joint import Joint
 
 NOTHING_JOINT = Joint()
