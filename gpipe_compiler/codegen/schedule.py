@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
@@ -235,7 +235,7 @@ def _pipeline(
         "unlike": _unlike(plan),
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
-        "limit": _limit(graph),
+        "limits": tuple(_limits(graph)),
         "classes": graph.classes,
     }
     try:
@@ -244,12 +244,12 @@ def _pipeline(
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
 
 
-def _limit(graph: Graph) -> SampleLimit | None:
-    """Of the samples in a mini-batch, below the rule for which none was tried."""
-    rule = graph.untried
-    if rule is None:
-        return None
-    return SampleLimit(rule.samples - 1, UNKNOWN_LINE if rule.source is None else rule.source.brief)
+def _limits(graph: Graph) -> Iterator[SampleLimit]:
+    """Of the samples in a mini-batch, below the rules for which none was tried."""
+    for rule, in_pieces in ((graph.untried, False), (graph.untried_in_pieces, True)):
+        if rule is not None:
+            where = UNKNOWN_LINE if rule.source is None else rule.source.brief
+            yield SampleLimit(rule.samples - 1, where, in_pieces)
 
 
 def _unless_in_order(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:

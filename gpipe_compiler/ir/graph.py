@@ -30,6 +30,7 @@ _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
+        "untried_in_pieces",
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -257,7 +258,8 @@ class Graph:
         requires: what the model demands of the sizes that are free (those in `inputs`).
         sample_rules: numbers of samples for which the model may be another program, by what it
             compared theirs with while it was traced; in order.
-        untried: that of these, and of those in the graph, for which no batch was tried.
+        untried: the first of these for which no batch was tried.
+        untried_in_pieces: the first of those in the graph for which none was tried in pieces.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -284,6 +286,7 @@ class Graph:
     requires: tuple[Requirement, ...] = ()
     sample_rules: tuple[SampleRule, ...] = ()
     untried: SampleRule | None = None
+    untried_in_pieces: SampleRule | None = None
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)

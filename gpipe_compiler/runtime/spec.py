@@ -152,10 +152,12 @@ class SampleLimit:
 
     Attributes:
         where: the line of the model that treats larger batches differently.
+        in_pieces: whether it is one only of mini-batches that are cut into micro-batches.
     """
 
     samples: int
     where: str
+    in_pieces: bool = False
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
@@ -309,7 +311,7 @@ class PipelineSpec:
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
         requires: what the model demands of the sizes of a call.
-        limit: of the samples in a mini-batch, where one of any number could not be tried.
+        limits: of the samples in a mini-batch, where one of any number could not be tried.
     """
 
     name: str
@@ -332,7 +334,7 @@ class PipelineSpec:
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()
     requires: tuple[Requirement, ...] = ()
-    limit: SampleLimit | None = None
+    limits: tuple[SampleLimit, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

@@ -11,7 +11,7 @@ import torch
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, may_be_tried
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.ir.sizes import SampleRule, in_order
+from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.passes.batch_rules import all_rules
 from gpipe_compiler.passes.selections import takes_by_number
 from gpipe_compiler.plan import Plan
@@ -99,12 +99,11 @@ def _find_trials(graph: Graph) -> _Trials:
 
 
 def with_limit(plan: Plan) -> Plan:
-    """The plan whose graph says for how many samples it was tried, where that is not for any."""
+    """The plan whose graph says in how many samples it was tried, where that is not in any."""
     graph = plan.graph
     assert graph is not None
-    rules = [rule for rule in (graph.untried, _trials(graph).untried) if rule is not None]
-    untried = next(iter(in_order(rules)), None)
-    return dataclasses.replace(plan, graph=dataclasses.replace(graph, untried=untried))
+    pieces = _trials(graph).untried
+    return dataclasses.replace(plan, graph=dataclasses.replace(graph, untried_in_pieces=pieces))
 
 
 def _adds_up(graph: Graph, count: int) -> bool:

@@ -68,6 +68,15 @@ def test_a_package_takes_as_many_samples_as_were_tried(
         x, target = torch.randn(50, 4), torch.randn(50, 2)
         loss = pipe.step(x, target)
 
+    # In one piece, what tells samples apart in the graph does as in the model.
+    many = torch.zeros(FAR + 1, 4)
+    with package.Pipeline(microbatches=1) as pipe:
+        if rule is numbered:
+            assert len(pipe(many)) == FAR + 1
+        else:
+            with pytest.raises(refused, match=f"up to {FAR} samples"):
+                pipe(many)
+
     assert all(map(torch.equal, before.values(), after.values()))
     torch.testing.assert_close(loss, F.mse_loss(given.model(x), target).detach())
 
@@ -75,4 +84,4 @@ def test_a_package_takes_as_many_samples_as_were_tried(
 def test_a_rule_that_was_tried_limits_nothing(tmp_path: Path) -> None:
     compile_subject(subject(near), OPTIONS, tmp_path / "out")
 
-    assert load_package(tmp_path / "out").SPEC.limit is None
+    assert load_package(tmp_path / "out").SPEC.limits == ()

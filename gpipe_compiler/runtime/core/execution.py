@@ -230,7 +230,8 @@ class Execution:
             )
             refuse_parts(self._spec, len(bound.samples))
             together = max if bound.listed else sum
-            refuse_untried(self._spec, replicas * together(bound.samples or (0,)))
+            samples, parts = together(bound.samples or (0,)), len(bound.samples)
+            refuse_untried(self._spec, replicas * samples, replicas * parts)
             weighed = work.makes_loss and not self._is_whole(bound.samples)
             weights = self._weigher.weigh(bound) if weighed else ()
             trains = work is RunRequest.TRAIN

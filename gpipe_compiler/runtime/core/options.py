@@ -103,18 +103,25 @@ def refuse_parts(spec: PipelineSpec, parts: int) -> None:
         )
 
 
-def refuse_untried(spec: PipelineSpec, samples: int) -> None:
+def refuse_untried(spec: PipelineSpec, samples: int, parts: int) -> None:
     """Makes sure that a mini-batch has no more samples than a package was tried with.
+
+    Args:
+        parts: into which it is cut.
 
     Raises:
         UsageError: naming the line that treats larger ones differently.
     """
-    if spec.limit is not None and samples > spec.limit.samples:
-        raise UsageError(
-            f"{spec.name} takes up to {spec.limit.samples} samples, not {samples}: what it does "
-            f"with more took too long to be tried, {spec.limit.where}",
-            hint="pass fewer samples at once; or have the model not ask how many there are",
-        )
+    for limit in spec.limits:
+        if samples > limit.samples and (parts > 1 or not limit.in_pieces):
+            cut = " in several micro-batches" if limit.in_pieces else ""
+            one = "; run it with microbatches=1" if limit.in_pieces else ""
+            raise UsageError(
+                f"{spec.name} takes up to {limit.samples} samples{cut}, not {samples}: what it "
+                f"does with more took too long to be tried, {limit.where}",
+                hint="pass fewer samples at once; or have the model not ask how many there are"
+                + one,
+            )
 
 
 def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
