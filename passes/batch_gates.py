@@ -15,7 +15,7 @@ import torch
 from gpipe_compiler.ir import Graph, Op, Ref, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.loss_additivity import COMPARING, FILLED, KINKED, name_of
-from gpipe_compiler.passes.verbs import number_of
+from gpipe_compiler.passes.verbs import MOVES, counted_above_zero, number_of, verb
 
 _FINITE = frozenset({"isfinite", "isinf", "isnan"})
 """What guards against numbers that are none: what is computed from these is not compared."""
@@ -55,7 +55,8 @@ def first_gate(graph: Graph) -> Op | None:
         if not read or name in FILLED | _FINITE:
             continue
         gate = _gate(graph, op, name, found)
-        behind = gate or next((gates[value] for value in read if value in gates), None)
+        gated = [v for v in read if v in gates and not _decides_nothing(graph, op, name, v)]
+        behind = gate or next((gates[value] for value in gated), None)
         for value in op.outputs:
             known = graph.values[value]
             if known.kind is not ValueKind.TENSOR:
@@ -114,6 +115,96 @@ def _gate(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> Op | 
     # A bound that is the largest length lets each sample's own length pass.
     whole = all(_is_integer(graph, value) for value in together)
     return None if whole and len(read) > 1 else op
+
+
+_BOTH = frozenset({"and_", "and", "bitwise_and", "logical_and", "__and__", "mul"})
+"""What holds only where both operands do."""
+
+
+def _decides_nothing(graph: Graph, op: Op, name: str, gated: str) -> bool:
+    """Whether an op makes the same of samples on either side of a bound.
+
+    `(pos < lengths.max()) & (pos < lengths[:, None])` is its second part, and
+    `where(mask.any(), h.masked_fill(mask, 0), h)` is `h.masked_fill(mask, 0)`.
+    """
+    operands = [item.name for item in op.call.args if isinstance(item, Ref)]
+    if name in _BOTH and len(operands) == 2:
+        others = [operand for operand in operands if operand != gated]
+        return len(others) == 1 and _is_implied(graph, gated, others[0])
+    if name != "where" or len(operands) != 3 or gated != operands[0] or gated in operands[1:]:
+        return False
+    counted = counted_above_zero(graph, Ref(gated))
+    if counted is None:
+        return False
+    filled, plain = operands[1:] if counted[1] else operands[:0:-1]
+    maker, counter = graph.producer.get(filled), graph.producer.get(counted[0])
+    if maker is None or verb(maker) != "masked_fill" or maker.call.args[0] != Ref(plain):
+        return False
+    if counter is None or verb(counter) not in ("any", "sum", "count_nonzero"):
+        return False
+    mask, counting = maker.call.args[1], counter.call.args[0]
+    masks = {_moved(graph, item.name) for item in (mask, counting) if isinstance(item, Ref)}
+    return len(masks) == 1 and graph.values[masks.pop()].dtype is torch.bool
+
+
+def _is_implied(graph: Graph, bound: str, other: str) -> bool:
+    """Whether places are below the largest length wherever they are below a sample's own."""
+    below, beside = _below(graph, bound), _below(graph, other)
+    if below is None or beside is None or (beside[0] and not below[0]):
+        return False
+    (_, place, largest), (_, own_place, length) = below, beside
+    maker = graph.producer.get(_moved(graph, largest))
+    if maker is None or verb(maker) not in ("max", "amax") or len(maker.call.args) != 1:
+        return False
+    lengths = maker.call.args[0]
+    places = _made(graph, _moved(graph, place)), _made(graph, _moved(graph, own_place))
+    return (
+        isinstance(lengths, Ref)
+        and not maker.call.kwargs
+        and _moved(graph, lengths.name) == _moved(graph, length)
+        and places[0] == places[1]
+        and _runs_along(graph, bound) == _runs_along(graph, other) != ()
+    )
+
+
+def _below(graph: Graph, value: str) -> tuple[bool, str, str] | None:
+    """Of `a < b` or `a <= b`, perhaps as numbers: whether they may be equal, a, and b."""
+    op = graph.producer.get(_moved(graph, value))
+    operands = () if op is None else op.call.args
+    if op is None or len(operands) != 2 or not all(isinstance(item, Ref) for item in operands):
+        return None
+    left, right = (item.name for item in operands)
+    match name_of(graph, op):
+        case "lt" | "le" as name:
+            return name == "le", left, right
+        case "gt" | "ge" as name:
+            return name == "ge", right, left
+    return None
+
+
+def _moved(graph: Graph, value: str) -> str:
+    """The value whose elements these are, before they were moved or cast."""
+    while (op := graph.producer.get(value)) is not None and verb(op) in MOVES:
+        source = op.call.args[0] if op.call.args else None
+        if not isinstance(source, Ref):
+            break
+        value = source.name
+    return value
+
+
+def _made(graph: Graph, value: str) -> object:
+    """How a value is made, the same for those that are made alike."""
+    op = graph.producer.get(value)
+    return value if op is None else op.call
+
+
+def _runs_along(graph: Graph, value: str) -> tuple[int, ...]:
+    """The dimensions of more than one element, counted from the last one, but for the batch."""
+    known = graph.values[value]
+    rank = len(known.shape)
+    batch = None if known.batch_dim is None else known.batch_dim - rank
+    dims = tuple(i - rank for i, size in enumerate(known.shape) if size != 1 and i - rank != batch)
+    return dims if len(dims) == 1 else ()
 
 
 def _is_integer(graph: Graph, value: str) -> bool:

@@ -183,6 +183,23 @@ class Gated(Two):
         places = torch.minimum(lengths - 1, lengths.max())
         return hidden.gather(1, places[:, None]).expand_as(hidden) + hidden
 
+    def places(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Places that are below the longest, and below its own length too."""
+        lengths, place = (x[:, 0] > 0).long() + 2, torch.arange(hidden.shape[1])
+        kept = (place < lengths.max()) & (place < lengths[:, None])
+        weight = (place <= lengths.max())[None].float() * (place < lengths[:, None]).float()
+        return hidden * kept + hidden.sin() * weight
+
+    def filled(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Asks whether there is anything to fill."""
+        pad = hidden > 0.8
+        return torch.where(pad.any(), hidden.masked_fill(pad, 0.1), hidden)
+
+    def filled_elsewhere(self, x: Tensor, hidden: Tensor) -> Tensor:
+        """Asks whether there is anything, and fills something else."""
+        some = (x[:, 0] < 9).any()  # refused: filled_elsewhere
+        return torch.where(some, hidden.masked_fill(hidden > 0.8, 0.1), hidden)
+
     def finite(self, x: Tensor, hidden: Tensor) -> Tensor:
         """A guard against what is no number."""
         return torch.where(hidden.isfinite().all(), hidden, hidden.nan_to_num())
@@ -238,5 +255,7 @@ CASES = (
         expect=Refused(("works for a batch of 8 only",), ("x.shape[0]",)),
     ),
     *(gated(rule, BOUND) for rule in ("rank", "count", "mean", "largest", "norm", "any")),
+    gated("filled_elsewhere", BOUND),
     *(simple(rule, lambda rule=rule: Gated(rule)) for rule in ("each", "lengths", "finite")),
+    *(simple(rule, lambda rule=rule: Gated(rule)) for rule in ("places", "filled")),
 )
