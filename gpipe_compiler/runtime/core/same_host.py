@@ -165,7 +165,7 @@ class _Peer:
             return True
         self._pieces += packet[_HEADER.size :]
         if len(self._pieces) == size:
-            _memory_of(self._place(tag, size))[:] = self._pieces
+            memory_of(self._place(tag, size))[:] = self._pieces
             self._pieces = bytearray()
         return True
 
@@ -204,21 +204,21 @@ class _Peer:
             os.close(self._free.pop())
 
 
-def _memory_of(row: torch.Tensor) -> memoryview:
+def memory_of(row: torch.Tensor) -> memoryview:
     """A row of bytes, to be read and written in place."""
     return memoryview((ctypes.c_char * row.numel()).from_address(row.data_ptr())).cast("B")
 
 
 def _read(row: torch.Tensor, descriptor: int) -> None:
     """Fill a row of bytes from memory that another process has written."""
-    memory, done = _memory_of(row), 0
+    memory, done = memory_of(row), 0
     while done < len(memory):
         done += os.preadv(descriptor, [memory[done:]], done)
 
 
 def _write(row: torch.Tensor, descriptor: int) -> bool:
     """Write a row of bytes to memory, if the system has as much."""
-    memory, done = _memory_of(row), 0
+    memory, done = memory_of(row), 0
     try:
         while done < len(memory):
             done += os.pwrite(descriptor, memory[done:], done)
@@ -261,7 +261,7 @@ class Peers:
                     return Sent()
             finally:
                 os.close(descriptor)
-        memory = _memory_of(payload)
+        memory = memory_of(payload)
         for start in range(0, size, INLINE_BYTES):
             self._tell(rank, header + memory[start : start + INLINE_BYTES], [], end)
         return Sent()
