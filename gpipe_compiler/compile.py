@@ -19,27 +19,14 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import (
-    PLAN,
-    Progress,
-    emit,
-    failed_place,
-    place,
-    refuse_taken,
-)
+from gpipe_compiler.codegen.package import PLAN, Progress, emit, failed_place, place, refuse_taken
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.subject import LossFunction, Subject, Wish
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.options import (
-    NO_CONSTRAINTS,
-    CompileOptions,
-    Constraints,
-    LossChoice,
-    Policy,
-)
+from gpipe_compiler.options import NO_CONSTRAINTS, CompileOptions, Constraints, LossChoice, Policy
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.free_sizes import FixedSizeError
 from gpipe_compiler.passes.overlaps import refuse_overlaps

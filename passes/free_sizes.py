@@ -17,11 +17,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, summary
 from gpipe_compiler.ir import (
@@ -50,14 +46,7 @@ from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, mode
 from gpipe_compiler.passes.lookups import within_tables
 from gpipe_compiler.passes.repeats import ShortenedGraph
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.sizes import (
-    Dim,
-    Relation,
-    Requirement,
-    Shape,
-    Size,
-    value_at,
-)
+from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Shape, Size, value_at
 
 
 @dataclass(frozen=True)

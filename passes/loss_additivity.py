@@ -29,11 +29,7 @@ from gpipe_compiler.ir import (
     StateRef,
     ValueKind,
 )
-from gpipe_compiler.passes.loss_functions import (
-    loss_arguments,
-    mean_over_targets,
-    reduction_of,
-)
+from gpipe_compiler.passes.loss_functions import loss_arguments, mean_over_targets, reduction_of
 from gpipe_compiler.passes.selections import mask_of_mean, takes_by_number
 from gpipe_compiler.passes.verbs import MOVES, number_of, verb
 

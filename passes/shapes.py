@@ -7,14 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
-from gpipe_compiler.ir import (
-    Graph,
-    MethodCall,
-    Op,
-    Ref,
-    Value,
-    ValueKind,
-)
+from gpipe_compiler.ir import Graph, MethodCall, Op, Ref, Value, ValueKind
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import reading
@@ -136,10 +129,7 @@ def _shapes(runs: Iterable[ObservedRun]) -> dict[str, tuple[int, ...]]:
 
 
 def _batch_dims(
-    runs: Sequence[ObservedRun],
-    shapes: Mapping[str, tuple[int, ...]],
-    batch_size: int,
-    other: int,
+    runs: Sequence[ObservedRun], shapes: Mapping[str, tuple[int, ...]], batch_size: int, other: int
 ) -> _Dims:
     """Those of all tensors.
 

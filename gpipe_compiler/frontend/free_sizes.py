@@ -20,12 +20,7 @@ from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE
-from gpipe_compiler.ir.symbolic import (
-    InexpressibleError,
-    dim_of,
-    expression_of,
-    requirements,
-)
+from gpipe_compiler.ir.symbolic import InexpressibleError, dim_of, expression_of, requirements
 from gpipe_compiler.runtime.sizes import Dim, Requirement, Size
 
 Place: TypeAlias = tuple[str, int]

@@ -64,10 +64,7 @@ def is_noise(names: Iterable[str], expected: Results, actual: Results) -> bool:
 
 
 def is_rounding(
-    names: Iterable[str],
-    expected: Results,
-    actual: Results,
-    lower: torch.dtype | None,
+    names: Iterable[str], expected: Results, actual: Results, lower: torch.dtype | None
 ) -> bool:
     """Whether all of these are gradients that differ by no more than sums in 16 bits round.
 

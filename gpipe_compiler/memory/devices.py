@@ -14,12 +14,7 @@ from gpipe_compiler.memory.holders import grown, holders_at
 from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.memory.storages import ActionDeltas
-from gpipe_compiler.options import (
-    AnyOptimizer,
-    OwnOptimizer,
-    copies_of,
-    remembered_bytes,
-)
+from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import (
@@ -33,13 +28,7 @@ from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
-from gpipe_compiler.runtime.spec import (
-    Crossing,
-    Leaf,
-    PipelineSpec,
-    ScheduleKind,
-    StageSpec,
-)
+from gpipe_compiler.runtime.spec import Crossing, Leaf, PipelineSpec, ScheduleKind, StageSpec
 
 MOST_EXPLAINED = 8
 """Devices whose peak is broken down into its holders: the fullest."""

@@ -175,12 +175,7 @@ class Planner:
 
     @uncollected()
     def plan(
-        self,
-        choice: Choice,
-        policy: Policy,
-        work: int = WORK,
-        *,
-        exact_memory: bool | None = None,
+        self, choice: Choice, policy: Policy, work: int = WORK, *, exact_memory: bool | None = None
     ) -> Plan:
         """The best plan found for a choice, which says how to schedule and what to recompute.
 

@@ -18,12 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.dry_run import like_strides
-from gpipe_compiler.passes.random_ops import (
-    first_numbers,
-    numbers_of,
-    random_ops,
-    shared_draws,
-)
+from gpipe_compiler.passes.random_ops import first_numbers, numbers_of, random_ops, shared_draws
 from gpipe_compiler.runtime.core.random import SeededRandom, seed_in_eval, seeded
 
 _Described: TypeAlias = tuple[Any, tuple[object, ...]]
