@@ -261,12 +261,14 @@ def tracing_settings() -> Iterator[None]:
     torch 2.11 leaves its hook on assignments to buffers to every module of the process.
     Where opt_einsum is installed, torch has it choose the order of contractions by the sizes, the
     batch among them: the package finds its own, as the model does at every call. On torch 2.11 the
-    states of an LSTM have a dimension more in a trace.
+    states of an LSTM have a dimension more in a trace, and targets that are probabilities have
+    their sizes fixed by a cross entropy.
     """
     lstm = mock.patch.object(torch._VF, "lstm", _lstm)
+    soft = mock.patch.object(torch._C._nn, "cross_entropy_loss", _cross_entropy)
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
     hooks_restored = mock.patch.dict(nn.modules.module._global_buffer_registration_hooks)
-    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored, lstm:
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored, lstm, soft:
         yield
 
 
@@ -282,6 +284,30 @@ def _lstm(*args: Any) -> Any:
         for state, old in zip(states, given, strict=True)
     )
     return output, *shaped
+
+
+_own_cross_entropy: Any = torch._C._nn.cross_entropy_loss
+
+
+def _cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    smoothing: float,
+) -> Any:
+    """A cross entropy; of probabilities it is written out where torch would fix their sizes."""
+    if torch.__version__ >= "2.13" or not target.is_floating_point():
+        return _own_cross_entropy(logits, target, weight, reduction, ignore_index, smoothing)
+    dim = min(1, logits.ndim - 1)
+    logs = torch.log_softmax(logits, dim)
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / logits.shape[dim]
+    if weight is not None:
+        logs = logs * weight.reshape([-1 if d == dim else 1 for d in range(logits.ndim)])
+    losses = -(logs * target).sum(dim)
+    return (losses, losses.mean(), losses.sum())[reduction]
 
 
 @contextlib.contextmanager
