@@ -46,6 +46,7 @@ NOT_RUN = {
     'pip install "gpipe-compiler[onnx]"': "needs a published release",
     "--nnodes 2": "needs two hosts; tests/faults/test_kills.py has network namespaces for them",
     "export GLOO_SOCKET_IFNAME": "names an interface of the reader's",
+    "--reference FILE": "names a file of results that the compiler writes",
     "benchmarks/": "takes minutes to hours, and is for its figures; its options are parsed",
     "tests/exactness/table.py": "takes minutes; tests/exactness/test_exactness.py holds its rows",
     "tests/planner/test_scale.py": "is a slow test by itself",

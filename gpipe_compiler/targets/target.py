@@ -59,7 +59,7 @@ class Target(Protocol):
         """
 
     def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
-        """The plan with the times of the stages as the package runs them here, where asked for."""
+        """The plan with what a step of the package takes here, where asked for."""
 
 
 class OpenTarget(Protocol):

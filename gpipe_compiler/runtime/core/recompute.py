@@ -10,18 +10,10 @@ some modules compute in another way (fused attention does not take masks that ne
 one), and the second forward would not give the same bits. At the peak that costs nothing: the
 second forward holds the same activations, beside the same boundary values.
 
-Segments of a stage that run a second time in its backward (`Remat.SEGMENTS`).
-
-Emitted code calls `torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)`, of a module
-or of a method of the stage, and so a stage by itself trains as torch has it. In a pipeline the
-second run has to be the first one again in more than torch looks after: the same random masks
-(`SeededRandom` with the same key), the buffers that the first run found, and none of them written
-to twice. And a backward in two parts (`split_backward.py`) asks twice for what was saved, which
-torch would make twice.
-
-So while a stage's forward runs, each segment's method, or what a call of its module runs, is one
-that packs what autograd saves in it by hooks of its own. Those of torch's checkpoint lie outside
-them and get to see nothing.
+Segments of a stage (`Remat.SEGMENTS`) are calls of `torch.utils.checkpoint.checkpoint`, so a stage
+by itself trains as torch has it. In a pipeline, while a stage's forward runs, each segment packs
+what autograd saves by hooks of its own, inside those of torch: a backward in two parts
+(`split_backward.py`) asks twice for what was saved, which torch would make twice.
 """
 
 from __future__ import annotations

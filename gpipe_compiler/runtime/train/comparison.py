@@ -1,29 +1,17 @@
 """Compares the tensors of a pipeline with those of a reference, kind by kind.
 
-Tolerance, for fp32. Pipeline and reference run the same operators on the same micro-batches; what
-may differ is the order of sums (of gradients over consumers and micro-batches) and the kernel that
-a library picks for other strides or thread counts. Each costs a few units in the last place
-(2**-24 = 6e-8), which a deep network amplifies; the examples come to between 1e-7 and 1e-5 of a
-tensor's size. A tensor passes when its largest difference is at most `RELATIVE` = 1e-4 of its own
-largest entry, plus `FLOOR` = 1e-6 of the largest entry of its kind (gradients that are zero but for
-rounding, such as that of a bias before a BatchNorm). A dropped term is far outside: a missing
-micro-batch of M costs 1/M of the gradient, a missing skip or a doubled tied gradient a factor of
-order one, a running mean with another momentum a hundredth. Where rounding leaves less certain what
-a tensor is, and that was measured on the plain model (`validate/rounding.py`), it passes within
-`REROUNDED` times what was measured.
-Tensors of 16 bits round coarser than that, at each of the sums: they pass within `ROUNDINGS` of
-their own units (6% for bfloat16), which still detects a missing micro-batch of eight.
-Under autocast both round to 16 bits at the same places, so fp32 tensors stay as close as without;
-but for a parameter of several stages: the plain model casts it once and sums the gradients of its
-uses in 16 bits, the pipeline casts it in each stage and sums them in fp32. What comes before a
-value of 16 bits that several stages read has gradients summed in another order, which is allowed
-for where something is not close (`validate/rounding.py`). With exact BatchNorm the plain model sums
-over the mini-batch in 16 bits, and stages without BatchNorm over micro-batches. So do outputs that
-are means or sums over the batch: rounded once, or once a micro-batch.
-A model may choose between formulas by the values of a batch: T5 of Hugging Face leaves out a mask
-of all ones, and then torch sums the gradient of its biases over the samples before it rounds it,
-not after. A gradient that is close on one batch proves where the stages round, and may differ by
-one unit of 16 bits on another (0.8% for bfloat16; T5's differ by half of one).
+In fp32 only the order of sums and the choice of kernels may differ: the examples come to between
+1e-7 and 1e-5 of a tensor's size. A tensor passes when its largest difference is at most `RELATIVE`
+of its own largest entry plus `FLOOR` of the largest entry of its kind (for gradients that are zero
+but for rounding), or within `REROUNDED` times what rounding alone was measured to move it
+(`validate/rounding.py`). A dropped term is far outside: a micro-batch of M costs 1/M of a gradient.
+Tensors of 16 bits pass within `ROUNDINGS` of their own units (6% for bfloat16), which still detects
+a missing micro-batch of eight. Under autocast fp32 tensors are as close as without, but for what
+the plain model sums in 16 bits and the pipeline in fp32 or in another order: gradients of a
+parameter of several stages, all of them with exact BatchNorm, and outputs that are means or sums
+over the batch. A gradient that is close on one batch proves where the stages round; on another it
+may differ by one unit of 16 bits, as torch may sum before it rounds there (biases of T5 without a
+mask).
 Integers and booleans must be equal, and types the same; that of the loss apart, and but for what
 torch computes in 16 bits under autocast and the pipeline in 32 (see docs/exactness.md).
 """
