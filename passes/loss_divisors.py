@@ -65,7 +65,7 @@ def count_of(terms: Terms, term: Term) -> Count | None:
 
 def guard_of(terms: Terms, term: Guarded) -> Count | None:
     """What has to be above zero for a term to count; None where that is no sum over samples."""
-    value = term.counted
+    value = term.counted or ""
     while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
         value = op.call.args[0].name
     if op is None or not _is_over_samples(terms, op, "any"):

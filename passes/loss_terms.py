@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
@@ -28,6 +29,7 @@ from gpipe_compiler.ir import (
     StateRef,
     Value,
     ValueKind,
+    called,
 )
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.own_functions import own_functions_of
@@ -35,7 +37,7 @@ from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
 from gpipe_compiler.passes.selections import mask_of_mean
-from gpipe_compiler.passes.verbs import SAME, counted_above_zero, number_of, verb
+from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb
 from gpipe_compiler.runtime.sizes import Expression
 
 
@@ -86,15 +88,18 @@ class Guarded:
     """A term that counts only where something has been counted: `where(n > 0, term, 0)`.
 
     Attributes:
-        counted: the scalar that has to be above 0.
+        counted: the scalar that has to be above 0; None for what the term itself is a mean over,
+            without which it is no number: `where(term.isfinite(), term, 0)`.
     """
 
     op: Op
-    counted: str
+    counted: str | None
     inner: Summand
 
 
 Term = Targets | Division | Selected | Guarded | ConstantTerm | Other
+
+_Divisor: TypeAlias = tuple[str, tuple[tuple[str, Argument], ...]]
 
 Step = FunctionCall | MethodCall
 LAST = Ref("")
@@ -252,6 +257,8 @@ class Terms:
                 yield from self._reduced(op, args[0].name)
             case "where" if len(args) == 3:
                 yield self._guarded(op, *args)
+            case "nan_to_num" if args[1:] in ((), (0,)) and not op.call.kwargs:
+                yield self._counting(op, None, args[0]) or self._other(op)
             case _:
                 term = mean_over_targets(self.graph, op)
                 if term is None or not (term.weights is None or self.same_for_all(term.weights)):
@@ -266,17 +273,34 @@ class Terms:
 
     def _guarded(self, op: Op, condition: Argument, one: Argument, other: Argument) -> Summand:
         """`where(n > 0, term, 0)`, or `where(n == 0, 0, term)`."""
-        found = counted_above_zero(self.graph, condition)
+        found = self._is_number(condition, one, other) or counted_above_zero(self.graph, condition)
         if found is not None:
             counted, is_above = found
             term, nothing = (one, other) if is_above else (other, one)
-            before = len(self.adding)
-            if self.is_scalar(term) and number_of(self.graph, nothing) == 0:
-                inner = tuple(self._summands(term.name))
-                if len(inner) == 1 and not inner[0].scale:
-                    return Summand(Guarded(op, counted, inner[0]), op.outputs[0])
-            del self.adding[before:]
+            if number_of(self.graph, nothing) == 0:
+                return self._counting(op, counted, term) or self._other(op)
         return self._other(op)
+
+    def _counting(self, op: Op, counted: str | None, term: Argument) -> Summand | None:
+        """A term that counts where something is counted; None where it is several."""
+        before = len(self.adding)
+        inner = tuple(self._summands(term.name)) if self.is_scalar(term) else ()
+        if len(inner) == 1 and not inner[0].scale:
+            return Summand(Guarded(op, counted, inner[0]), op.outputs[0])
+        del self.adding[before:]
+        return None
+
+    def _is_number(
+        self, condition: Argument, one: Argument, other: Argument
+    ) -> tuple[None, bool] | None:
+        """Of `isfinite` and `isnan` of one of both, whether the condition holds where it is one."""
+        op, holds = self.graph.producer.get(getattr(condition, "name", "")), True
+        while op is not None and called(op.call) in ("invert", "logical_not", "bitwise_not"):
+            op, holds = self.graph.producer.get(op.inputs[0]), not holds
+        if op is None or verb(op) not in ("isfinite", "isnan"):
+            return None
+        holds = holds is (verb(op) == "isfinite")
+        return (None, holds) if op.call.args[0] == (one if holds else other) else None
 
     def _are_scalars(self, args: tuple[Argument, ...]) -> bool:
         return len(args) == 2 and all(
@@ -341,14 +365,38 @@ class Terms:
             yield self._other(op)
         elif verb(maker) == "stack" and isinstance(maker.call.args[0], tuple | list):
             yield from self._stacked(op, maker, maker.call.args[0])
-        elif verb(maker) == "div" and not maker.call.kwargs and self.is_scalar(maker.call.args[1]):
-            divisor = maker.call.args[1]
-            if self.same_for_all(divisor):
-                yield self._other(op)
-            else:
-                yield Summand(Division(op, divisor.name, verb(op) == "sum"), op.outputs[0])
+        elif len(divided := [*self._divisors(value)]) == 1 and divided[0][0]:
+            ((divisor, factors),) = divided
+            kind: Reduction | None = Reduction.SUM if verb(op) == "sum" else Reduction.MEAN
+            for name, factor in factors:
+                kind = self._times(kind, name, factor)
+            total = None if kind is None else kind is Reduction.SUM
+            yield Summand(Division(op, divisor, total), op.outputs[0])
         else:
             yield self._other(op)
+
+    def _divisors(self, value: str) -> Iterator[_Divisor]:
+        """The scalars by which rows are divided as a whole, each with the other numbers by which
+        all of them are scaled; "" for a scalar by which they are multiplied."""
+        op = self.graph.producer.get(value)
+        if op is None or not op.call.args:
+            return
+        args, name = op.call.args, verb(op)
+        if name in MOVES and isinstance(args[0], Ref):
+            yield from self._divisors(args[0].name)
+        if name not in ("mul", "div") or len(args) != 2 or op.call.kwargs:
+            return
+        own: list[tuple[str, Argument]] = []
+        inner: list[_Divisor] = []
+        for place, item in enumerate(args):
+            known = self.value(item)
+            if known is None or known.kind is ValueKind.SCALAR:
+                own.append((name, item))
+            elif self.is_scalar(item) and not self.same_for_all(item):
+                inner.append((item.name if (name, place) == ("div", 1) else "", ()))
+            elif (name, place) != ("div", 1):
+                inner.extend(self._divisors(item.name))
+        yield from ((divisor, (*factors, *own)) for divisor, factors in inner)
 
     def _stacked(self, op: Op, maker: Op, items: Sequence[Argument]) -> Iterator[Summand]:
         """The sum or the mean of scalars in a row."""

@@ -120,7 +120,10 @@ def _count(terms: Terms, numbers: _Numbers, term: Term) -> Count | None:
     """The count of a term; None for samples, and where a term is guarded by something else."""
     if not isinstance(term, Guarded):
         return count_of(terms, term)
-    inner, guard = count_of(terms, term.inner.term), guard_of(terms, term)
+    inner = count_of(terms, term.inner.term)
+    if term.counted is None:
+        return None if inner is None else dataclasses.replace(inner, above=0.0)
+    guard = guard_of(terms, term)
     if inner is None or guard is None:
         return None
     ignored = term.inner.term.ignored if isinstance(term.inner.term, Targets) else None

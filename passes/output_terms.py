@@ -18,6 +18,7 @@ from gpipe_compiler.passes.loss_functions import Targets
 from gpipe_compiler.passes.loss_terms import ConstantTerm, Division, Other, Summand
 from gpipe_compiler.passes.loss_weight import terms_of_loss
 from gpipe_compiler.passes.split_loss import Tail, TermGroup, writes
+from gpipe_compiler.passes.verbs import verb
 from gpipe_compiler.runtime.spec import Joined, LossTerm, OutputTerm
 
 _KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
@@ -75,7 +76,9 @@ def _divides(graph: Graph, op: Op, ways: Mapping[str, Way]) -> bool:
     if ways[dividend.name] in (Joined.SUM, Joined.MEAN):
         return True
     maker = graph.producer.get(dividend.name)
-    return maker is not None and ways[maker.call.args[0].name] is Unjoined.ROWS
+    if maker is None or verb(maker) != "div":
+        return False
+    return ways[maker.call.args[0].name] is Unjoined.ROWS
 
 
 def _with_terms(

@@ -16,6 +16,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.attention import call_attention_plainly
+from gpipe_compiler.passes.counting_regions import without_counting_regions
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
@@ -71,6 +72,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
     Pass("unread_stores", lambda graph, at: without_unread_stores(graph, at.kept)),
     Pass("stores", lambda graph, _: read_stores(graph)),
+    Pass("counting_regions", lambda graph, _: without_counting_regions(graph)),
     Pass("output_terms", lambda graph, _: weigh_outputs(graph)),
     Pass("loss_weight", lambda graph, _: weigh_loss(graph)),
     # Last: planning undoes those writes that a cut parts.

@@ -278,6 +278,44 @@ class Halved(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
+def counted_apart(logits: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
+        mask = (target != IGNORED).float()
+        count = mask.sum().clamp(min=1)
+    each = F.cross_entropy(logits.transpose(1, 2), target, reduction="none")
+    return (each * mask).sum() / count
+
+
+def of_shares(logits: Tensor, target: Tensor) -> Tensor:
+    """Weights that are 1 on average."""
+    weights = 1 + target.float()
+    weights = weights / weights.sum() * len(weights)
+    return (F.cross_entropy(logits, target, reduction="none") * weights).mean()
+
+
+def of_shares_of_both(logits: Tensor, target: Tensor) -> Tensor:
+    """Weights of the targets, and of what the model makes of them."""
+    weights, sizes = 1 + target.float(), logits.detach().abs().sum(-1)
+    weights = weights / weights.sum() * (sizes / sizes.sum())
+    each = F.cross_entropy(logits, target, reduction="none")
+    return (each * weights).sum()  # refused: shares_of_both
+
+
+def where_finite(logits: Tensor, target: Tensor) -> Tensor:
+    loss = of_tokens(logits, target)
+    return torch.where(loss.isfinite(), loss, torch.zeros_like(loss))
+
+
+def where_not_nan(logits: Tensor, target: Tensor) -> Tensor:
+    return of_tokens(logits, target).nan_to_num() + 0.1 * logits.square().mean()
+
+
+def all_ignored_but_one(samples: int) -> Tensor:
+    found = torch.full((samples, 4), IGNORED)
+    found[0, 1] = 2
+    return found
+
+
 def with_heads(
     name: str, named: bool, loss: Callable[..., Tensor], target: Callable[[int], Tensor]
 ) -> Case:
@@ -293,6 +331,18 @@ def with_heads(
 
 
 CASES = (
+    Case("counted_apart", body, steps, counted_apart, padded),
+    Case("shares", body, rows, of_shares, classes),
+    Case(
+        "shares_of_both",
+        body,
+        rows,
+        of_shares_of_both,
+        classes,
+        expect=Refused(("no sum over samples",), ("--loss-over batch",)),
+    ),
+    Case("where_finite", body, steps, where_finite, padded, later_target=all_ignored_but_one),
+    Case("where_not_nan", body, steps, where_not_nan, padded, later_target=all_ignored_but_one),
     with_heads("head_in_training", True, of_heads, tokens),
     with_heads("head_in_training_and_z", False, of_head_and_z, padded),
     with_heads("head_in_training_masked", False, of_masked_head, padded),
