@@ -246,7 +246,7 @@ class Entry(nn.Module):
         """
         samples = self.signature.samples(count)
         model = isolated(self.model, share_parameters=False)
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.set_grad_enabled(self.has_loss):
             try:
                 with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]

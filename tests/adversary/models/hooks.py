@@ -82,6 +82,16 @@ class TensorHook(Two):
         return self.last(self.middle(hidden).tanh())
 
 
+class HookInTraining(Two):
+    """A hook that takes for granted that training computes gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.training:
+            hidden.register_hook(lambda g: g * 0.5)
+        return self.last(self.middle(hidden).tanh())
+
+
 class ManyTensorHooks(Two):
     """Clipped, masked by a buffer and by what the forward computes, of tensors used before, or
     written to after."""
@@ -352,6 +362,7 @@ CASES = (
         expect=Refused(("middle.weight", "hook"), ("Pipeline().named_parameters()",)),
     ),
     simple("of_an_activation", TensorHook),
+    simple("in_training", HookInTraining),
     simple("of_activations", ManyTensorHooks, manners=FP32_ONLY, quick=True),
     simple("changed_gradients", with_changed_gradients),
     simple(
