@@ -119,7 +119,7 @@ class StageBlocks:
             self.own.stage.index,
             self.holders,
             self.blocks.of_path,
-            self.searched.split,
+            {path for path, _ in self.searched.parted}.__contains__,
             self.written,
         )
 

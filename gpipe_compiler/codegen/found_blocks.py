@@ -43,9 +43,13 @@ class FoundBlocks:
         Args:
             place: of the stage among these.
         """
-        calls = (c for parts in self.blocks[place].bodies for c in calls_in(parts) if c.again)
+        bodies, methods = self.blocks[place].bodies, self.stages[place].methods.values()
+        calls = (c for parts in bodies for c in calls_in(parts) if c.again)
         counts = Counter(call.path for call in calls if call.outputs)
-        return frozenset(path for path, count in counts.items() if count == 1)
+        ops = [op for method in methods for op in method.ops]
+        turns = {(path, op.turn(path)) for op in ops for path in prefixes(op.module)}
+        called = Counter(path for path, _ in turns)
+        return frozenset(path for path, count in counts.items() if count == called[path] == 1)
 
 
 def write_blocks(
@@ -87,14 +91,19 @@ def _methods(graph: Graph, own: StageMethods, helpers: HelperCalls) -> Methods:
     bodies = [Body(helpers.enter(method.ops), method.returns) for method in own.methods.values()]
     states = tuple(name for name in own.state.places if name not in own.state.unread)
     here = frozenset(own.stage.ops)
-    split = {prefix for op in graph.ops if op.name not in here for prefix in prefixes(op.module)}
+    parted = {
+        (path, op.turn(path))
+        for op in graph.ops
+        if op.name not in here
+        for path in prefixes(op.module)
+    }
     displaced = {prefix for path in own.state.displaced for prefix in prefixes(path)}
     kept = {holder.prefix[:-1] for holder in own.state.root.all()} - displaced
     return Methods(
         Contents(graph, tuple(own.state.modules), states, helpers.names),
         bodies,
         [*(path for path in graph.module_classes if path in kept), *helpers.found],
-        split.__contains__,
+        parted,
         own.stage.index,
         own.again,
     )
@@ -116,7 +125,8 @@ def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> 
     """The user's names; of several classes that have one, with what distinguishes them."""
 
     def is_part(block: BlockClass) -> bool:
-        return stages[block.first.stage].searched.split(block.first.path)
+        first = block.first
+        return (first.path, first.turn) in stages[first.stage].searched.parted
 
     functions = [b for b in classes if b.first.path in stages[b.first.stage].helpers.found]
     names = {id(block): block.user for block in functions}

@@ -252,4 +252,5 @@ class _Writer:
             new = dataclasses.replace(new, module=path(new.module))
             self.modules[new.module] = dataclasses.replace(spec, path=new.module, state=state)
         result = map_result(value, op.result)
-        return dataclasses.replace(op, call=new, result=result, module=path(op.module))
+        turns = tuple((path(around), turn) for around, turn in op.turns)
+        return dataclasses.replace(op, call=new, result=result, module=path(op.module), turns=turns)

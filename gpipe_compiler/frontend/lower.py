@@ -162,8 +162,16 @@ class _Lowering:
         self.arguments[node] = Ref(name)
         region = call.body.ops[0].checkpoint if isinstance(call, RegionCall) else ""
         checkpoint = str(node.meta.get(CHECKPOINT, region))
-        source, module = source_of(node), module_of(node)
-        return Op(name, call, name, source, module, checkpoint=checkpoint, origin=node)
+        return Op(
+            name,
+            call,
+            name,
+            source_of(node),
+            module_of(node),
+            checkpoint=checkpoint,
+            turns=_turns_of(node),
+            origin=node,
+        )
 
     def _call(self, node: fx.Node) -> Call:
         own = isinstance(node.target, OwnFunction)
@@ -334,7 +342,7 @@ def source_of(node: fx.Node) -> SourceLocation | None:
     known = node.meta.get("source")
     source = known if isinstance(known, SourceLocation) else line_of_trace(node.stack_trace)
     own = ("torch.", "gpipe_compiler.")
-    users = [path for path, made in _modules_around(node) if not made.startswith(own)]
+    users = [path for path, made, _ in _modules_around(node) if not made.startswith(own)]
     lines = lines_of_calls(node.stack_trace)
     if source is None or source.calls or len(users) != len(lines) + 1:
         return source
@@ -344,15 +352,23 @@ def source_of(node: fx.Node) -> SourceLocation | None:
 
 def module_of(node: fx.Node) -> str:
     """The path of the module whose forward makes the call."""
-    return next((path for path, _ in reversed([*_modules_around(node)])), "")
+    return next((path for path, *_ in reversed([*_modules_around(node)])), "")
 
 
-def _modules_around(node: fx.Node) -> Iterator[tuple[str, str]]:
-    """The modules whose forwards make the call, outermost first: paths and classes."""
+def _turns_of(node: fx.Node) -> tuple[tuple[str, int], ...]:
+    """Of the modules around that were called before, how often."""
+    return tuple((path, turn) for path, _, turn in _modules_around(node) if turn)
+
+
+def _modules_around(node: fx.Node) -> Iterator[tuple[str, str, int]]:
+    """The modules whose forwards make the call, outermost first: paths, classes and how many calls
+    of each came before, which torch tells as in `block@1`."""
     stack: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     own = local_path(str(node.target)) if node.op == "call_module" else None
-    for value in stack.values():
+    for key, value in stack.items():
         path, made = value if isinstance(value, tuple) else (value, "")
         path = local_path(str(path))
         if path != own and not path.startswith("_empty_nn_module_stack"):  # torch's own stopgap
-            yield path, made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
+            known = made if isinstance(made, str) else f"{made.__module__}.{made.__qualname__}"
+            _, _, turn = str(key).rpartition("@")
+            yield path, known, int(turn) if turn.isdecimal() else 0

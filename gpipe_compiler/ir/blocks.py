@@ -1,12 +1,13 @@
 """The modules of a model as blocks: which ops a call of a module runs, and which modules are equal.
 
-A user's model is a tree of modules, and the ops of a graph know whose forward makes them. Ops in a
-row of one module are a call of it, with the calls of its own modules inside. Calls are equal that
-are the same but for the names of values and of state, and but for the numbers in them: they are
-calls of one block, of which the modules are instances, and the numbers that differ its parameters.
+A user's model is a tree of modules, and the ops of a graph know whose forward makes them, and in
+which call. Ops in a row of one call are a call here, with the calls of its own modules inside.
+Calls are equal that are the same but for the names of values and of state, and but for the numbers
+in them: they are calls of one block, of which the modules are instances, and the numbers that
+differ its parameters.
 
-A module can be a block where all its calls are equal. One that cannot is open: its ops count as
-those of the module around it.
+A module can be a block where all its calls are equal, those aside that are cut and others not.
+Calls that are none of a block are open: their ops count as those of the module around it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class BlockCall:
         outputs: the values it makes that are read after it, in the order in which it makes them.
         stage: the stage whose method makes the call.
         again: whether it runs a second time in the backward.
+        turn: how many calls of the module come before it in the model.
     """
 
     path: str
@@ -39,6 +41,7 @@ class BlockCall:
     outputs: tuple[str, ...]
     stage: int = 0
     again: bool = False
+    turn: int = 0
 
     @property
     def ops(self) -> Iterator[Op]:
@@ -53,6 +56,9 @@ class BlockCall:
 
 
 Part = Op | BlockCall
+
+Turn = tuple[str, int]
+"""A call of a module: its path, and how many calls of it came before."""
 
 
 def ops_of(parts: Iterable[Part]) -> Iterator[Op]:
@@ -124,7 +130,11 @@ class Body:
 
 
 def nest(
-    body: Body, is_block: Callable[[str], bool], stage: int = 0, again: Collection[str] = ()
+    body: Body,
+    is_block: Callable[[str], bool],
+    stage: int = 0,
+    again: Collection[str] = (),
+    apart: Collection[Turn] = (),
 ) -> tuple[Part, ...]:
     """The ops of a method and its calls of modules, at the outermost level.
 
@@ -133,37 +143,46 @@ def nest(
             those of the module around it.
         stage: that the method is one of.
         again: the paths of modules whose calls run a second time in the backward.
+        apart: calls of such modules that are none of the block, whose ops count likewise.
     """
-    return _Nesting(body, is_block, stage, again).parts(range(len(body.ops)), 0)
+    return _Nesting(body, is_block, stage, again, apart).parts(range(len(body.ops)), 0)
 
 
 class _Nesting:
     def __init__(
-        self, body: Body, is_block: Callable[[str], bool], stage: int, again: Collection[str]
+        self,
+        body: Body,
+        is_block: Callable[[str], bool],
+        stage: int,
+        again: Collection[str],
+        apart: Collection[Turn],
     ) -> None:
         self._ops, self._stage, self._again = body.ops, stage, again
-        paths = {op.module for op in body.ops}
-        self._chain = {path: tuple(filter(is_block, prefixes(path))) for path in paths}
+        around = {
+            path: [*filter(is_block, prefixes(path))] for path in {o.module for o in body.ops}
+        }
+        chains = ([(path, op.turn(path)) for path in around[op.module]] for op in body.ops)
+        self._chains = [[call for call in chain if call not in apart] for chain in chains]
         self._last: dict[str, float] = {v: i for i, op in enumerate(body.ops) for v in op.inputs}
         self._last.update(dict.fromkeys(body.returns, math.inf))
 
     def parts(self, places: Sequence[int], depth: int) -> tuple[Part, ...]:
         """The parts of a block at this depth."""
 
-        def block(place: int) -> str:
-            chain = self._chain[self._ops[place].module]
-            return chain[depth] if len(chain) > depth else ""
+        def block(place: int) -> Turn | None:
+            chain = self._chains[place]
+            return chain[depth] if len(chain) > depth else None
 
         found: list[Part] = []
-        for path, group in groupby(places, block):
+        for call, group in groupby(places, block):
             inside = tuple(group)
-            if path:
-                found.append(self._call(path, inside, depth + 1))
+            if call is not None:
+                found.append(self._call(*call, inside, depth + 1))
             else:
                 found.extend(self._ops[place] for place in inside)
         return tuple(found)
 
-    def _call(self, path: str, places: Sequence[int], depth: int) -> BlockCall:
+    def _call(self, path: str, turn: int, places: Sequence[int], depth: int) -> BlockCall:
         ops = [self._ops[place] for place in places]
         made = dict.fromkeys(value for op in ops for value in op.outputs)
         read = dict.fromkeys(value for op in ops for value in op.inputs)
@@ -174,4 +193,5 @@ class _Nesting:
             tuple(value for value in made if self._last.get(value, -1) > places[-1]),
             self._stage,
             path in self._again,
+            turn,
         )

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import Argument, BatchMultiple, Ref, choices, leaves, map_argument
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, Parameter, Part, calls_in, nest
+from gpipe_compiler.ir.arguments import (
+    Argument,
+    BatchMultiple,
+    Ref,
+    choices,
+    leaves,
+    map_argument,
+)
+from gpipe_compiler.ir.blocks import (
+    BlockCall,
+    BlockClass,
+    Body,
+    Parameter,
+    Part,
+    Turn,
+    calls_in,
+    nest,
+)
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
 from gpipe_compiler.ir.graph import Graph, ValueKind
@@ -31,7 +47,7 @@ class Methods:
     Attributes:
         contents: the modules and states of the stage.
         modules: the paths of those that may be blocks, calls of functions included.
-        split: whether a module has ops that are not among these.
+        parted: the calls of modules that have ops which are not among these.
         stage: its number.
         again: the paths of modules whose calls run a second time in the backward.
     """
@@ -39,14 +55,15 @@ class Methods:
     contents: Contents
     bodies: Sequence[Body]
     modules: Collection[str]
-    split: Callable[[str], bool]
+    parted: Collection[Turn] = frozenset()
     stage: int = 0
     again: Collection[str] = ()
 
-    def nest(self, blocks: Collection[str]) -> tuple[tuple[Part, ...], ...]:
-        """The ops and calls of each, where the modules at these paths are blocks."""
+    def nest(self, apart: Collection[Turn]) -> tuple[tuple[Part, ...], ...]:
+        """The ops and calls of each, where modules are blocks but for some calls."""
         return tuple(
-            nest(body, blocks.__contains__, self.stage, self.again) for body in self.bodies
+            nest(body, self.modules.__contains__, self.stage, self.again, apart)
+            for body in self.bodies
         )
 
 
@@ -73,17 +90,18 @@ def find_blocks(
     Args:
         templates: what the values are that the stages read off shapes.
     """
-    blocks = [set(methods.modules) for methods in stages]
+    apart: list[set[Turn]] = [set() for _ in stages]
     while True:
-        nested = [methods.nest(paths) for methods, paths in zip(stages, blocks, strict=True)]
+        nested = [methods.nest(turns) for methods, turns in zip(stages, apart, strict=True)]
         calls = [[call for parts in bodies for call in calls_in(parts)] for bodies in nested]
         bad = []
         for methods, found in zip(stages, calls, strict=True):
             check = _Check(methods, templates)
-            bad.append({call.path for call in found if not check.can_be(call)})
+            bad.append({(c.path, c.turn) for c in found if not check.can_be(c)})
         if not any(bad):
             contents = {methods.stage: methods.contents for methods in stages}
-            grouping = _Grouping(contents, templates, list(chain(*calls)))
+            parted = {methods.stage: methods.parted for methods in stages}
+            grouping = _Grouping(contents, templates, list(chain(*calls)), parted)
             grouping.run()
             bad = [grouping.unequal.get(methods.stage, set()) for methods in stages]
         if not any(bad):
@@ -96,8 +114,8 @@ def find_blocks(
                 MethodBlocks(bodies, classes, of_path)
                 for bodies, of_path in zip(nested, of_paths, strict=True)
             )
-        for paths, worse in zip(blocks, bad, strict=True):
-            paths.difference_update(worse)
+        for turns, worse in zip(apart, bad, strict=True):
+            turns.update(worse)
 
 
 class _Check:
@@ -110,7 +128,7 @@ class _Check:
         self._graph = methods.contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
         self._modules = frozenset(methods.contents.modules)
-        self._split = methods.split
+        self._parted = methods.parted
 
     def can_be(self, call: BlockCall) -> bool:
         """Whether a call can be one of a block, and is worth it."""
@@ -128,11 +146,12 @@ class _Check:
         stateful = any(self._is_local(name, call.path) for op in own for name in states_read(op))
         inner = len(own) < len(call.parts)
         layer = call.path.rpartition(".")[2].isdecimal()
-        if inner and self._split(call.path) and not layer:
+        parted = (call.path, call.turn) in self._parted
+        if inner and parted and not layer:
             return False  # its parts are read better without it; those of a layer go together
         calls = inner or any(True for op in own for _ in _modules_called(op))
         if len(call.parts) == 1 and not stateful:
-            return calls and (layer or not self._split(call.path))
+            return calls and (layer or not parted)
         return len(call.parts) > SMALL or stateful or calls
 
     def _is_function(self, call: BlockCall) -> bool:
@@ -189,19 +208,26 @@ class _Grouping:
 
     Attributes:
         contents: of each stage.
+        parted: of each stage, as of `Methods`.
         of_call: the blocks of the calls, by their stages and paths.
-        unequal: by stage, the modules of which one call is not like another.
+        unequal: by stage, the calls of modules of which one call is not like another: those that
+            are parted, where others are not.
     """
 
     contents: Mapping[int, Contents]
     templates: Mapping[str, Argument]
     calls: Sequence[BlockCall]
+    parted: Mapping[int, Collection[Turn]]
     classes: list[BlockClass] = field(default_factory=list)
     of_call: dict[tuple[int, str], BlockClass] = field(default_factory=dict)
-    unequal: dict[int, set[str]] = field(default_factory=dict)
+    unequal: dict[int, set[Turn]] = field(default_factory=dict)
 
     def _differs(self, call: BlockCall) -> None:
-        self.unequal.setdefault(call.stage, set()).add(call.path)
+        parted = self.parted[call.stage]
+        turns = {c.turn for c in self.calls if (c.stage, c.path) == (call.stage, call.path)}
+        every = {(call.path, turn) for turn in turns}
+        some = every.intersection(parted)
+        self.unequal.setdefault(call.stage, set()).update(some if some and some < every else every)
 
     def run(self) -> None:
         """Finds the classes, up to the first modules that are unequal."""

@@ -163,6 +163,8 @@ class Op:
         module: path of the module whose forward makes the call ("" is the model itself).
         checkpoint: the call of torch.utils.checkpoint that it runs in, which the model makes; ""
             outside.
+        turns: of the modules around that are called several times, by path, how many calls came
+            before; those that are called once may be absent.
         origin: the frontend's own node (a torch.fx.Node), for messages only.
     """
 
@@ -173,6 +175,7 @@ class Op:
     module: str = ""
     mode: Mode = Mode.ALWAYS
     checkpoint: str = ""
+    turns: tuple[tuple[str, int], ...] = ()
     origin: object = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[type[Op], tuple[object, ...]]:
@@ -182,6 +185,10 @@ class Op:
         """
         names = [item.name for item in dataclasses.fields(self)]
         return Op, tuple(None if name == "origin" else getattr(self, name) for name in names)
+
+    def turn(self, path: str) -> int:
+        """How many calls of a module around it came before the one that it is part of."""
+        return next((turn for around, turn in self.turns if around == path), 0)
 
     @property
     def outputs(self) -> tuple[str, ...]:

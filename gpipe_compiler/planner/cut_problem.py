@@ -9,10 +9,7 @@ from pathlib import Path
 
 from gpipe_compiler.ir import (
     Argument,
-    FunctionCall,
     Graph,
-    MethodCall,
-    ModuleCall,
     Op,
     StateKind,
 )
@@ -184,19 +181,8 @@ class CutFacts:
     @cached_property
     def modules(self) -> tuple[ModuleNodes, ...]:
         """The calls of modules that a cut may open; their nodes are places in `kept`."""
-
-        def called(op: Op) -> object:
-            match op.call:
-                case FunctionCall(function=function):
-                    return function
-                case MethodCall(method=method):
-                    return method
-                case ModuleCall(module=module):
-                    return module
-            return None
-
-        keys = [(op.module, op.source, called(op)) for op in self.kept]
-        return module_calls([op.module for op in self.kept], keys)
+        paths = [op.module for op in self.kept]
+        return module_calls(paths, lambda node, path: self.kept[node].turn(path))
 
     @cached_property
     def wanted(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ What holds all nodes, as the model itself does, is opened by every cut and count
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -34,31 +34,25 @@ class ModuleNodes:
     depth: int
 
 
-def module_calls(paths: Sequence[str], keys: Sequence[Hashable]) -> tuple[ModuleNodes, ...]:
+def module_calls(
+    paths: Sequence[str], turn: Callable[[int, str], int] = lambda node, path: 0
+) -> tuple[ModuleNodes, ...]:
     """The calls that a cut may open or not, each set of nodes once.
 
     Args:
         paths: of every node, the module whose forward it stands in.
-        keys: of every node, what is the same in every call of that module. Nodes of a module that
-            follow upon others are of a new call when one of the same key was in the last.
+        turn: of a node and a module around it, how many calls of that came before.
     """
-    calls: dict[str, list[list[int]]] = {}
-    seen: dict[str, set[Hashable]] = {}
-    for node, (path, key) in enumerate(zip(paths, keys, strict=True)):
+    calls: dict[tuple[str, int], list[int]] = {}
+    for node, path in enumerate(paths):
         for prefix in _prefixes(path):
-            known = calls.setdefault(prefix, [])
-            if not known or (known[-1][-1] != node - 1 and key in seen[prefix]):
-                known.append([])
-                seen[prefix] = set()
-            known[-1].append(node)
-            seen[prefix].add(key)
+            calls.setdefault((prefix, turn(node, prefix)), []).append(node)
     own = set(enumerate(paths))
     found: dict[tuple[int, ...], tuple[str, bool]] = {}
-    for path, known in calls.items():
-        for nodes in known:
-            counts = any((node, path) in own for node in nodes)
-            if 1 < len(nodes) < len(paths) and (counts or tuple(nodes) not in found):
-                found[tuple(nodes)] = path, counts
+    for (path, _), nodes in calls.items():
+        counts = any((node, path) in own for node in nodes)
+        if 1 < len(nodes) < len(paths) and (counts or tuple(nodes) not in found):
+            found[tuple(nodes)] = path, counts
     around: dict[str, list[set[int]]] = {}
     for call, (path, counts) in found.items():
         if counts:

@@ -248,11 +248,16 @@ def calls_of(part: GraphPart) -> tuple[range, ...]:
     if not graph.module_classes:
         return ()
     here = {op.name for op in part.ops}
-    absent = {p for op in graph.ops if op.name not in here for p in prefixes(op.module)}
+    absent = {
+        (path, op.turn(path))
+        for op in graph.ops
+        if op.name not in here
+        for path in prefixes(op.module)
+    }
     modules = dict.fromkeys(op.call.module for op in part.ops if isinstance(op.call, ModuleCall))
     contents = Contents(graph, tuple(modules), part.states)
     paths = [path for path in graph.module_classes if path in contents.holders]
-    methods = Methods(contents, list(_bodies(part)), paths, absent.__contains__)
+    methods = Methods(contents, list(_bodies(part)), paths, absent)
     (found,) = find_blocks([methods], shape_values(graph))
     place = {op.name: position for position, op in enumerate(part.ops)}
     calls = (call for parts in found.bodies for call in calls_in(parts))

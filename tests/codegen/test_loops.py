@@ -142,7 +142,22 @@ class Nested(nn.Module):
         return x
 
 
+class Shared(nn.Module):
+    """One layer, called over and over, and once more elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed, self.norm = Feed(), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = self.feed(x)
+        y = self.norm(x)
+        return y + self.feed(y)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),
     "side by side": (SideBySide, (4, DIM), "for feed, norm in zip(self.feeds.values(), self"),
     "members": (Members, (4, DIM), "for block in self.blocks.values():"),
     "two carried": (TwoCarried, (4, DIM), ""),
@@ -175,3 +190,17 @@ def test_a_loop_is_written_as_one(case: str, planned: Callable[..., Plan]) -> No
     own = dict(stage.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(own[name].grad, parameter.grad)
+
+
+def test_a_shared_layer_is_written_once_where_a_cut_goes_through_a_call(
+    planned: Callable[..., Plan],
+) -> None:
+    """The call that is cut is written out beside the others."""
+    plan = planned(Shared(), torch.rand(4, DIM), count=2)
+    assert plan.graph is not None
+
+    sources = write_stages(plan, CodeFacts.of(plan.graph)).stages
+
+    texts = [source.text for source in sources]
+    assert any("class Feed(nn.Module)" in text and "self.feed.up(" in text for text in texts)
+    assert all("FeedPart" not in text for text in texts)

@@ -39,7 +39,7 @@ def test_no_cut_that_is_good_enough_opens_less(seed: int, share: float) -> None:
     problem = random_problem(draw, draw.randint(1, 7))
     setting = random_setting(draw, problem)
     problem = random_constraints(draw, problem, setting.stages)
-    modules = module_calls(random_paths(draw, len(problem.nodes)), range(len(problem.nodes)))
+    modules = module_calls(random_paths(draw, len(problem.nodes)))
     try:
         best = cut(problem, setting)
     except PlanError:
