@@ -91,9 +91,8 @@ def _print_steps(
         f"{samples / median:.1f} samples/s"
     )
     planned = all(size.example == sizes[size.name] for size in pipe.spec.sizes)
-    predicted = _predicted(pipe, directory, samples) if planned else None
-    if predicted is not None:
-        print(f"predicted {_time(predicted)}: {median / predicted:.2f} times that was measured")
+    for what, seconds in _known(pipe, directory, samples).items() if planned else ():
+        print(f"{what} {_time(seconds)}: {median / seconds:.2f} times that was measured")
 
 
 def _write_times(report: Path, step_s: float, stages: list[StageSeconds]) -> None:
@@ -101,7 +100,7 @@ def _write_times(report: Path, step_s: float, stages: list[StageSeconds]) -> Non
     report.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
 
 
-def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
+def _known(pipe: Pipeline, directory: Path, samples: int) -> dict[str, float]:
     """What the plan says of a step, where this run is the one that was planned.
 
     What was measured when the package was written, where it was started in this way.
@@ -111,14 +110,16 @@ def _predicted(pipe: Pipeline, directory: Path, samples: int) -> float | None:
     planned = spec.microbatches, spec.schedule, planned_placement(spec)
     whole = spec.microbatches * spec.microbatch_size
     if here != (*planned, execution_options(spec, None, None, None), whole):
-        return None
+        return {}
     try:
         plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
         prediction = plan["prediction"]
         timed = prediction.get("threads_s" if pipe.world.size == 1 else "torchrun_s")
-        return float(prediction.get("here_s", prediction["step_s"]) if timed is None else timed)
+        if timed is not None:
+            return {"when it was compiled": float(timed)}
+        return {"predicted": float(prediction.get("here_s", prediction["step_s"]))}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None  # a package without its plan still runs
+        return {}  # a package without its plan still runs
 
 
 def _time(seconds: float) -> str:

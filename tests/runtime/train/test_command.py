@@ -138,6 +138,12 @@ def test_bench(package, capsys):
     assert "step: median" in text
     assert "predicted 500 ms" in text
 
+    plan = json.loads((package / "plan.json").read_text())
+    plan["prediction"]["threads_s"] = 0.25
+    (package / "plan.json").write_text(json.dumps(plan))
+    assert main(skip_spec(), package, package / "weights", argv=["bench", "--steps", "1"]) == 0
+    assert "when it was compiled 250 ms" in capsys.readouterr().out
+
     # That of four devices tells nothing about one.
     assert (
         main(
