@@ -86,11 +86,11 @@ def normal_form(given: object, location: SourceLocation | None) -> Call:
         case Mapping():
             call = (), _keywords(given, location)
         case _:
-            hint = "return tuple(...) of it" if isinstance(given, list) else ""
+            as_list = "return tuple(...) of it, or (list,) where forward takes a list"
             raise ModelError(
                 f"example_inputs() returns {_a(given)}, not {_FORMS}",
                 location=location,
-                hint=hint or f"return {_FORMS}",
+                hint=as_list if isinstance(given, list) else f"return {_FORMS}",
             )
     check_tensors(call, "example_inputs()", location)
     return call

@@ -126,8 +126,9 @@ def refuse_fixed_batch(
             f"the model works for a batch of {int(size)} only{code}: dimension "
             f"{source.batch_dim} of {_spoken(source.path)} cannot vary",
             location=where,
-            hint="take the batch size from the input (x.shape[0]), compare it with nothing, "
-            "and leave -1 for it in view and reshape",
+            hint="take the batch size from the input (x.shape[0]) and compute with it as it is: "
+            "int(), float() and torch.tensor() make a constant of it; compare it with nothing, and "
+            "leave -1 for it in view and reshape",
         )
 
 

@@ -146,7 +146,21 @@ def _build(spec: ModelSpec, module: ModuleType) -> nn.Module:
             location=definition(factory),
             hint="does it end in `return model`?" if built is None else "return the model itself",
         )
-    return built
+    try:
+        return built.apply(hash)  # type: ignore[arg-type]  # what that returns is not looked at
+    except RecursionError as error:
+        raise ModelError(
+            f"modules of {name}() hold themselves, or are too deep in one another for torch",
+            location=definition(factory),
+            hint="keep a module that is no part of another in a tuple: `self.parent = (parent,)`",
+        ) from error
+    except TypeError as error:  # of a class with `__hash__ = None`
+        raise ModelError(
+            f"torch cannot tell the modules of {name}() apart: {error}",
+            location=definition(factory),
+            hint="a class that defines __eq__ has no hash by itself: write "
+            "`__hash__ = torch.nn.Module.__hash__` in it",
+        ) from error
 
 
 def _called(

@@ -203,7 +203,7 @@ def located(what: str) -> Iterator[None]:
     except GPipeCompilerError:
         raise
     except SyntaxError as error:
-        raise _syntax_error(error) from error
+        raise _syntax_error(error, what) from error
     except SystemExit as error:
         raise ModelError(
             f"{what} ends the program with exit({error.code!r})",
@@ -248,13 +248,13 @@ def _first_line(error: BaseException) -> str:
     return text_of(error).strip().partition("\n")[0] or "(no message)"
 
 
-def _syntax_error(error: SyntaxError) -> ModelError:
+def _syntax_error(error: SyntaxError, what: str) -> ModelError:
     text = (error.text or "").strip()
-    location = SourceLocation(error.filename or "<unknown>", error.lineno or 1, code=text)
+    file = error.filename
     shown = f" in `{text}`" if text else ""
     return ModelError(
-        f"this is no valid Python: {error.msg}{shown}",
-        location=location,
+        f"{'this is' if file else f'{what} fails: it is'} no valid Python: {error.msg}{shown}",
+        location=SourceLocation(file, error.lineno or 1, code=text) if file else None,
         hint=f"this is Python {sys.version_info.major}.{sys.version_info.minor}",
     )
 

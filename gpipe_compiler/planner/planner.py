@@ -95,7 +95,7 @@ class Planner:
         if stages > most:
             raise PlanError(
                 f"{stages:,} stages are more than the model's {counted(most, 'op')}",
-                hint=f"ask for at most {most}",
+                hint=f"ask for at most {most}" if most else "what it returns it does not compute",
             )
         training = self.graph.loss is not None
         if microbatches is None:

@@ -21,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_compiler.errors import UnsplittableError
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
@@ -241,7 +242,13 @@ class _Work:
         )
 
     def _entry(self, *, training: bool) -> Entry:
-        entry = make_entry(self.subject, training, reduces=False)
+        subject = self.subject
+        states = map(self.graph.state.get, effects(self.graph).written_states)
+        if any(state is not None and state.kind is StateKind.PARAMETER for state in states):
+            # An entry has the parameters of the model itself, which stays as it is.
+            model = isolated(subject.model, share_parameters=False)
+            subject = dataclasses.replace(subject, model=model)
+        entry = make_entry(subject, training, reduces=False)
         for module in entry.model.modules() if self.frozen else ():
             if isinstance(module, _BatchNorm):
                 module.eval()

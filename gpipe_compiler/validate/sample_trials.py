@@ -20,6 +20,7 @@ from gpipe_compiler.validate.loss_splitting import HINT, Losses, loss_shares
 from gpipe_compiler.validate.some_samples import (
     PARTS,
     SAMPLES,
+    first_mixing,
     inputs_of,
     mixing_among,
     on_meta,
@@ -36,12 +37,16 @@ def first_numbering(graph: Graph) -> Op | None:
     counted = next((op for op in graph.ops if _takes_by_number(graph, op)), None)
     if counted is not None:
         return counted
-    many = _trials(graph).samples
-    if not many:
+    trials = _trials(graph)
+    if not trials.samples:
         return None
+    return trials.mixing or mixing_among(graph, trials.samples, {}, _ends(graph))
+
+
+def _ends(graph: Graph) -> set[str]:
+    """What the outputs and the loss are computed from."""
     read = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
-    ends = read.union(graph.output_values)
-    return mixing_among(graph, SAMPLES, {}, ends) or mixing_among(graph, many, {}, ends)
+    return read.union(graph.output_values)
 
 
 def _takes_by_number(graph: Graph, op: Op) -> bool:
@@ -73,10 +78,12 @@ class _Trials:
 
     Attributes:
         samples: beyond all rules that can be tried; 0 where there are none.
+        mixing: the op that is at fault already among the samples that are always tried.
         untried: the first that takes too long.
     """
 
     samples: int = 0
+    mixing: Op | None = None
     untried: SampleRule | None = None
 
 
@@ -91,11 +98,13 @@ def _find_trials(graph: Graph) -> _Trials:
     if not rules:
         return _Trials()
     started = time.process_time()
-    values_of_parts(graph, {}, SAMPLES, PARTS)
+    runs = values_of_parts(graph, {}, SAMPLES, PARTS)
     seconds = time.process_time() - started
     tried = [rule for rule in rules if may_be_tried(2 * rule.samples, SAMPLES, seconds)]
     untried = next((rule for rule in rules if rule not in tried), None)
-    return _Trials(2 * tried[-1].samples if tried else 0, untried)
+    if not tried:
+        return _Trials(untried=untried)
+    return _Trials(2 * tried[-1].samples, first_mixing(runs, _ends(graph)), untried)
 
 
 def with_limit(plan: Plan) -> Plan:

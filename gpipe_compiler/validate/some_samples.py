@@ -30,13 +30,21 @@ def mixing_among(
 
     Args:
         other: as for `values_of`.
+        ends: as for `first_mixing`.
+    """
+    parts = PARTS if count == SAMPLES else (PARTS[1], range(1, count))
+    return first_mixing(values_of_parts(graph, other, count, parts), ends)
+
+
+def first_mixing(runs: Sequence[BothRuns], ends: Collection[str] | None) -> Op | None:
+    """The first op that makes rows which are wrong.
+
+    Args:
         ends: values of which one has to be wrong, unless some samples have no rows anywhere; what
             lies before them may have its rows in another order. None where it is known that
             samples meet.
     """
-    parts = PARTS if count == SAMPLES else (PARTS[1], range(1, count))
-    both = values_of_parts(graph, other, count, parts)
-    wrong = [values for values in both if ends is None or values.differ_at(ends)]
+    wrong = [values for values in runs if ends is None or values.differ_at(ends)]
     return next((op for op in (values.root() for values in wrong) if op is not None), None)
 
 

@@ -155,6 +155,34 @@ def test_a_pipe_that_nobody_reads_on(workplace: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+CLOSING = """
+import sys
+sys.stdout.close()
+sys.stderr.close()
+"""
+
+
+def test_a_model_file_that_closes_stdout(workplace: Path) -> None:
+    (workplace / "model.py").write_text(CLOSING + MODEL)
+    command = [sys.executable, "-c", PRINTING.replace("graph.json", "model.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0
+    assert "dry run: nothing written" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+def test_a_stdout_that_is_full(workplace: Path) -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        command = [sys.executable, "-c", PRINTING]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.skipif(os.name != "posix", reason="asks a shell to close stdout")
 def test_a_stdout_that_is_closed(workplace: Path) -> None:
     command = ["sh", "-c", 'exec "$0" -c "$1" >&-', sys.executable, PRINTING]

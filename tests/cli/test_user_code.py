@@ -83,6 +83,25 @@ CASES = {
         "    return torch.nested.nested_tensor([torch.rand(3, 4), torch.rand(2, 4)])\n",
         "example_inputs() holds a nested tensor, which torch.export does not follow",
     ),
+    "no hash": (
+        "Model.__hash__ = None\n",
+        "torch cannot tell the modules of build_model() apart: unhashable type: 'Model'",
+    ),
+    "in a circle": (
+        "def build_model():\n    model = Model()\n    model.first.up = model\n    return model\n",
+        f"model.py:{LINE - 1}: modules of build_model() hold themselves",
+    ),
+    "no text": ("\0", "running model.py fails: it is no valid Python: "),
+    "a list of samples": (
+        "def example_inputs():\n    return [torch.rand(4, 4)]\n",
+        "example_inputs() returns a list, not a tensor",
+    ),
+    "its number of samples made a constant": (
+        "def forward(self, x):\n"
+        "    return self.last(self.first(x)) * torch.tensor(float(len(x)))\n"
+        "Model.forward = forward\n",
+        f"model.py:{LINE}: the model cannot be traced: the model works for a batch of 4 only",
+    ),
     "scripted": (
         "def build_model():\n    return torch.jit.script(Model())\n",
         "torch.jit has compiled it",

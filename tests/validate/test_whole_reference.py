@@ -39,6 +39,21 @@ class Calls(Two):
         return super().forward(x)
 
 
+class Followed(Two):
+    """A parameter without gradients that forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.5).add_(h.mean(0))
+        return self.last(h - self.average)
+
+
 class Samples(Two):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -286,3 +301,14 @@ def test_outputs_that_do_not_grow_with_the_batch_are_in_16_bits_too(
 
     assert made.validation is not None
     assert made.validation.passed
+
+
+def test_a_parameter_that_forward_writes_stays_the_models(tmp_path: Path) -> None:
+    """It begins each step that the package is compared with as the model has it."""
+    model = Followed()
+
+    validation = compiled(model, tmp_path, per_microbatch=True).validation
+
+    assert validation is not None
+    assert validation.passed
+    assert not model.average.any()

@@ -63,17 +63,20 @@ def own_device(given: Sequence[torch.device]) -> torch.device | None:
 
 
 def there(device: torch.device) -> torch.device:
-    """The same device.
+    """The same device; the CPU without a number, as torch's files are read onto it.
 
     Raises:
-        UsageError: when this machine, or this torch, has none such.
+        UsageError: when this machine, or this torch, has none such that holds numbers.
     """
     if device.type == "cuda":  # where asking for memory would begin to use it
         lacking = (device.index or 0) >= gpu_count()
         why = f"torch finds {counted(gpu_count(), 'GPU')}"
+    elif device.type == "cpu":
+        lacking, why = bool(device.index), "all of the CPU is one device"
+        device = device if lacking else torch.device("cpu")
     else:
         try:
-            torch.empty(0, device=device)
+            torch.empty(0, device=device).cpu()
             lacking, why = False, ""
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             lacking, why = True, first_line(error)

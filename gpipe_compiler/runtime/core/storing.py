@@ -32,8 +32,17 @@ def place(path: Path, write: Callable[[Path], None]) -> None:
         write: writes the file that it is named, which may not be there yet.
 
     Raises:
-        OSError: when it cannot be written; what was there before is there still.
+        OSError: naming the file, when it cannot be written; what was there before is there still.
     """
+    try:
+        _place(path, write)
+    except OSError as error:
+        if error.errno is None or isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _place(path: Path, write: Callable[[Path], None]) -> None:
     real = Path(os.path.realpath(path))
     if real.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -54,6 +63,15 @@ def place(path: Path, write: Callable[[Path], None]) -> None:
         made.replace(real)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def place_text(path: Path, text: str) -> None:
+    """Have a text file written as `place` does."""
+    place(path, lambda file: _write_text(file, text))
+
+
+def _write_text(file: Path, text: str) -> None:
+    file.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager

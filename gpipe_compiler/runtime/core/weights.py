@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import WeightsError
 from ..spec import StageSpec
 from .initial import replay, seed_of
-from .storing import place
+from .storing import place, place_text
 
 INDEX = "index.json"
 
@@ -105,12 +105,19 @@ def save_weights(
         save_file(shard, directory / file)
         files.update(dict.fromkeys(shard, file))
     text = json.dumps({"weight_map": files}, indent=1) + "\n"
-    (directory / INDEX).write_text(text, encoding="utf-8")
+    place_text(directory / INDEX, text)
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors into one safetensors file; those that share memory are written each."""
-    place(path, lambda file: safetensors.torch.save_file(apart(tensors), file))
+    """Write tensors into one safetensors file; those that share memory are written each.
+
+    Raises:
+        OSError, WeightsError: naming the file, when it cannot be written.
+    """
+    try:
+        place(path, lambda file: safetensors.torch.save_file(apart(tensors), file))
+    except safetensors.SafetensorError as error:  # as where the disk is full
+        raise WeightsError(f"cannot write {path}: {error}") from error
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

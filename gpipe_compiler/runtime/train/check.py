@@ -23,6 +23,7 @@ from ..core.local_stages import owners_of
 from ..core.nest import items_of
 from ..core.pipeline import Pipeline
 from ..core.precision import lower_dtype
+from ..core.storing import place_text
 from ..errors import UsageError
 from ..spec import BatchNorm, Joined, Leaf
 from .comparison import (
@@ -254,4 +255,4 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
     """The comparison as JSON, a list of rows."""
-    path.write_text(json.dumps([dataclasses.asdict(row) for row in rows]), encoding="utf-8")
+    place_text(path, json.dumps([dataclasses.asdict(row) for row in rows]))

@@ -83,7 +83,10 @@ def _reporting(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
             raise
         if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
             who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            print(printable_lines(f"{who}error: {error}"), file=sys.stderr, flush=True)
+            said = str(error)
+            if isinstance(error, OSError) and error.filename:
+                said = f"{error.filename}: {error.strerror}"
+            print(printable_lines(f"{who}error: {said}"), file=sys.stderr, flush=True)
             if isinstance(error, StageError):
                 print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
         else:

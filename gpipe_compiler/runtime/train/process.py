@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Self
 
@@ -35,15 +36,20 @@ def exit_code_of(command: Callable[[], int], closed: int = BROKEN_PIPE) -> int:
     """The exit code of a command that prints to whatever there is.
 
     What the encoding of stdout lacks is told in other letters; of a pipe that nobody reads any
-    more nothing is said.
+    more nothing is said. Whoever closes the streams, as a user's file may, only flushes them.
 
     Args:
         closed: the exit code where stdout is such a pipe.
     """
     codecs.register_error("gpipe.plain", _plain)
-    for stream in (sys.stdout, sys.stderr):
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed when the process began
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="gpipe.plain")
+        if stream is getattr(sys, f"__{name}__"):
+            stream.close = stream.flush
     try:
         code = command()
         print(end="", flush=True)  # unlike a method, with a stdout that was closed too
@@ -51,6 +57,10 @@ def exit_code_of(command: Callable[[], int], closed: int = BROKEN_PIPE) -> int:
         # The interpreter flushes once more, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return closed
+    except OSError as error:  # of the last flush; a command tells its own
+        print(f"error: stdout: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+        return code or 1
     return code
 
 
@@ -97,7 +107,7 @@ ALONE_S = 10.0
 """Seconds after which a rank that was told to stop knows that rank 0 was not."""
 
 _EXIT = 128
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
 
 
 class StopSignals:

@@ -117,7 +117,8 @@ class StepLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with self._writing():
+            self._file.close()
 
     def _write(self, line: dict[str, object]) -> None:
         with self._writing():

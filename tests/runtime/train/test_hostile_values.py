@@ -139,3 +139,33 @@ def test_hooks_that_leave(
         == 1
     )
     assert "SystemExit: 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu:7", "meta", "mkldnn"])
+def test_a_device_that_holds_no_numbers(
+    device: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(package, ["infer", "--devices", device]) == 2
+    assert f"there is no device {device} here" in capsys.readouterr().err
+
+
+def test_the_cpu_by_its_number(package: Path) -> None:
+    assert code_of(package, ["infer", "--devices", "cpu:0"]) == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["infer", "--output"],
+        ["check", "--report"],
+        ["train", "--steps=1", "--log-file"],
+        ["train", "--steps=1", "--save"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_what_cannot_be_written_is_named(
+    words: list[str], package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(package, [*words, "/dev/full"]) == 1
+    assert "/dev/full: " in capsys.readouterr().err
