@@ -233,12 +233,12 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
     try:
         with (
             general() if free else contextlib.nullcontext(),
+            checks_passed(),  # says which it has passed when the trace is no longer quiet
             tracing_settings(),
             _user_lines(),
             torch.set_grad_enabled(gradients),
             watch.watching(),
             python.around(),
-            checks_passed(),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
             gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
             # By itself a reentrant checkpoint is traced without gradients.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -21,23 +23,31 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from gpipe_compiler.frontend.locate import frames_of_model, is_users
+from gpipe_compiler.frontend.locate import frames_of_model, is_users, location
 
 
 @contextlib.contextmanager
 def checks_passed() -> Iterator[None]:
-    """Lets what is traced inside pass its own checks of the values of tensors."""
+    """Lets what is traced inside pass its own checks of the values of tensors, and says which."""
+    passed: dict[str, None] = {}
+
+    def passing_at(frame: FrameType) -> bool | None:
+        found = _passing(frame)
+        if found is not None:
+            passed[location(frame.f_code.co_filename, frame.f_lineno).brief] = None
+        return found
+
     of_tensor: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
     of_size: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
     def tensor_is_true(tensor: torch.Tensor) -> bool:
-        passing = _passing(sys._getframe(1)) if get_proxy_mode() is not None else None
+        passing = passing_at(sys._getframe(1)) if get_proxy_mode() is not None else None
         return of_tensor(tensor) if passing is None else passing
 
     def size_is_true(size: torch.SymBool) -> bool:
         frame = sys._getframe(1)
         asks = is_users(frame.f_code.co_filename) and free_unbacked_symbols(size)
-        passing = _passing(frame) if asks else None
+        passing = passing_at(frame) if asks else None
         return of_size(size) if passing is None else passing
 
     with (
@@ -45,6 +55,8 @@ def checks_passed() -> Iterator[None]:
         mock.patch.object(torch.SymBool, "__bool__", size_is_true),
     ):
         yield
+    for line in passed:
+        warnings.warn(f"{line}: this check is not in the package, as it only raises", stacklevel=1)
 
 
 def _passing(frame: FrameType) -> bool | None:
@@ -57,7 +69,7 @@ def _passing(frame: FrameType) -> bool | None:
     """
     asking = _instruction(frame)
     checks = _statements(frame.f_code.co_filename).checks if asking else ()
-    found = [check.passing for check in checks if asking and check.is_asked_at(asking)]
+    found = [c.passing_at(frame) for c in checks if asking and c.is_asked_at(asking)]
     caught = any(
         first <= number <= last
         for name, number, _ in frames_of_model(frame)
@@ -87,13 +99,29 @@ class _Check:
 
     Attributes:
         statement: it stands in.
-        passing: what all its parts have to be for nothing to be raised; None where they have to
-            differ, or it decides something else.
+        parts: in order, what each has to be for nothing to be raised; None for one that chooses
+            within itself; () where the condition decides something else.
     """
 
     statement: _Place
     condition: _Place
-    passing: bool | None
+    parts: tuple[bool | None, ...]
+
+    def passing_at(self, frame: FrameType) -> bool | None:
+        """What the part has to be whose truth a frame asks; None where that is not known."""
+        if len(set(self.parts)) == 1:
+            return self.parts[0]
+        asked = [
+            instruction.offset
+            for instruction in dis.get_instructions(frame.f_code)
+            if "POP_JUMP" in instruction.opname
+            and (place := _place_of(instruction.positions)) is not None
+            and self.is_asked_at(place)
+        ]
+        # Each part is asked by a jump of its own, and Python may name the statement for it.
+        if len(asked) != len(self.parts) or None in self.parts or frame.f_lasti not in asked:
+            return None
+        return self.parts[asked.index(frame.f_lasti)]
 
     def is_asked_at(self, place: _Place) -> bool:
         """Whether its truth is asked there, or that of a part; Python may name the statement."""
@@ -105,7 +133,11 @@ def _instruction(frame: FrameType) -> _Place | None:
     """What a frame is executing; other conditions may stand in the same line. None where Python
     does not know."""
     positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
-    line, last, column, end = next(positions)
+    return _place_of(next(positions))
+
+
+def _place_of(positions: Sequence[int | None] | None) -> _Place | None:
+    line, last, column, end = positions or (None,) * 4
     if line is None or last is None or column is None or end is None:
         return None
     return _Place((line, column), (last, end))
@@ -166,10 +198,11 @@ class _Statements(ast.NodeVisitor):
 
     def _condition(self, node: ast.If | ast.Assert, passing: bool | None) -> None:
         """Notes one, and what it has to be."""
-        parts = _parts(node.test) if passing is not None else ()
-        asked = {passing is as_it for as_it in parts}
-        only = asked.pop() if len(asked) == 1 else None
-        self.checks.append(_Check(_Place.of(node), _Place.of(node.test), only))
+        parts = tuple(
+            None if as_it is None else passing is as_it
+            for as_it in (_parts(node.test) if passing is not None else ())
+        )
+        self.checks.append(_Check(_Place.of(node), _Place.of(node.test), parts))
 
 
 def _is_of_torch(context: ast.expr) -> bool:
@@ -197,22 +230,20 @@ def _raises(body: list[ast.stmt]) -> bool:
     return all(isinstance(statement, ast.Assign | ast.Expr) for statement in body[:-1])
 
 
-def _parts(test: ast.expr) -> Iterator[bool]:
+def _parts(test: ast.expr) -> Iterator[bool | None]:
     """For every part whose truth is asked, whether the whole holds as it does, or as it does not.
 
-    Both for what chooses within an expression.
+    None for what chooses within an expression.
     """
     match test:
         case ast.BoolOp(values=values):
             for value in values:
                 yield from _parts(value)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield from (not as_it for as_it in _parts(operand))
+            yield from (None if as_it is None else not as_it for as_it in _parts(operand))
         case _:
-            yield True
             chooses = (ast.BoolOp, ast.IfExp, ast.Not, ast.NamedExpr, ast.Lambda)
-            if any(isinstance(inner, chooses) for inner in ast.walk(test)):
-                yield False
+            yield None if any(isinstance(inner, chooses) for inner in ast.walk(test)) else True
 
 
 def _statements(file: str) -> _Statements:

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from adversary.case import Case, Refused
+from adversary.case import FP32_ONLY, Case, Refused
 from torch import Tensor, nn
 
 
@@ -196,7 +196,30 @@ def simple(name: str, model: type[nn.Module], inputs: object = rows, **options: 
     return Case(name, model, inputs, F.cross_entropy, classes, **options)
 
 
+class Asserts(nn.Module):
+    """Checks what it takes: parts that have to hold, and parts that may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.isfinite().all() and not (x > 100).any()  # noqa: PT018  # as users write it
+        assert not (x > 100).all() or x.numel() == 0
+        if x.max() > 1e6 or not (x.abs() < 1e6).all():
+            raise ValueError("too large")
+        return self.last(self.body(x).tanh())
+
+
 CASES = (
+    Case(
+        "asserts",
+        Asserts,
+        lambda n: torch.randn(n, 6),
+        F.mse_loss,
+        lambda n: torch.randn(n, 3),
+        manners=FP32_ONLY,
+    ),
     simple("loops", Loops, quick=True),
     simple("branches_on_shapes", Shapes, steps),
     Case("over_time", OverTime, steps, of_steps, classes),
