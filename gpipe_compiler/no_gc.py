@@ -30,4 +30,4 @@ def importing() -> Iterator[None]:
     looks at it either."""
     with uncollected():
         yield
-    gc.freeze()
+        gc.freeze()

@@ -13,7 +13,6 @@ from enum import Enum
 import torch
 
 from gpipe_compiler.ir import Graph, Op, Ref, ValueKind
-from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.loss_additivity import COMPARING, FILLED, KINKED, name_of
 from gpipe_compiler.passes.verbs import MOVES, counted_above_zero, number_of, verb
 
@@ -102,7 +101,7 @@ def _dims(op: Op) -> Iterator[int]:
 
 def _gate(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> Op | None:
     """The op itself where it sets a bound to what is taken over the batch."""
-    bounds = [number_of(graph, item) for item in leaves(op.arguments)]
+    bounds = [number_of(graph, item) for item in op.leaves]
     counts = any(number is not None and number > _LEAST for number in bounds)
     read = {found[value] for value in op.inputs if value in found}
     if _Taken.RANKED in read:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpipe_compiler.ir import Graph, Op, Ref, StateRef, ValueKind, called
-from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.sizes import LARGEST_BATCH, SampleRule, in_order
 
 _COMPARING = frozenset(
@@ -43,7 +42,7 @@ def all_rules(graph: Graph) -> tuple[SampleRule, ...]:
 
 def _compared(graph: Graph, op: Op) -> Iterator[float]:
     """The numbers with which an op compares places in the batch, or its size."""
-    numbers = [item for item in leaves(op.arguments) if type(item) in (int, float)]
+    numbers = [item for item in op.leaves if type(item) in (int, float)]
     if called(op.call) == "getitem":
         yield from _sliced(graph, op)
     elif numbers and called(op.call) in _COMPARING and _counts_samples(graph, op):
@@ -68,7 +67,7 @@ def _counts_samples(graph: Graph, op: Op) -> bool:
     """Whether all that an op reads follows from the number of samples alone."""
     names = [name for name in op.inputs if name in graph.batched]
     known = [graph.values[name] for name in names]
-    if not known or any(isinstance(item, StateRef) for item in leaves(op.arguments)):
+    if not known or any(isinstance(item, StateRef) for item in op.leaves):
         return False
     if all(value.kind is ValueKind.SCALAR for value in known):
         return True

@@ -13,7 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
-from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.observe import ObservedRun, Storage, in_all_modes, observed
 from gpipe_compiler.passes.repeats import NameKind
@@ -102,7 +101,7 @@ def _may_share_by_mode(graph: Graph, op: Op) -> bool:
             return issubclass(graph.modules[path].cls, _DropoutNd)
         case RegionCall():
             return True
-    return any(True for _ in choices(op.arguments))
+    return op.has_choices
 
 
 def _close(aliases: dict[str, set[str]]) -> None:

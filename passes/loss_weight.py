@@ -25,7 +25,7 @@ from gpipe_compiler.ir import (
     RegionCall,
     ValueKind,
 )
-from gpipe_compiler.ir.arguments import choices, map_argument, state_names, value_names
+from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import Targets
@@ -272,4 +272,4 @@ def _ops_before(
 
 
 def _depends_on_mode(op: Op) -> bool:
-    return isinstance(op.call, RegionCall) or any(True for _ in choices(op.arguments))
+    return isinstance(op.call, RegionCall) or op.has_choices

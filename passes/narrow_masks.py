@@ -24,7 +24,6 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.passes.effects import Effects, effects
 
 _ELEMENTWISE = frozenset({
@@ -100,7 +99,7 @@ def _agrees(graph: Graph, narrow: Collection[str], name: str) -> bool:
 
 def _tensors(graph: Graph, op: Op) -> Iterator[Ref | StateRef]:
     """The operands that are no numbers."""
-    for item in leaves(op.arguments):
+    for item in op.leaves:
         is_number = isinstance(item, Ref) and graph.values[item.name].kind is ValueKind.SCALAR
         if isinstance(item, Ref | StateRef) and not is_number:
             yield item

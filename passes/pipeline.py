@@ -145,7 +145,9 @@ class PassPipeline:
             IllegalGraphError: naming the pass that has made an illegal graph.
         """
         for step in self.passes:
-            graph = check(step.run(graph, at), after=step.name)
+            before, graph = graph, step.run(graph, at)
+            if graph is not before:
+                check(graph, after=step.name)
             if not graph.values:
                 graph = annotate(graph, at.samples, at.precision)
             if step.name in self.printed:

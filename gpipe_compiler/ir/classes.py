@@ -13,7 +13,6 @@ from gpipe_compiler.ir.arguments import (
     Argument,
     BatchMultiple,
     Ref,
-    choices,
     leaves,
     map_argument,
 )
@@ -164,7 +163,7 @@ class _Check:
             and bool(call.outputs)
             and paths <= self._contents.functions.keys()
             and not any(isinstance(op.call, ModuleCall) for op in inner)
-            and all(op.mode is Mode.ALWAYS and not any(choices(op.arguments)) for op in inner)
+            and all(op.mode is Mode.ALWAYS and not op.has_choices for op in inner)
             and all(v in values and values[v].kind is ValueKind.TENSOR for v in call.outputs)
         )
 

@@ -62,7 +62,8 @@ def _violations(graph: Graph) -> Iterator[str]:
 
 
 def _reads(graph: Graph, op: Op, modes: dict[str, Mode]) -> Iterator[str]:
-    for name, mode in _uses(op.arguments, op.mode):
+    uses = _uses(op.arguments, op.mode) if op.has_choices else ((n, op.mode) for n in op.reads)
+    for name, mode in uses:
         if name not in modes:
             yield f"{op.name} reads {name}, which is not made before it"
         elif modes[name] is not Mode.ALWAYS and modes[name] is not mode:

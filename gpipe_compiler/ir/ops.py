@@ -6,14 +6,23 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir.arguments import Argument, renamed, value_names
-from gpipe_compiler.ir.arguments import state_names as state_names_of
+from gpipe_compiler.ir.arguments import (
+    Argument,
+    Leaf,
+    Ref,
+    StateRef,
+    choices,
+    leaves,
+    renamed,
+    state_names,
+)
 
 
 class Mode(Enum):
@@ -152,9 +161,9 @@ def result_names(result: Result) -> Iterator[str]:
             yield from result_names(item)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Op:
-    """One step of the model.
+    """One step of the model. What follows from it is kept with it: every pass asks.
 
     Attributes:
         name: unique in the graph; also the name of its value when it has one.
@@ -190,7 +199,7 @@ class Op:
         """How many calls of a module around it came before the one that it is part of."""
         return next((turn for around, turn in self.turns if around == path), 0)
 
-    @property
+    @cached_property
     def outputs(self) -> tuple[str, ...]:
         """The values it makes."""
         return tuple(result_names(self.result))
@@ -200,12 +209,22 @@ class Op:
         """The arguments of its call, by position and by name."""
         return self.call.args, dict(self.call.kwargs)
 
-    @property
-    def reads(self) -> list[str]:
-        """The values it reads, each as often as it does."""
-        return list(value_names(self.arguments))
+    @cached_property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves of its arguments, in order."""
+        return tuple(leaves(self.arguments))
 
-    @property
+    @cached_property
+    def has_choices(self) -> bool:
+        """Whether an argument is another in train than in eval mode."""
+        return any(True for _ in choices(self.arguments))
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The values it reads, each as often as it does."""
+        return tuple(leaf.name for leaf in self.leaves if isinstance(leaf, Ref))
+
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The values it reads, each once, in order of first use."""
         return tuple(dict.fromkeys(self.reads))
@@ -213,13 +232,13 @@ class Op:
     def states(self, modules: Mapping[str, ModuleSpec]) -> tuple[str, ...]:
         """The canonical names of the parameters, buffers and constants it reads or writes."""
         call = self.call
-        names = list(state_names_of(self.arguments))
+        names = [leaf.name for leaf in self.leaves if isinstance(leaf, StateRef)]
         if isinstance(call, ModuleCall):
             names.extend(modules[call.module].state.values())
         if isinstance(call, RegionCall):
             for inner in call.body.ops:
                 names.extend(inner.states(modules))
-            names.extend(state_names_of(call.body.outputs))
+            names.extend(state_names(call.body.outputs))
         return tuple(dict.fromkeys(names))
 
 

@@ -16,7 +16,6 @@ from gpipe_compiler.frontend.comparable_runs import (
 )
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, Mode, Op
-from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.passes.batch_gates import first_gate
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -146,7 +145,7 @@ def _refuse_mixing_backward(graph: Graph) -> None:
 
 
 def _differs_in_training(op: Op) -> bool:
-    return op.mode is Mode.TRAIN or any(choices(op.arguments))
+    return op.mode is Mode.TRAIN or op.has_choices
 
 
 def _first_in_training(graph: Graph) -> Op | None:

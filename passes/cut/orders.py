@@ -162,21 +162,25 @@ def neighbours(
         outside[-1] = False
     more = list(_moves(outside, graph.before, after, most))
     fewer = list(_moves(inside, after, graph.before, most))
-    gone = [_mask(nodes) for nodes in fewer]
+    gone = [_mask(nodes, graph.size) for nodes in fewer]
     found = {mask ^ nodes for nodes in gone}
-    lighter = sorted((sum(seconds[n] for n in nodes), i) for i, nodes in enumerate(fewer))
+    work = seconds.__getitem__
+    lighter = sorted((sum(map(work, nodes)), i) for i, nodes in enumerate(fewer))
     for nodes in more:
-        grown = mask | _mask(nodes)
+        grown = mask | _mask(nodes, graph.size)
         found.add(grown)
-        at = bisect.bisect(lighter, (sum(seconds[n] for n in nodes), 0))
+        before = set[int]().union(*map(graph.before.__getitem__, nodes))
+        at = bisect.bisect(lighter, (sum(map(work, nodes)), 0))
         for _, index in lighter[max(0, at - NEAREST) : at + NEAREST]:
-            if not any(graph.before[node] & fewer[index] for node in nodes):
+            if before.isdisjoint(fewer[index]):
                 found.add(grown ^ gone[index])
     return found
 
 
-def _mask(nodes: Iterable[int]) -> int:
-    return sum(1 << node for node in nodes)
+def _mask(nodes: Iterable[int], size: int) -> int:
+    flags = np.zeros(size, dtype=np.bool_)
+    flags[list(nodes)] = True
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def _moves(

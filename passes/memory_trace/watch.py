@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from gpipe_compiler.dispatching import PlainDispatchMode
@@ -151,8 +152,10 @@ class StorageWatch(PlainDispatchMode):
         """Runs the op, and takes note of the storages it has made."""
         if self.op is None:
             self._look_at_node()
-        if func is _DEVICE:
-            return func(*args)
+        if func is _DEVICE:  # most calls are such questions, which the fakes answer later
+            (tensor,) = args
+            known = type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation
+            return tensor.fake_device if known else func(*args)
         func, kwargs = self._unwatched(func, args, kwargs)
         returned: object = of_sparse(self._node, func, args) if self.op is None else None
         if returned is None:

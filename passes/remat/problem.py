@@ -37,6 +37,29 @@ class RematOp:
     reads: tuple[tuple[int, Storages], ...] = ()
 
 
+@dataclass(slots=True)
+class SecondRun:
+    """The second run of a segment, step by step.
+
+    Attributes:
+        seconds: up to the last step that saves.
+        waiting: of the steps after it, which run again only where a later one saves.
+    """
+
+    seconds: float = 0.0
+    waiting: float = 0.0
+
+    def add(self, step: RematOp) -> None:
+        """The segment's next step."""
+        if step.saves:
+            self.seconds += self.waiting
+            self.waiting = 0.0
+            if not step.early:
+                self.seconds += step.seconds
+                return
+        self.waiting += step.seconds
+
+
 @dataclass(frozen=True, slots=True)
 class RematProblem:
     """A stage, as what can run again of it.
@@ -68,7 +91,7 @@ class RematProblem:
 
     def bytes(self, storages: Iterable[int]) -> int:
         """Of distinct storages."""
-        return sum(self.sizes[number] for number in storages)
+        return sum(map(self.sizes.__getitem__, storages))
 
     def given(self, segment: Segment) -> Storages:
         """The storages that a segment is given."""
@@ -90,16 +113,10 @@ class RematProblem:
     def seconds(self, segment: Segment) -> float:
         """Of its second run."""
         start, stop = segment
-        total = waiting = 0.0
+        run = SecondRun()
         for step in self.steps[start:stop]:
-            if step.saves:
-                total += waiting
-                waiting = 0.0
-                if not step.early:
-                    total += step.seconds
-                    continue
-            waiting += step.seconds
-        return total
+            run.add(step)
+        return run.seconds
 
 
 @dataclass(frozen=True, slots=True)

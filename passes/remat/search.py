@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.remat.problem import RematProblem, Segment, Storages
+from gpipe_compiler.passes.remat.problem import RematProblem, SecondRun, Segment, Storages
 
 WAYS = 64
 """To every place, with the same storages kept, at most."""
@@ -208,8 +208,10 @@ class _Search:
             yield _Move(index + 1, 0.0, keeping, frozenset(), segment=False)
         given: set[int] = set()
         saved: set[int] = set()
+        again = SecondRun()
         for later in range(index + 1, len(places)):
             for step in steps[places[later - 1] : places[later]]:
+                again.add(step)
                 saved |= step.saves
                 for maker, storages in step.reads:
                     if maker < places[index]:
@@ -218,8 +220,7 @@ class _Search:
             segment = places[index], places[later]
             allowed = self.allowed is None or segment in self.allowed or segment in written
             if inside and allowed:
-                seconds = self.problem.seconds(segment)
-                yield _Move(later, seconds, frozenset(given), inside, segment=True)
+                yield _Move(later, again.seconds, frozenset(given), inside, segment=True)
 
     def _segments(self, row: int) -> tuple[Segment, ...]:
         """Those of a way to the end."""
