@@ -93,7 +93,7 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     return _without(graph, names, positions) if names else graph
 
 
-def _reads(op: Op) -> list[str]:
+def _reads(op: Op) -> tuple[str, ...]:
     """The values that an op reads, as often as it does; for a region, often."""
     return op.reads * (3 if isinstance(op.call, RegionCall) else 1)
 

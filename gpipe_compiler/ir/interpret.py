@@ -90,10 +90,11 @@ class Interpreter:
     def prepare(self) -> Interpreter:
         """Itself, with every module constructed now instead of at its first call.
 
-        Calls bring their own state, so modules that are constructed alike are one.
-        To be called before a fake-tensor mode is entered, which would slow construction down.
+        Calls bring their own state, so modules that are constructed alike are one, in all runs of
+        the graph. To be called before a fake-tensor mode is entered, which would slow construction
+        down.
         """
-        equal: dict[str, nn.Module] = {}
+        equal: dict[str, nn.Module] = self.graph.kept.setdefault(construct, {})
         for path, spec in self.graph.modules.items():
             if path not in self._modules:
                 key = f"{spec.cls.__module__}.{spec.cls.__qualname__} {spec.args} {spec.kwargs}"

@@ -7,6 +7,7 @@ them at once.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.remat.problem import RematProblem, SecondRun, Segment, Storages
+from gpipe_compiler.passes.remat.problem import (
+    RematOp,
+    RematProblem,
+    SecondRun,
+    Segment,
+    Storages,
+)
 
 WAYS = 64
 """To every place, with the same storages kept, at most."""
@@ -45,16 +52,38 @@ class _Move:
     """From one place to a later one.
 
     Attributes:
-        keeps: the storages that are kept.
+        keeps: which storages are kept.
         saved: those besides that are there while the segment runs again.
         segment: whether there is one; else all is kept that is saved on the way.
     """
 
     later: int
     seconds: float
-    keeps: Storages
-    saved: Storages
+    keeps: Flags
+    saved: Flags
     segment: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """The steps between two places that follow one another.
+
+    Attributes:
+        saves: the storages that they save.
+        reads: those that they read, and `makers` the positions of the steps that make these.
+    """
+
+    steps: Sequence[RematOp]
+    saves: Rows
+    reads: Rows
+    makers: Rows
+
+    @classmethod
+    def of(cls, steps: Sequence[RematOp]) -> _Stretch:
+        reads = [(number, maker) for s in steps for maker, own in s.reads for number in own]
+        rows = np.array(reads, dtype=np.int64).reshape(-1, 2)
+        saves = [number for step in steps for number in step.saves]
+        return cls(steps, np.array(saves, dtype=np.int64), rows[:, 0], rows[:, 1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +126,7 @@ class _Arrivals:
         groups: a number for each set of storages of its columns that is kept.
     """
 
-    columns: tuple[int, ...]
+    columns: Rows
     tables: list[_Ways]
     groups: dict[bytes, int]
 
@@ -139,7 +168,11 @@ class _Search:
         self.places = places
         self.sizes = np.array(problem.sizes, dtype=np.int64)
         self.arrivals = [
-            _Arrivals(tuple(sorted(storages)), [], {}) for storages in _open(problem, places)
+            _Arrivals(np.array(sorted(storages), dtype=np.int64), [], {})
+            for storages in _open(problem, places)
+        ]
+        self.stretches = [
+            _Stretch.of(problem.steps[start:stop]) for start, stop in itertools.pairwise(places)
         ]
         self.ways: list[_Ways] = []
 
@@ -152,10 +185,11 @@ class _Search:
         return list({self._segments(row): None for row in range(len(self.ways[-1]))})
 
     def _start(self) -> None:
-        first = self.problem.saved((0, self.places[0]))
-        start = np.array([self.problem.bytes(first)])
+        first = self._nothing()
+        first[list(self.problem.saved((0, self.places[0])))] = True
+        start = np.array([self.sizes[first].sum()])
         arrivals = self.arrivals[0]
-        group = arrivals.numbers(_flags(arrivals.columns, first)[None])
+        group = arrivals.numbers(first[arrivals.columns][None])
         nothing = np.zeros(1, dtype=np.int64)
         arrivals.tables.append(
             _Ways(np.zeros(1), start, start, group, nothing - 1, nothing, nothing > 0)
@@ -166,23 +200,19 @@ class _Search:
         ways = self.ways[index]
         here = self.arrivals[index]
         kept = here.kept()
-        sizes = self.sizes[list(here.columns)]
-        position = {number: column for column, number in enumerate(here.columns)}
+        sizes = self.sizes[here.columns]
         rows = np.arange(len(ways))
         before = np.full(len(ways), index)
         for move in self._moves(index):
-            both = kept @ (sizes * _flags(here.columns, move.keeps))
-            added = self.problem.bytes(move.keeps) - both
-            there = self.problem.bytes(move.saved) - kept @ (
-                sizes * _flags(here.columns, move.saved)
-            )
+            added = self.sizes[move.keeps].sum() - kept @ (sizes * move.keeps[here.columns])
+            there = self.sizes[move.saved].sum() - kept @ (sizes * move.saved[here.columns])
             target = self.arrivals[move.later]
             left = np.zeros((len(kept), len(target.columns)), dtype=bool)
-            shared = [(c, position[n]) for c, n in enumerate(target.columns) if n in position]
-            if shared:
-                theirs, mine = zip(*shared, strict=True)
-                left[:, list(theirs)] = kept[:, list(mine)]
-            left |= _flags(target.columns, move.keeps)
+            _, theirs, mine = np.intersect1d(
+                target.columns, here.columns, assume_unique=True, return_indices=True
+            )
+            left[:, theirs] = kept[:, mine]
+            left |= move.keeps[target.columns]
             now = ways.kept + added[ways.group]
             target.tables.append(
                 _Ways(
@@ -196,31 +226,26 @@ class _Search:
                 )
             )
 
+    def _nothing(self) -> Flags:
+        return np.zeros(len(self.sizes), dtype=bool)
+
     def _moves(self, index: int) -> Iterator[_Move]:
         """From a place: to keep what comes up to the next, and the segments."""
-        places, steps = self.places, self.problem.steps
-        if index + 1 == len(places):
-            return
-        written = self.problem.written
-        following = places[index], places[index + 1]
-        if following not in written:
-            keeping = self.problem.saved(following)
-            yield _Move(index + 1, 0.0, keeping, frozenset(), segment=False)
-        given: set[int] = set()
-        saved: set[int] = set()
-        again = SecondRun()
+        places, written = self.places, self.problem.written
+        given, saved, again = self._nothing(), self._nothing(), SecondRun()
         for later in range(index + 1, len(places)):
-            for step in steps[places[later - 1] : places[later]]:
+            stretch = self.stretches[later - 1]
+            for step in stretch.steps:
                 again.add(step)
-                saved |= step.saves
-                for maker, storages in step.reads:
-                    if maker < places[index]:
-                        given |= storages
-            inside = frozenset(saved - given)
+            saved[stretch.saves] = True
+            given[stretch.reads[stretch.makers < places[index]]] = True
             segment = places[index], places[later]
+            if later == index + 1 and segment not in written:
+                yield _Move(later, 0.0, saved.copy(), self._nothing(), segment=False)
+            inside = saved & ~given
             allowed = self.allowed is None or segment in self.allowed or segment in written
-            if inside and allowed:
-                yield _Move(later, again.seconds, frozenset(given), inside, segment=True)
+            if allowed and inside.any():
+                yield _Move(later, again.seconds, given.copy(), inside, segment=True)
 
     def _segments(self, row: int) -> tuple[Segment, ...]:
         """Those of a way to the end."""
@@ -233,11 +258,6 @@ class _Search:
                 found.append((self.places[before], self.places[index]))
             index, row = before, int(ways.row[row])
         return tuple(reversed(found))
-
-
-def _flags(columns: Sequence[int], storages: Storages) -> Flags:
-    """Which of the columns are of these storages."""
-    return np.fromiter((number in storages for number in columns), bool, len(columns))
 
 
 def _open(problem: RematProblem, places: Sequence[int]) -> list[Storages]:
