@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fnmatch
 import json
 import os
 import re
@@ -226,8 +225,7 @@ def chosen(patterns: Iterable[str]) -> list[str]:
     sys.path.insert(0, str(HERE))
     from foreign.model import names
 
-    asked = list(patterns) or ["*"]
-    return [name for name in names() if any(fnmatch.fnmatch(name, p) for p in asked)]
+    return list(names(tuple(patterns) or ("*",)))
 
 
 def options_of(name: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ class Foreign:
     """A model as its user would write it down.
 
     Attributes:
-        inputs, target: of a batch of so many samples, drawn by torch's generator.
+        inputs, target: of a batch of that many samples, drawn by torch's generator.
         loss: `loss_fn(output, target)`; None for a model that returns its own.
         samples: of the example.
         options: of the command.
@@ -47,11 +48,15 @@ class Foreign:
         return found
 
 
-def names() -> Iterator[str]:
-    """All of them, as LIBRARY:NAME."""
+def names(patterns: Collection[str] = ("*",)) -> Iterator[str]:
+    """Those that match a pattern of a shell, as LIBRARY:NAME; other libraries are not imported."""
     for library in LIBRARIES:
+        if not any(fnmatch.fnmatch(library, pattern.partition(":")[0]) for pattern in patterns):
+            continue
         module = importlib.import_module(f"foreign.in_{library}")
-        yield from (f"{library}:{name}" for name in module.names())
+        for name in (f"{library}:{name}" for name in module.names()):
+            if any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
+                yield name
 
 
 def foreign(name: str) -> Foreign:
