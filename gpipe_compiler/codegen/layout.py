@@ -7,6 +7,7 @@ function. Anything else stays on one line, so callers keep such expressions shor
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -15,6 +16,10 @@ WIDTH = 100
 """Columns of emitted code."""
 
 INDENT = "    "
+
+_KEY = re.compile(r'\["(\d+)"\]')
+_ALIKE = 3
+"""Items of a list from which on a comprehension is shorter to read."""
 
 
 class Binding(IntEnum):
@@ -102,8 +107,26 @@ def method_call(receiver: Expression, method: str, items: Sequence[Expression]) 
 
 
 def list_of(items: Iterable[Expression]) -> Expression:
-    """`[items]`."""
-    return _bracketed("[", tuple(items), "]", fills=False, exploded=False)
+    """`[items]`; those in a row that differ by the key of a list of modules as a comprehension."""
+    found = tuple(items)
+    return _by_key(found) or _bracketed("[", found, "]", fills=False, exploded=False)
+
+
+def _by_key(items: Sequence[Expression]) -> Expression | None:
+    """`[self.heads[str(i)](x) for i in range(4)]`; None where items are not alike, or are few."""
+    parts = [_KEY.split(item.flat) for item in items]
+    if len(parts) < _ALIKE or len({tuple(own[::2]) for own in parts}) > 1:
+        return None
+    columns = zip(*(own[1::2] for own in parts), strict=True)
+    differing = {column for column in columns if len(set(column)) > 1}
+    span = consecutive(next(iter(differing))) if len(differing) == 1 else ""
+    first, text = parts[0], parts[0][0]
+    for place in range(1, len(first), 2):
+        same = first[place] == parts[1][place]
+        text += (f'["{first[place]}"]' if same else "[str(i)]") + first[place + 1]
+    if not span or re.search(r"\bi\b", text.replace("str(i)", "")):
+        return None
+    return comprehension("[", Expression(text), f"for i in {span}", "]")
 
 
 def dict_of(

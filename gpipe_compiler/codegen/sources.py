@@ -150,7 +150,7 @@ def _read(node: ast.stmt) -> set[str]:
 
 
 def _operations(node: ast.stmt) -> int:
-    if any(isinstance(part, ast.comprehension) for part in ast.walk(node)):
+    if any(isinstance(part, ast.comprehension | ast.Lambda) for part in ast.walk(node)):
         return sys.maxsize
     counted = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
     return sum(
@@ -161,8 +161,10 @@ def _operations(node: ast.stmt) -> int:
 
 
 def _is_listed(value: ast.expr | None) -> bool:
-    """Whether it is `f(x), g(y)` or `(f(x) for f in functions)`."""
+    """Whether it is `f(x), g(y)`, `(f(x) for f in functions)` or `map(f, items)`."""
     match value:
+        case ast.Call(func=ast.Name(id="map")):
+            return True
         case ast.Tuple(elts=elements) | ast.List(elts=elements):
             return not any(isinstance(item, ast.Name | ast.Constant) for item in elements)
         case _:
@@ -250,6 +252,31 @@ def parameters_of(method: ast.FunctionDef) -> list[str]:
     arguments = method.args
     every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     return [argument.arg for argument in every]
+
+
+def names_of_parts(location: SourceLocation | None, count: int) -> tuple[str, ...]:
+    """The names of the parts of what a line assigns to one name, as the user takes it apart.
+
+    `q, k, v = qkv` and `q, k, v = map(f, qkv)` tell those of `qkv`, in its function or else in one
+    alone of the file. Where none does they are numbered; () for what is assigned to no name.
+    """
+    place = place_at(location)
+    if location is None or place is None:
+        return ()
+    targets = _targets(place.statement)
+    if len(targets) != 1:
+        return ()
+    for scope in (place.method, parsed(location.file)):
+        found = {
+            names
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Assign)
+            and len(names := _targets(node)) == count
+            and targets[0] in _names(node.value, ast.Load)
+        }
+        if len(found) == 1:
+            return found.pop()
+    return tuple(f"{targets[0]}_{number}" for number in range(count))
 
 
 def alias_of(location: SourceLocation | None, own: str) -> str:

@@ -332,7 +332,10 @@ def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
         return f"{text}."
     span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}"
     full = f"{text}: {span}."
-    return full if len(full) <= WIDTH - 6 else f"{text}.\n\nFrom {span}.\n"
+    if len(full) <= WIDTH - 6:
+        return full
+    span = f"From {span}."
+    return f"{text}.\n\n{span if len(span) <= WIDTH else span.replace(' to ', chr(10) + 'to ')}\n"
 
 
 def _ordinal(number: int) -> str:

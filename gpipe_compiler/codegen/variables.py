@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_compiler.codegen.functions import changed_by
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sources import UserStatement, statement_at
+from gpipe_compiler.codegen.sources import UserStatement, names_of_parts, statement_at
 from gpipe_compiler.ir import (
     Argument,
     Call,
@@ -255,7 +255,8 @@ def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
         return nothing
     targets = run.statement.targets
     if len(op.outputs) > 1:
-        return targets if len(targets) == len(op.outputs) else nothing
+        parts = targets if len(targets) == len(op.outputs) else None
+        return parts or names_of_parts(op.source, len(op.outputs)) or nothing
     chained = run.statement.rebinds and not run.nested
     if len(targets) == 1:
         if run.statement.listed:
@@ -314,13 +315,15 @@ def _of_region(op: Op, made: RegionCall, value: str) -> str:
 def name_of_module(path: str) -> str:
     """`gate_proj_out` for what `layers.1.mlp.gate_proj` makes, `layers_1` for `layers.1`.
 
-    What a call of the user's function makes, `layers.1.rotate()mul_1`, is `rotate_out`.
+    That of `layers.1.0` is `layers_1_0`. What a call of the user's function makes,
+    `layers.1.rotate()mul_1`, is `rotate_out`.
     """
     around, _, last = path.partition("()")[0].rpartition(".")
     if not last.isdecimal():
         return f"{last}_out" if last and not f"_{last}".endswith("_out") else last
-    outer = around.rpartition(".")[2]
-    return f"{outer}_{last}" if outer and not outer.isdecimal() else ""
+    while (inner := around.rpartition("."))[2].isdecimal():
+        around, last = inner[0], f"{inner[2]}_{last}"
+    return f"{inner[2]}_{last}" if inner[2] else ""
 
 
 def name_of_one(path: str) -> str:

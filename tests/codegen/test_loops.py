@@ -156,7 +156,31 @@ class Shared(nn.Module):
         return y + self.feed(y)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Feed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([head(x) for head in self.heads], dim=-1)
+
+
+class Mapped(nn.Module):
+    """The parts of one thing, named where all are taken on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_qkv = nn.Linear(DIM, 3 * DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.to_qkv(x).chunk(3, dim=-1)
+        q, k, v = map(lambda t: t.unflatten(-1, (2, -1)).cos(), qkv)  # noqa: C417  # as people do
+        return (q * k - v).flatten(1)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "heads": (Heads, (4, DIM), "[self.heads[str(i)](x) for i in range(4)]"),
+    "mapped": (Mapped, (4, DIM), "q, k, v = self.to_qkv(x).chunk(3, dim=-1)"),
     "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),
     "side by side": (SideBySide, (4, DIM), "for feed, norm in zip(self.feeds.values(), self"),
     "members": (Members, (4, DIM), "for block in self.blocks.values():"),

@@ -15,7 +15,7 @@ WEIGHTS: Path | None = Path(__file__).resolve().parent / "weights"
 
 
 class Pipeline(_pipeline.Pipeline):
-    """conv_net in 3 stages; `runtime/core/pipeline.py` tells what it can do.
+    """conv_net in 3 stages; `runtime/core/pipeline.py` documents it.
 
     `loss = pipe.step(inputs, target)` leaves gradients in `.grad`; `pipe(inputs)` infers. How the
     stages compute is as compiled, unless told otherwise.

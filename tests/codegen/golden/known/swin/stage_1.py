@@ -1,6 +1,7 @@
 """Stage 1 of SwinForImageClassification, the 2nd of 4.
 
-From swin.encoder.layers.0.blocks.1.layernorm_before to swin.encoder.layers.1.blocks.0.attention.o_proj.
+From swin.encoder.layers.0.blocks.1.layernorm_before
+to swin.encoder.layers.1.blocks.0.attention.o_proj.
 """
 
 import torch
