@@ -301,7 +301,8 @@ def _cross_entropy(
     if torch.__version__ >= "2.13" or not target.is_floating_point():
         return _own_cross_entropy(logits, target, weight, reduction, ignore_index, smoothing)
     dim = min(1, logits.ndim - 1)
-    logs = torch.log_softmax(logits, dim)
+    # Under autocast it computes in 32 bits, and so does this, by the type of the target.
+    logs = torch.log_softmax(logits, dim, dtype=torch.promote_types(logits.dtype, target.dtype))
     if smoothing:
         target = target * (1 - smoothing) + smoothing / logits.shape[dim]
     if weight is not None:
