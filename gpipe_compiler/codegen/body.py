@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
-from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.expressions import (
     ExpressionWriter,
     context_of,
@@ -34,6 +33,7 @@ from gpipe_compiler.codegen.variables import (
     plain_name,
 )
 from gpipe_compiler.errors import EmitError, SourceLocation
+from gpipe_compiler.frontend.own_code import UnwritableError
 from gpipe_compiler.ir import (
     Call,
     FunctionCall,

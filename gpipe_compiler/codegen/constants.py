@@ -18,11 +18,7 @@ from gpipe_compiler.codegen.layout import (
     list_of,
     tuple_of,
 )
-
-
-class UnwritableError(Exception):
-    """Something has no spelling in Python; the message says what, the caller knows where."""
-
+from gpipe_compiler.frontend.own_code import UnwritableError
 
 _LONG = 10
 """Characters from which on a number means nothing to a reader."""

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from torch import nn
 
-from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
+from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.constructors import (
     StageState,
     construct_member,
@@ -31,6 +31,7 @@ from gpipe_compiler.codegen.layout import (
 from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import EmitError
+from gpipe_compiler.frontend.own_code import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleSpec, Op, RegionCall, State, StateKind
 from gpipe_compiler.ir.blocks import BlockClass, Parameter
 from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, is_under
@@ -236,7 +237,7 @@ class Construction:
                 if root.prefix[:-1] not in self.of_path or item.name not in self.state.unread:
                     yield from self._bare_state(root, item, holder, own, given)
                 continue
-            if own not in holder.keyed or holder is root:
+            if not holder.is_keyed(own) or holder is root:
                 made = self._module(item, given)
                 place = _below(root, item.place)
                 if self._is_opened(item):
@@ -376,7 +377,7 @@ class Construction:
 def _has_attributes(holder: ModuleNode) -> bool:
     """Whether a module holds what is no item of an nn.ModuleDict."""
     kinds = (nn.Module, nn.ModuleDict)
-    return holder.cls in kinds and any(own not in holder.keyed for own in holder.members)
+    return holder.cls in kinds and not all(map(holder.is_keyed, holder.members))
 
 
 def _singular(path: str) -> str:

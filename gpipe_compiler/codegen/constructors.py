@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from gpipe_compiler.codegen.constants import UnwritableError, quote, write_literal
+from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.functions import spell
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import (
@@ -24,6 +24,7 @@ from gpipe_compiler.codegen.layout import (
     name,
 )
 from gpipe_compiler.codegen.nested import ModuleNode, nested
+from gpipe_compiler.frontend.own_code import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
 from gpipe_compiler.ir.contents import arguments_of
 from gpipe_compiler.ir.forms import ConstantSlot, states_read

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.codegen.constants import UnwritableError, write_constant, write_nest
+from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, UNTYPED, spell
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.keywords import by_keyword
 from gpipe_compiler.codegen.layout import Binding, Expression, call, method_call, name
+from gpipe_compiler.frontend.own_code import UnwritableError
 from gpipe_compiler.ir import (
     Argument,
     Autocast,

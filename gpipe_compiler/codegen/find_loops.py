@@ -111,7 +111,7 @@ class LoopFinder:
     def is_whole(self, path: str, keys: Sequence[str]) -> bool:
         """Whether these are the keys of all modules of a list, in order."""
         holder = self.holders[path]
-        return list(holder.keyed) == list(holder.members) == list(keys)
+        return list(holder.members) == list(keys) and all(map(holder.is_keyed, keys))
 
 
 def _form(leaf: object) -> Hashable:
@@ -330,7 +330,7 @@ class _Rounds:
         keys.add((words[place], others[place]))
         around = ".".join(words[:place])
         holder = self.finder.holders.get(around)
-        listed = holder is not None and {words[place], others[place]} <= holder.keyed.keys()
+        listed = holder is not None and all(map(holder.is_keyed, (words[place], others[place])))
         decimal = words[place].isdecimal() and others[place].isdecimal()
         held = self.finder.holds(first) and self.finder.holds(second)
         return _Listed(around) if listed and decimal and held else None

@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
+from gpipe_compiler.frontend.own_code import is_installed, written_operator
 from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
-from gpipe_compiler.ir.own_functions import OwnFunction
+from gpipe_compiler.ir.own_functions import OwnFunction, Written
 
 BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.add: ("+", Binding.SUM),
@@ -190,6 +191,10 @@ def _spell_operator(
         else function._qualified_op_name
     )
     namespace = qualified.split("::")[0]
+    own = own_operator(function)
+    if own is not None:
+        written, name = own
+        return f"{imports.own(written.module)}.{name}"
     library = _library(qualified)
     if library is None:
         return None
@@ -197,6 +202,22 @@ def _spell_operator(
     if library and library != "torch":
         imports.library(library, namespace)
     return f"torch.ops.{function}" if "." in str(function) else None
+
+
+def own_operator(function: object) -> tuple[Written, str] | None:
+    """Where an operator of the user's files stands in a package, and its name there.
+
+    None for any other, and for one that is called by another overload than the default.
+
+    Raises:
+        UnwritableError: where it cannot stand there.
+    """
+    if not isinstance(function, torch._ops.OpOverload) or function._overloadname != "default":
+        return None
+    definition = OPDEFS.get(function._schema.name)
+    if definition is None or is_installed(definition._init_fn.__module__):
+        return None
+    return written_operator(definition)
 
 
 def _library(qualified: str) -> str | None:

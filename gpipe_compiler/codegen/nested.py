@@ -61,9 +61,15 @@ class ModuleNode:
     @property
     def keyed(self) -> Mapping[str, ModuleNode]:
         """The modules that it holds as an nn.ModuleDict does."""
-        if self.cls is not nn.ModuleDict:
-            return {}
-        return {own: item for own, item in self.modules() if not _is_attribute(own)}
+        return {own: item for own, item in self.modules() if self.is_keyed(own)}
+
+    def is_keyed(self, own: str) -> bool:
+        """Whether it holds a module of this name as an nn.ModuleDict does."""
+        return (
+            self.cls is nn.ModuleDict
+            and isinstance(self.members.get(own), ModuleNode)
+            and not _is_attribute(own)
+        )
 
     def modules(self) -> Iterator[tuple[str, ModuleNode]]:
         """The modules among the members, by name."""
@@ -93,7 +99,7 @@ class ModuleNode:
         if _is_attribute(own) and not self.means_something_else(own):
             return f"{self.place}.{own}"
         if isinstance(item, ModuleNode):
-            table = "" if own in self.keyed else "._modules"
+            table = "" if self.is_keyed(own) else "._modules"
         elif item.kind is StateKind.PARAMETER:
             keyed = self.cls is nn.ParameterDict and not self.means_something_else(own)
             table = "" if keyed else "._parameters"

@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
-from gpipe_compiler.codegen.constants import UnwritableError
 from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.codegen.expressions import Written
 from gpipe_compiler.codegen.imports import Imports, from_lines
@@ -21,6 +20,7 @@ from gpipe_compiler.codegen.records import write_record, write_size
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
+from gpipe_compiler.frontend.own_code import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE

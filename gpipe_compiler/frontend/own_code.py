@@ -1,4 +1,4 @@
-"""The source of a class of the user's, with all that it uses, for a package to hold.
+"""The source of a class or operator of the user's, with all that it uses, for a package to hold.
 
 Statements of the user's modules are taken as they stand. What they import of installed packages is
 imported there too; what comes from other files of the user's is taken in the same way.
@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch._library.custom_ops import CustomOpDef
+
 from gpipe_compiler.ir.own_functions import Written
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -32,7 +34,7 @@ _ENCLOSED = 0
 
 
 class UnwritableError(Exception):
-    """Why a class cannot stand in a package, in words."""
+    """Why something cannot be written into a package; the caller knows where it stands."""
 
 
 def written(cls: type) -> Written:
@@ -49,9 +51,24 @@ def written(cls: type) -> Written:
             raise UnwritableError(f"{cls.__name__} is made by a function of {module.__name__}")
         return Written(module.__name__)
     collected = _Collected()
-    name = collected.take_class(cls, module)
-    files = ((file, tuple(sorted(held.items()))) for file, held in collected.files.items())
-    return Written(f".{name}", tuple(files))
+    return collected.written(collected.take_class(cls, module))
+
+
+def written_operator(operator: CustomOpDef) -> tuple[Written, str]:
+    """Where an operator made by torch.library.custom_op stands, and the name it has there.
+
+    Raises:
+        UnwritableError: as `written`.
+    """
+    module = sys.modules.get(operator._init_fn.__module__)
+    names = [name for name, value in vars(module).items() if value is operator] if module else []
+    if module is None or not names:
+        raise UnwritableError(f"no name of its module stands for the operator {operator._qualname}")
+    if is_installed(module.__name__):
+        return Written(module.__name__), names[0]
+    collected, home, file = _Collected(), _Module.of(module), file_of(module.__name__)
+    collected.take_with_its_parts(names[0], home, file)
+    return collected.written(file), names[0]
 
 
 def is_installed(module: str) -> bool:
@@ -104,6 +121,21 @@ class _Collected:
         held[line] = text
         self._take_used(text, home, file, enclosed)
         return file
+
+    def written(self, file: str) -> Written:
+        """What has been taken, as it stands for a package that imports `file`."""
+        files = ((name, tuple(sorted(held.items()))) for name, held in self.files.items())
+        return Written(f".{file}", tuple(files))
+
+    def take_with_its_parts(self, name: str, home: _Module, file: str) -> None:
+        """Takes what a name stands for, and the statements that add to it: `name.register(...)`."""
+        self._take(name, home, file)
+        for statement in home.body:
+            decorators = getattr(statement, "decorator_list", [])
+            adding = [statement] if isinstance(statement, ast.Expr) else decorators
+            if any(name in _loaded(node) for node in adding):
+                self.files[file][statement.lineno] = text = home.text(statement)
+                self._take_used(text, home, file)
 
     def _file(self, file: str, home: _Module) -> dict[int, str]:
         first = {_FUTURE: home.future} if home.future else {}
@@ -163,7 +195,8 @@ class _Module:
     """A file of the user's.
 
     Attributes:
-        bound: the statements of its top level that bind a name.
+        body: the statements of its top level.
+        bound: those that bind a name.
         values: what its names stand for.
         future: its `from __future__` imports.
     """
@@ -171,6 +204,7 @@ class _Module:
     file: str
     package: str
     lines: list[str]
+    body: list[ast.stmt]
     bound: Mapping[str, list[ast.stmt]]
     values: Mapping[str, Any]
     future: str
@@ -194,7 +228,8 @@ class _Module:
             for name in dict.fromkeys(_bound(statement)):
                 bound.setdefault(name, []).append(statement)
         package = module.__package__ or module.__name__.rpartition(".")[0]
-        return cls(file or "", package, text.splitlines(), bound, vars(module), future)
+        lines = text.splitlines()
+        return cls(file or "", package, lines, tree.body, bound, vars(module), future)
 
     def text(self, statement: ast.stmt) -> str:
         """A statement as it stands, decorators included."""
@@ -235,6 +270,11 @@ def _bound(statement: ast.AST) -> Iterator[str]:
         case _:
             for child in ast.iter_child_nodes(statement):
                 yield from _bound(child)
+
+
+def _loaded(node: ast.AST) -> set[str]:
+    """The names that stand in an expression."""
+    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
 
 
 def _read(text: str, file: str) -> set[str]:

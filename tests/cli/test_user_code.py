@@ -233,3 +233,47 @@ def test_a_file_that_registers_operators_is_compiled_again(
     assert compiled(tmp_path, REGISTERING) == 0
     assert compiled(tmp_path, f"{REGISTERING}\n1 / 0\n") == 1
     assert compiled(tmp_path, REGISTERING) == 0
+
+
+OPERATING = """
+FACTOR = 2.0
+
+def times(x: torch.Tensor, by: float) -> torch.Tensor:
+    return x * by
+
+@torch.library.custom_op("user_code_d::scaled", mutates_args=())
+def scaled(x: torch.Tensor, by: float = FACTOR) -> torch.Tensor:
+    return times(x, by)
+
+@scaled.register_fake
+def _(x, by=FACTOR):
+    return torch.empty_like(x)
+
+def keep(ctx, inputs, output):
+    ctx.by = inputs[1]
+
+def back(ctx, gradient):
+    return times(gradient, ctx.by), None
+
+scaled.register_autograd(back, setup_context=keep)
+
+def forward(self, x):
+    return self.last(scaled(self.first(x)))
+
+Model.forward = forward
+"""
+
+
+def test_an_operator_of_the_users_file_stands_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all that is registered for it: the package is validated where the file is not known."""
+    monkeypatch.chdir(tmp_path)
+
+    (tmp_path / "model.py").write_text(MODEL + OPERATING)
+    assert cli.compile_command(["model.py", "--stages", "2", "-o", "package"]) == 0
+
+    (own,) = (tmp_path / "package").glob("own_*.py")
+    assert own.read_text().count("scaled.register_") == 2
+    stages = "".join(path.read_text() for path in (tmp_path / "package").glob("stage_*.py"))
+    assert f"{own.stem}.scaled(" in stages
