@@ -223,10 +223,7 @@ class Terms:
             return kind
         if not isinstance(factor, Ref) or not grows_with_batch(self._number(factor.name)):
             return None
-        turned = {
-            ("mul", Reduction.MEAN): Reduction.SUM,
-            ("div", Reduction.SUM): Reduction.MEAN,
-        }
+        turned = {("mul", Reduction.MEAN): Reduction.SUM, ("div", Reduction.SUM): Reduction.MEAN}
         return None if kind is None else turned.get((name, kind))
 
     def _summands(self, value: str) -> Iterator[Summand]:

@@ -377,9 +377,7 @@ class _Scribe:
             if not self._takes_over(result, before, position):
                 wish = argument_name(self.graph, loop.carried[result])
                 self._append(
-                    op,
-                    f"{self.variables.fresh(result, wish)} = ",
-                    self.writer.variables[before],
+                    op, f"{self.variables.fresh(result, wish)} = ", self.writer.variables[before]
                 )
                 self.writer.variables[result] = name(self.variables.holder(result) or wish)
             given[result] = self.writer.variables[result].flat

@@ -10,14 +10,7 @@ import torch
 
 from gpipe_compiler.codegen.functions import spell
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import (
-    Binding,
-    Expression,
-    call,
-    dict_of,
-    list_of,
-    tuple_of,
-)
+from gpipe_compiler.codegen.layout import Binding, Expression, call, dict_of, list_of, tuple_of
 from gpipe_compiler.frontend.own_code import UnwritableError
 
 _LONG = 10

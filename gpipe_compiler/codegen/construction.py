@@ -21,13 +21,7 @@ from gpipe_compiler.codegen.constructors import (
     tensor_of_values,
 )
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import (
-    Expression,
-    call,
-    comprehension,
-    lay_out,
-    name,
-)
+from gpipe_compiler.codegen.layout import Expression, call, comprehension, lay_out, name
 from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import EmitError

@@ -71,10 +71,7 @@ class StageState:
 
 
 def state_of(
-    graph: Graph,
-    ops: Sequence[Op],
-    also: Iterable[str] = (),
-    methods: Collection[str] = (),
+    graph: Graph, ops: Sequence[Op], also: Iterable[str] = (), methods: Collection[str] = ()
 ) -> StageState:
     """The modules and tensors that some ops need, in the order of first use.
 

@@ -12,11 +12,7 @@ from gpipe_compiler.ir.arguments import BatchMultiple
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.random_ops import (
-    first_numbers,
-    numbers_of,
-    shared_draws,
-)
+from gpipe_compiler.passes.random_ops import first_numbers, numbers_of, shared_draws
 from gpipe_compiler.passes.saved_tensors import OpRun, runs_of
 from gpipe_compiler.runtime.sizes import Dim, Expression
 

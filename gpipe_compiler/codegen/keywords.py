@@ -81,12 +81,7 @@ def by_keyword(
 
 
 def _is_wanted(
-    own: str,
-    given: Sequence[Argument],
-    first: int,
-    options: Sequence[_Parameter],
-    *,
-    many: bool,
+    own: str, given: Sequence[Argument], first: int, options: Sequence[_Parameter], *, many: bool
 ) -> bool:
     """Whether people name an argument, the last one by position.
 

@@ -218,11 +218,7 @@ def lay_out(
             for item in expression.items
             for text in lay_out(item, suffix=expression.comma, indent=indent + 1)
         ]
-    return [
-        f"{margin}{prefix}{expression.opening}",
-        *body,
-        f"{margin}{expression.closing}{suffix}",
-    ]
+    return [f"{margin}{prefix}{expression.opening}", *body, f"{margin}{expression.closing}{suffix}"]
 
 
 def _is_chain(flat: str) -> bool:

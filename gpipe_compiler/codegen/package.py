@@ -205,8 +205,7 @@ def refuse_taken(target: Path, *, force: bool) -> None:
     is_empty = target.is_dir() and not any(target.iterdir())
     if target.is_symlink() or not (is_package or is_empty):
         raise EmitError(
-            f"{target} is no package, so it is not replaced",
-            hint="choose another folder",
+            f"{target} is no package, so it is not replaced", hint="choose another folder"
         )
 
 

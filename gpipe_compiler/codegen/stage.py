@@ -116,10 +116,7 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
     if not layers.classes:
         return Sources(sources, "")
     text = render(
-        "layers.py.jinja",
-        name=plan.name,
-        imports=layers.imports.lines(),
-        blocks=layers.classes,
+        "layers.py.jinja", name=plan.name, imports=layers.imports.lines(), blocks=layers.classes
     )
     return Sources(sources, text)
 

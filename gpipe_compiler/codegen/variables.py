@@ -55,10 +55,7 @@ class Variables:
     """
 
     def __init__(
-        self,
-        names: Identifiers,
-        last_use: Mapping[str, int],
-        kind: Callable[[str], object],
+        self, names: Identifiers, last_use: Mapping[str, int], kind: Callable[[str], object]
     ) -> None:
         self._names = names
         self._last_use = last_use

@@ -18,16 +18,7 @@ from gpipe_compiler.frontend.naming import rename
 from gpipe_compiler.frontend.shorten import KEPT, EqualRun, Shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import (
-    Argument,
-    Graph,
-    ModuleCall,
-    ModuleSpec,
-    Op,
-    Ref,
-    RegionCall,
-    StateRef,
-)
+from gpipe_compiler.ir import Argument, Graph, ModuleCall, ModuleSpec, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import called, map_result, ops_within, with_arguments

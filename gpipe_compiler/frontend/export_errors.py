@@ -139,10 +139,7 @@ def _fixing_line(value: torch.Tensor) -> SourceLocation | None:
     for guard in getattr(shape_env, "guards", ()):
         sloc = getattr(guard, "sloc", None)
         equality = type(guard.expr).__name__ in ("Equality", "Eq")
-        for frame in (
-            getattr(sloc, "maybe_user_loc", None),
-            getattr(sloc, "framework_loc", None),
-        ):
+        for frame in (getattr(sloc, "maybe_user_loc", None), getattr(sloc, "framework_loc", None)):
             file, line = getattr(frame, "filename", None), getattr(frame, "lineno", None)
             if equality and isinstance(file, str) and isinstance(line, int) and is_users(file):
                 return location(file, line, getattr(frame, "name", ""))

@@ -164,9 +164,7 @@ def _build(spec: ModelSpec, module: ModuleType) -> nn.Module:
 
 
 def _called(
-    function: Callable[..., object],
-    name: str,
-    then: Callable[[Any], object] | None = None,
+    function: Callable[..., object], name: str, then: Callable[[Any], object] | None = None
 ) -> object:
     """What a function of the user's file returns.
 

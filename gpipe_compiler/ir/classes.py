@@ -9,13 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import (
-    Argument,
-    BatchMultiple,
-    Ref,
-    leaves,
-    map_argument,
-)
+from gpipe_compiler.ir.arguments import Argument, BatchMultiple, Ref, leaves, map_argument
 from gpipe_compiler.ir.blocks import (
     BlockCall,
     BlockClass,

@@ -7,12 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from gpipe_compiler.ir import (
-    Argument,
-    Graph,
-    Op,
-    StateKind,
-)
+from gpipe_compiler.ir import Argument, Graph, Op, StateKind
 from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.options import AnyOptimizer
@@ -266,9 +261,7 @@ class MicrobatchGraph:
 
 
 def problem_of(
-    facts: CutFacts,
-    other_kinds: Sequence[Costs] = (),
-    optimizer: AnyOptimizer = OptimizerKind.SGD,
+    facts: CutFacts, other_kinds: Sequence[Costs] = (), optimizer: AnyOptimizer = OptimizerKind.SGD
 ) -> CutProblem:
     """The cut problem of a graph. Its nodes are `facts.kept`, in this order.
 

@@ -9,11 +9,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
-from gpipe_compiler.frontend.comparable_runs import (
-    MANY,
-    EvenDraws,
-    with_other_weights,
-)
+from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, with_other_weights
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, Mode, Op
 from gpipe_compiler.passes.batch_gates import first_gate

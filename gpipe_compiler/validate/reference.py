@@ -31,13 +31,7 @@ from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
 from gpipe_compiler.validate.departure import HINT, Both, departure, joined, where_parted
 from gpipe_compiler.validate.draws import ApartError, Draws
-from gpipe_compiler.validate.float_types import (
-    double,
-    doubled,
-    lower_types,
-    rounded,
-    without_lower,
-)
+from gpipe_compiler.validate.float_types import double, doubled, lower_types, rounded, without_lower
 from gpipe_compiler.validate.loss_splitting import cause_of, explain, loss_shares
 from gpipe_compiler.validate.plain_run import (
     MiniBatch,

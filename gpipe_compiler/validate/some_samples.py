@@ -21,10 +21,7 @@ SAMPLES, PARTS = 6, ((4, 0), (1, 2, 3, 5))
 
 
 def mixing_among(
-    graph: Graph,
-    count: int,
-    other: Mapping[str, torch.Tensor],
-    ends: Collection[str] | None = None,
+    graph: Graph, count: int, other: Mapping[str, torch.Tensor], ends: Collection[str] | None = None
 ) -> Op | None:
     """The first op that makes wrong rows for a number of samples.
 
@@ -49,10 +46,7 @@ def first_mixing(runs: Sequence[BothRuns], ends: Collection[str] | None) -> Op |
 
 
 def values_of_parts(
-    graph: Graph,
-    other: Mapping[str, torch.Tensor],
-    count: int,
-    parts: Sequence[Sequence[int]],
+    graph: Graph, other: Mapping[str, torch.Tensor], count: int, parts: Sequence[Sequence[int]]
 ) -> list[BothRuns]:
     """The values for a number of samples beside those for parts of them; none where the graph does
     not run on them."""

@@ -15,13 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.passes.remat.problem import (
-    RematOp,
-    RematProblem,
-    SecondRun,
-    Segment,
-    Storages,
-)
+from gpipe_compiler.passes.remat.problem import RematOp, RematProblem, SecondRun, Segment, Storages
 
 WAYS = 64
 """To every place, with the same storages kept, at most."""
