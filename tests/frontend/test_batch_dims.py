@@ -168,8 +168,10 @@ def test_a_model_that_returns_its_loss_alone_is_told_by_that() -> None:
 
 
 def test_what_the_user_says_is_tried_alone() -> None:
-    graph = trace(Encoder(), x(BATCH, BATCH), training=False, batch_dims={"x": 1})
+    either, square = nn.Linear(WIDTH, 3), x(BATCH, BATCH)
+    graph = trace(either, square, training=False, batch_dims={"input_": 1})
 
+    assert found(either, square) == {"input_": 0}
     assert [source.batch_dim for source in graph.inputs] == [1]
     with pytest.raises(UsageError, match="--batch-dim x=3: there is no such dimension"):
         trace(Encoder(), x(), training=False, batch_dims={"x": 3})

@@ -16,19 +16,22 @@ from gpipe_compiler.runtime.train.update import Update
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite(value):
+@pytest.mark.parametrize(
+    ("clip_norm", "what"), [(None, "a gradient"), (1.0, "the norm of the gradients")]
+)
+def test_a_gradient_that_is_not_finite(clip_norm, what, value):
     """The loss may be finite all the same; the weights do not change."""
     inputs, target, _ = data_for("skip", 8)
     with Pipeline(skip_spec(), None) as pipe:
         parameters = dict(pipe.named_parameters())
         optimizer = torch.optim.SGD(parameters.values(), lr=0.1)
-        update = Update(pipe, optimizer, Rate(optimizer, None))
+        update = Update(pipe, optimizer, Rate(optimizer, None), clip_norm)
         update([Batch(inputs, target)], 1)
         before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         bias = parameters["model.l1.bias"]
         bias.register_hook(lambda found: found * torch.tensor([1.0] * 5 + [value]))
 
-        with pytest.raises(AgreedError, match=r"a gradient of step 2 is (nan|inf)"):
+        with pytest.raises(AgreedError, match=rf"{what} of step 2 is (nan|inf)"):
             update([Batch(inputs, target)], 2)
 
         assert not bias.grad.isfinite().all()
