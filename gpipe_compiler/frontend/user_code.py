@@ -140,6 +140,8 @@ def _run_file(file: Path) -> ModuleType:
     module_spec.loader_state = libraries
     try:
         with located(f"running {file.name}"), _noting(libraries):
+            if b"\0" in file.read_bytes():  # of which Python says what it likes, by its version
+                raise SyntaxError("source code cannot contain null bytes")
             _unregister(getattr(before, "__spec__", None))
             module_spec.loader.exec_module(module)
     except GPipeCompilerError:

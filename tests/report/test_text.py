@@ -78,8 +78,8 @@ def test_a_table_of_very_many_stages_shows_both_ends(plan: Plan) -> None:
 
     shown = [line.split()[0] for line in lines if "body.conv … body" in line]
     assert shown == [str(stage) for stage in (*range(32), *range(480, 512))]
-    assert "448 stages in between; --json tells them all" in lines
-    assert "447 boundary values in between; --json tells them all" in lines
+    assert "448 stages in between; --json lists them all" in lines
+    assert "447 boundary values in between; --json lists them all" in lines
     assert any("0 → 1 … 511 (511 in all)" in line for line in lines)
     assert any("510 → 511 " in line for line in lines)
     assert any("too much for stages 0 … 511 (512 in all), by 953 MiB at most" in x for x in lines)

@@ -13,7 +13,14 @@ from ..core.pipeline import Pipeline
 from ..core.ranks import together
 from ..errors import CheckpointError
 from .files import Stored
-from .optimizer import Naming, check_kind, shown, state_for, stored_groups, stored_states
+from .optimizer import (
+    Naming,
+    check_kind,
+    shown,
+    state_for,
+    stored_groups,
+    stored_states,
+)
 from .progress import Progress, Stateful, progress_from
 
 

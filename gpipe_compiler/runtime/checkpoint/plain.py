@@ -16,7 +16,15 @@ from ..core.storing import place
 from ..errors import CheckpointError
 from .files import Stored
 from .folder import sync
-from .optimizer import Groups, Naming, States, check_kind, state_for, stored_groups, stored_states
+from .optimizer import (
+    Groups,
+    Naming,
+    States,
+    check_kind,
+    state_for,
+    stored_groups,
+    stored_states,
+)
 from .progress import Progress, progress_from
 
 

@@ -12,7 +12,15 @@ from typing import Any
 import torch
 
 from ..spec import PipelineSpec
-from .inputs import Inputs, as_call, even_sizes, is_listed, look_up, microbatch_count, passed_to
+from .inputs import (
+    Inputs,
+    as_call,
+    even_sizes,
+    is_listed,
+    look_up,
+    microbatch_count,
+    passed_to,
+)
 from .nest import Path
 from .same_host import memory_of
 
