@@ -77,6 +77,10 @@ class GPipeCompilerError(Exception):
         return f"{where}{self.problem}{advice}"
 
 
+class Notice(UserWarning):
+    """What the user should know of a model that is compiled all the same."""
+
+
 class UsageError(GPipeCompilerError):
     """The command line or an argument of the API makes no sense, whatever the model."""
 

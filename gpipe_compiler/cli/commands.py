@@ -30,7 +30,7 @@ from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
-from gpipe_compiler.report.terminal import Spinner, terminal
+from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, show_plan, stage_table, summary_table
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
@@ -77,7 +77,12 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         print_after=tuple(arguments.print_after),
         pass_options=tuple(arguments.pass_option),
     )
-    with _stdout_for_the_document(arguments.json), Spinner(Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    with (
+        _stdout_for_the_document(arguments.json),
+        notices(console),
+        Spinner(console) as progress,
+    ):
         progress(f"loading {arguments.model}")
         of_onnx = of_file(arguments.model) is not None
         model = onnx_file(arguments, compile_parser()) if of_onnx else _subject(arguments)

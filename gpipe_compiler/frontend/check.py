@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import GPipeCompilerError, ModelError, summary
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summary
 from gpipe_compiler.frontend.comparable_runs import EvenDraws, larger_batch, may_be_tried
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
@@ -241,11 +241,11 @@ def _first_run(
                     hint="it must run by itself before it can be compiled",
                 ) from error
             last = summary(error)
-    warnings.warn(
+    problem = (
         f"the model takes no batch of {' or '.join(map(str, batches))} samples ({last}), so that "
-        "its graph was compared with it at one batch size only",
-        stacklevel=2,
+        "its graph was compared with it at one batch size only"
     )
+    warnings.warn(Notice(problem), stacklevel=2)
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import TraceError
+from gpipe_compiler.errors import Notice, TraceError
 from gpipe_compiler.frontend.merge_shape_queries import always_contiguous, merge_shape_queries
 from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.ir import (
@@ -270,11 +270,11 @@ class _Merging:
         lines = (op.source for op in self._train.ops if not {*names}.isdisjoint(op.outputs))
         where = next((f"{line.brief}: " for line in lines if line is not None), "")
         what = f"{', '.join(names)} in training alone" if names else "another structure in training"
-        warnings.warn(
+        problem = (
             f"{where}the model returns {what}: its loss is computed of that, but what "
-            "step_with_outputs of the package returns is of the structure of eval mode",
-            stacklevel=2,
+            "step_with_outputs of the package returns is of the structure of eval mode"
         )
+        warnings.warn(Notice(problem), stacklevel=2)
 
     @property
     def _inputs(self) -> frozenset[str]:

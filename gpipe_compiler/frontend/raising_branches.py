@@ -23,6 +23,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from gpipe_compiler.errors import Notice
 from gpipe_compiler.frontend.locate import frames_of_model, is_users, location
 
 
@@ -34,7 +35,7 @@ def checks_passed() -> Iterator[None]:
     def passing_at(frame: FrameType) -> bool | None:
         found = _passing(frame)
         if found is not None:
-            passed[location(frame.f_code.co_filename, frame.f_lineno).brief] = None
+            passed[location(frame.f_code.co_filename, frame.f_lineno).brief.rstrip(":")] = None
         return found
 
     of_tensor: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
@@ -56,7 +57,8 @@ def checks_passed() -> Iterator[None]:
     ):
         yield
     for line in passed:
-        warnings.warn(f"{line}: this check is not in the package, as it only raises", stacklevel=1)
+        text = f"{line}: this check is not in the package, as it only raises"
+        warnings.warn(Notice(text), stacklevel=1)
 
 
 def _passing(frame: FrameType) -> bool | None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from gpipe_compiler.errors import Notice
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.text.units import format_seconds
 
@@ -33,6 +39,23 @@ def terminal() -> Console:
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     return console
+
+
+@contextlib.contextmanager
+def notices(console: Console) -> Iterator[None]:
+    """Prints every notice once, as a line of its own that does not name the compiler's files."""
+    shown: set[str] = set()
+    show_other = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *rest: Any, **named: Any) -> None:
+        if not isinstance(message, Notice):
+            show_other(message, category, *rest, **named)
+        elif (line := printable(f"note: {message}")) not in shown:
+            shown.add(line)
+            console.print(Text(line), soft_wrap=True)
+
+    with mock.patch.object(warnings, "showwarning", show):
+        yield
 
 
 class Spinner:

@@ -10,9 +10,11 @@ import dataclasses
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +23,12 @@ from gpipe_compiler.cli import commands
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import Cluster, Link
 from gpipe_compiler.compile import CompileOptions
-from gpipe_compiler.errors import SourceLocation, TraceError, ValidationError
+from gpipe_compiler.errors import Notice, SourceLocation, TraceError, ValidationError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import LossChoice, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.launching import Launch
@@ -87,6 +90,22 @@ def compiler(workplace: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Co
 
 
 Printed = pytest.CaptureFixture[str]
+
+
+def test_notices_are_lines_of_their_own(
+    compiler: Compiler, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noticing(*given: Any) -> Outcome:
+        for text in ("model.py:3: if x.max() > 2: left out", "model.py:4: [b]", "model.py:4: [b]"):
+            with quiet():  # forgets which warnings were shown
+                pass
+            warnings.warn(Notice(text), stacklevel=1)
+        return compiler(*given)
+
+    monkeypatch.setattr(commands, "compile_model", noticing)
+    assert cli.compile_command(["model.py", "--stages", "2"]) == 0
+    printed = capsys.readouterr().err
+    assert printed == "note: model.py:3: if x.max() > 2: left out\nnote: model.py:4: [b]\n"
 
 
 class TestCompileArguments:
