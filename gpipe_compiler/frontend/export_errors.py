@@ -48,6 +48,11 @@ _CAUSES = (
         "compute it with torch operators",
     ),
     _Cause(
+        r"higher order operator doesn't work",
+        "the model calls torch.cond, map, scan or while_loop, which no package carries",
+        "use torch.where instead of cond, and a Python loop of a fixed number of steps for others",
+    ),
+    _Cause(
         r"data_ptr|storage\(\)",
         "the model reads the memory of a tensor while it is traced",
         "compute it with torch operators",
@@ -86,7 +91,7 @@ def explained(error: Exception, transform: SourceLocation | None = None) -> Trac
         return TraceError(
             f"the model decides by the values of a tensor{code}: torch.export follows shapes only",
             location=where,
-            hint="use torch.where or torch.cond instead of a branch on the data, "
+            hint="use torch.where instead of a branch on the data, "
             "and a fixed number instead of .item()",
         )
     first = text.strip().splitlines()[0] if text.strip() else "no message"

@@ -104,6 +104,18 @@ class Item(Two):
         return self.head(x * scale)
 
 
+class Cond(Two):
+    """One of two ways, as torch's own operator takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("flag", torch.tensor(True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cond(self.flag, torch.sin, torch.cos, (x,))
+        return self.head(x)
+
+
 class WhileOnData(Two):
     def forward(self, x: Tensor) -> Tensor:
         while x.norm() > 1:  # refused: while_on_data
@@ -257,6 +269,7 @@ CASES = (
         expect=Refused(("depends on the values",), ("torch.where(mask, x, 0)",)),
     ),
     simple("item", Item, expect=Refused(("values of a tensor",), ("keep it a tensor",))),
+    simple("cond", Cond, expect=Refused(("torch.cond",), ("torch.where",))),
     simple(
         "while_on_data",
         WhileOnData,
