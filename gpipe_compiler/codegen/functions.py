@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
-from gpipe_compiler.frontend.own_code import is_installed, written_operator
+from gpipe_compiler.frontend.own_code import written_operator
 from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
 from gpipe_compiler.ir.own_functions import OwnFunction, Written
 
@@ -215,9 +215,7 @@ def own_operator(function: object) -> tuple[Written, str] | None:
     if not isinstance(function, torch._ops.OpOverload) or function._overloadname != "default":
         return None
     definition = OPDEFS.get(function._schema.name)
-    if definition is None or is_installed(definition._init_fn.__module__):
-        return None
-    return written_operator(definition)
+    return None if definition is None else written_operator(definition)
 
 
 def _library(qualified: str) -> str | None:

@@ -17,17 +17,22 @@ import sysconfig
 import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch._library.custom_ops import CustomOpDef
 
+from gpipe_compiler.frontend.locate import is_users
 from gpipe_compiler.ir.own_functions import Written
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _FUTURE = -1
 """The line of `from __future__` imports, before all others."""
+
+_REGISTERING = sys.maxsize
+"""The line of the imports of files that register more for an operator, after all others."""
 
 _ENCLOSED = 0
 """The line of what a class took from the function around it, after these."""
@@ -54,21 +59,25 @@ def written(cls: type) -> Written:
     return collected.written(collected.take_class(cls, module))
 
 
-def written_operator(operator: CustomOpDef) -> tuple[Written, str]:
+@cache
+def written_operator(operator: CustomOpDef) -> tuple[Written, str] | None:
     """Where an operator made by torch.library.custom_op stands, and the name it has there.
+
+    None for an operator of a library.
 
     Raises:
         UnwritableError: as `written`.
     """
-    module = sys.modules.get(operator._init_fn.__module__)
-    names = [name for name, value in vars(module).items() if value is operator] if module else []
-    if module is None or not names:
+    made_in = operator._init_fn.__module__
+    standing = [module for module in _users_modules() if _names(operator, module)]
+    if is_installed(made_in) and (_names(operator, sys.modules.get(made_in)) or not standing):
+        return None
+    if not standing:
         raise UnwritableError(f"no name of its module stands for the operator {operator._qualname}")
-    if is_installed(module.__name__):
-        return Written(module.__name__), names[0]
-    collected, home, file = _Collected(), _Module.of(module), file_of(module.__name__)
-    collected.take_with_its_parts(names[0], home, file)
-    return collected.written(file), names[0]
+    home = next((module for module in standing if module.__name__ == made_in), standing[0])
+    collected, file, name = _Collected(), file_of(home.__name__), _names(operator, home)[0]
+    collected.take(name, _Module.of(home), file)
+    return collected.written(file), name
 
 
 def is_installed(module: str) -> bool:
@@ -95,18 +104,38 @@ def file_of(module: str) -> str:
     return f"own_{''.join(c if c.isalnum() else '_' for c in module).strip('_')}"
 
 
+def _users_modules() -> list[ModuleType]:
+    """What has been imported of the user's files."""
+    installed = {
+        root: is_installed(root) for root in {name.partition(".")[0] for name in sys.modules}
+    }
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType)
+        and not installed.get(name.partition(".")[0], True)
+        and is_users(vars(module).get("__file__") or "<")
+    ]
+
+
+def _names(value: object, module: ModuleType | None) -> list[str]:
+    """The names of a module that stand for a value."""
+    return [name for name, found in vars(module).items() if found is value] if module else []
+
+
 @dataclass
 class _Collected:
     """Statements by the files that they go to and the lines that they come from."""
 
     files: dict[str, dict[int, str]] = field(default_factory=dict)
+    whole: list[CustomOpDef] = field(default_factory=list)
 
     def take_class(self, cls: type, module: ModuleType) -> str:
         """Takes a class and what it uses; returns the file that it goes to."""
         home = _Module.of(module)
         if "." not in cls.__qualname__:
             file = file_of(module.__name__)
-            self._take(cls.__name__, home, file)
+            self.take(cls.__name__, home, file)
             return file
         enclosed = _enclosed(cls)
         told = repr((cls.__qualname__, sorted(enclosed.items())))
@@ -127,15 +156,29 @@ class _Collected:
         files = ((name, tuple(sorted(held.items()))) for name, held in self.files.items())
         return Written(f".{file}", tuple(files))
 
-    def take_with_its_parts(self, name: str, home: _Module, file: str) -> None:
-        """Takes what a name stands for, and the statements that add to it: `name.register(...)`."""
-        self._take(name, home, file)
-        for statement in home.body:
-            decorators = getattr(statement, "decorator_list", [])
-            adding = [statement] if isinstance(statement, ast.Expr) else decorators
-            if any(name in _loaded(node) for node in adding):
-                self.files[file][statement.lineno] = text = home.text(statement)
-                self._take_used(text, home, file)
+    def _take_registered(self, operator: CustomOpDef, file: str) -> None:
+        """Takes what any file of the user's registers for an operator that `file` holds."""
+        if operator in self.whole:
+            return
+        self.whole.append(operator)
+        for module in _users_modules():
+            names, own = _names(operator, module), file_of(module.__name__)
+            try:
+                mentioned = bool(names) or operator._qualname in inspect.getsource(module)
+                home = _Module.of(module) if mentioned else None
+            except (OSError, TypeError, UnwritableError):  # a library of compiled code
+                home = None
+            if home is None:
+                continue
+            for statement in home.body:
+                if not _registers(statement, {*names, operator._qualname}, alone=own == file):
+                    continue
+                self._file(own, home)[statement.lineno] = text = home.text(statement)
+                self._take_used(text, home, own)
+                if own != file:
+                    last = self.files[file].get(_REGISTERING, "").splitlines()
+                    lines = dict.fromkeys([*last, f"from . import {own}"])
+                    self.files[file][_REGISTERING] = "\n".join(lines)
 
     def _file(self, file: str, home: _Module) -> dict[int, str]:
         first = {_FUTURE: home.future} if home.future else {}
@@ -145,7 +188,19 @@ class _Collected:
         """Takes what a statement uses, but for names that are known."""
         _refuse_inner_imports(text)
         for name in sorted(_read(text, home.file).difference(known)):
+            self.take(name, home, file)
+
+    def take(self, name: str, home: _Module, file: str) -> None:
+        """Takes what a name of a module stands for; of an operator also what is registered."""
+        operator, own = home.values.get(name), file_of(home.name)
+        if not isinstance(operator, CustomOpDef) or name not in home.bound:
             self._take(name, home, file)
+            return
+        if file != own:  # Made twice, the second would stand without what is registered.
+            line = home.bound[name][0].lineno
+            self._file(file, home)[line] = f"from .{own} import {name}"
+        self._take(name, home, own)
+        self._take_registered(operator, own)
 
     def _take(self, name: str, home: _Module, file: str) -> None:
         held = self._file(file, home)
@@ -186,7 +241,7 @@ class _Collected:
         if loaded is None or isinstance(getattr(loaded, alias.name, None), ModuleType):
             raise UnwritableError(f"it uses the module {alias.name}, which is not installed")
         file = file_of(origin)
-        self._take(alias.name, _Module.of(loaded), file)
+        self.take(alias.name, _Module.of(loaded), file)
         return ast.unparse(ast.ImportFrom(file, [alias], 1))
 
 
@@ -201,6 +256,7 @@ class _Module:
         future: its `from __future__` imports.
     """
 
+    name: str
     file: str
     package: str
     lines: list[str]
@@ -223,13 +279,14 @@ class _Module:
             if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
                 future = ast.unparse(statement)
                 continue
-            if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            if _is_of_the_script(statement):
                 continue
             for name in dict.fromkeys(_bound(statement)):
                 bound.setdefault(name, []).append(statement)
         package = module.__package__ or module.__name__.rpartition(".")[0]
         lines = text.splitlines()
-        return cls(file or "", package, lines, tree.body, bound, vars(module), future)
+        name, values = module.__name__, vars(module)
+        return cls(name, file or "", package, lines, tree.body, bound, values, future)
 
     def text(self, statement: ast.stmt) -> str:
         """A statement as it stands, decorators included."""
@@ -272,9 +329,34 @@ def _bound(statement: ast.AST) -> Iterator[str]:
                 yield from _bound(child)
 
 
-def _loaded(node: ast.AST) -> set[str]:
-    """The names that stand in an expression."""
-    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
+def _is_of_the_script(statement: ast.stmt) -> bool:
+    """Whether it is `if __name__ == "__main__"`."""
+    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+
+
+def _registers(statement: ast.stmt, names: Collection[str], *, alone: bool) -> bool:
+    """Whether a statement adds to an operator, called or written in text by one of its names.
+
+    Args:
+        alone: an expression does so whatever it calls, as it stands in the operator's own file.
+    """
+    parts: list[ast.AST] = [statement]
+    match statement:
+        case ast.FunctionDef(decorator_list=decorators) | ast.ClassDef(decorator_list=decorators):
+            parts, alone = [*decorators], True
+        case ast.Expr():
+            pass
+        case ast.Import() | ast.ImportFrom() | ast.AsyncFunctionDef():
+            return False
+        case _:
+            parts, alone = [] if _is_of_the_script(statement) else parts, False
+    nodes = [node for part in parts for node in ast.walk(part)]
+    called = {node.id for node in nodes if isinstance(node, ast.Name)}
+    called.update(str(node.value) for node in nodes if isinstance(node, ast.Constant))
+    verbs = [getattr(node, "attr", getattr(node, "id", "")) for node in nodes]
+    return not called.isdisjoint(names) and (
+        alone or any(verb.startswith(("register_", "impl_")) for verb in verbs)
+    )
 
 
 def _read(text: str, file: str) -> set[str]:

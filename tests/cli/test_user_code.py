@@ -277,3 +277,58 @@ def test_an_operator_of_the_users_file_stands_in_the_package(
     assert own.read_text().count("scaled.register_") == 2
     stages = "".join(path.read_text() for path in (tmp_path / "package").glob("stage_*.py"))
     assert f"{own.stem}.scaled(" in stages
+
+
+REGISTERED = """
+@torch.library.custom_op("user_code_e::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 50
+
+if True:
+    doubled.register_kernel("cpu", lambda x: x * 2)
+torch.library.register_fake("user_code_e::doubled", torch.empty_like)
+
+def made(by):
+    class Times(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return doubled(x) * by
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return doubled(gradient) * by
+
+    return Times
+
+Times = made(2.0)
+
+import registering
+
+def forward(self, x):
+    return self.last(doubled(Times.apply(self.first(x))))
+
+Model.forward = forward
+"""
+
+REGISTERING_ELSEWHERE = """
+import torch
+
+def back(ctx, gradient):
+    return gradient * 2
+
+torch.library.register_autograd("user_code_e::doubled", back)
+"""
+
+
+def test_an_operator_has_all_that_any_file_registers_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name or in text, under a condition, and where a class of a function calls it too."""
+    monkeypatch.chdir(tmp_path)
+
+    (tmp_path / "registering.py").write_text(REGISTERING_ELSEWHERE)
+    (tmp_path / "model.py").write_text(MODEL + REGISTERED)
+    assert cli.compile_command(["model.py", "--stages", "2", "-o", "package"]) == 0
+
+    texts = [path.read_text() for path in (tmp_path / "package").glob("own_*.py")]
+    assert sum(text.count("def doubled(") for text in texts) == 1
