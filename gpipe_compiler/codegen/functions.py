@@ -142,10 +142,12 @@ def _imported(prefix: str) -> str:
 
 def spell(function: object, imports: Imports) -> str | None:
     """How a function or class is written, imports noted; None where it has no public name."""
+    own = own_code_of(function)
+    if own is not None:
+        written, name = own
+        return f"{imports.own(written.module)}.{name}"
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
-    if isinstance(function, OwnFunction):
-        return f"{imports.own(function.written.module)}.{function.spelling}"
     if function is checkpoint:
         imports.checkpoint()
         return "checkpoint"
@@ -191,10 +193,6 @@ def _spell_operator(
         else function._qualified_op_name
     )
     namespace = qualified.split("::")[0]
-    own = own_operator(function)
-    if own is not None:
-        written, name = own
-        return f"{imports.own(written.module)}.{name}"
     library = _library(qualified)
     if library is None:
         return None
@@ -204,14 +202,16 @@ def _spell_operator(
     return f"torch.ops.{function}" if "." in str(function) else None
 
 
-def own_operator(function: object) -> tuple[Written, str] | None:
-    """Where an operator of the user's files stands in a package, and its name there.
+def own_code_of(function: object) -> tuple[Written, str] | None:
+    """Where a function or operator of the user's files stands in a package, and how it is called.
 
-    None for any other, and for one that is called by another overload than the default.
+    None for any other, and for an operator by another overload than the default.
 
     Raises:
         UnwritableError: where it cannot stand there.
     """
+    if isinstance(function, OwnFunction):
+        return function.written, function.spelling
     if not isinstance(function, torch._ops.OpOverload) or function._overloadname != "default":
         return None
     definition = OPDEFS.get(function._schema.name)

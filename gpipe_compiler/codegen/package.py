@@ -17,7 +17,7 @@ import torch
 
 import gpipe_compiler.runtime
 from gpipe_compiler.codegen.facts import CodeFacts
-from gpipe_compiler.codegen.functions import own_operator
+from gpipe_compiler.codegen.functions import own_code_of
 from gpipe_compiler.codegen.loss_weight import MODULE, write_loss_weight
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.schedule import write_schedule
@@ -27,7 +27,6 @@ from gpipe_compiler.errors import EmitError, ValidationError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.ops import ops_within
-from gpipe_compiler.ir.own_functions import own_functions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.core.storing import HeldError, locked
@@ -165,10 +164,9 @@ def write_package(
 def own_files(graph: Graph) -> dict[str, str]:
     """The files with the user's own functions and operators, by their names."""
     statements: dict[str, dict[int, str]] = {}
-    called = (op.call for whole in graph.ops for op in ops_within(whole))
-    operators = (own_operator(call.function) for call in called if isinstance(call, FunctionCall))
-    held_whole = [own.written for own in own_functions(graph)]
-    for written in [*held_whole, *(found[0] for found in operators if found is not None)]:
+    calls = (op.call for whole in graph.ops for op in ops_within(whole))
+    own = (own_code_of(call.function) for call in calls if isinstance(call, FunctionCall))
+    for written, _ in filter(None, own):
         for file, held in written.files:
             known = statements.setdefault(file, {})
             for line, text in held:

@@ -46,7 +46,8 @@ def is_users(file: str) -> bool:
     return not others or file == "<stdin>"
 
 
-def _is_installed(file: str) -> bool:
+def is_installed_file(file: str) -> bool:
+    """Whether a file stands among the installed packages of a Python."""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
@@ -145,7 +146,7 @@ def line_of(error: BaseException, *, in_program: bool = False) -> SourceLocation
     """
     frames = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
     if in_program:
-        frames = [f for f in frames if not _is_installed(f.filename)] or frames
+        frames = [f for f in frames if not is_installed_file(f.filename)] or frames
     if not frames:
         return None
     return location(frames[-1].filename, frames[-1].lineno or 1, frames[-1].name)

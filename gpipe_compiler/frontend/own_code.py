@@ -24,7 +24,7 @@ from typing import Any
 
 from torch._library.custom_ops import CustomOpDef
 
-from gpipe_compiler.frontend.locate import is_users
+from gpipe_compiler.frontend.locate import is_installed_file, is_users
 from gpipe_compiler.ir.own_functions import Written
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -92,9 +92,7 @@ def is_installed(module: str) -> bool:
     places = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
     installed = {Path(sysconfig.get_path(key)) for key in ("purelib", "platlib", "stdlib")}
     return any(
-        "site-packages" in Path(place).parts
-        or "dist-packages" in Path(place).parts
-        or any(Path(place).is_relative_to(home) for home in installed)
+        is_installed_file(place) or any(Path(place).is_relative_to(home) for home in installed)
         for place in places
     )
 

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import FunctionCall, Op, ops_within
 
 Files: TypeAlias = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
@@ -74,12 +73,6 @@ def function_of_text(name: str, text: str) -> OwnFunction:
     exec(compile(text, f"<{name}>", "exec"), made)
     file = f"own_{name.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return OwnFunction(made[name], Written(f".{file}", ((file, ((0, text),)),)), text)
-
-
-def own_functions(graph: Graph) -> Iterator[OwnFunction]:
-    """Those that a graph calls, regions included."""
-    for op in graph.ops:
-        yield from own_functions_of(op)
 
 
 def own_functions_of(op: Op) -> Iterator[OwnFunction]:

@@ -193,10 +193,8 @@ def distances(condition: Condition, rank: int, length: int | None = None) -> dic
     tried = {-1, 0, min(turns) - 2, max(turns) + 3}
     tried.update(turn + step for turn in turns for step in (-1, 0, 1, 2))
     if length is not None:
-        tried = {distance for distance in tried if abs(distance) < length} | {
-            length - 1,
-            1 - length,
-        }
+        tried = {distance for distance in tried if abs(distance) < length}
+        tried.update((length - 1, 1 - length))
     return {distance: _holds(condition, distance) for distance in tried}
 
 

@@ -25,7 +25,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace, trace_whole, unchecked
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.ir.own_functions import own_functions
+from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.spec import Precision
 
@@ -437,7 +437,8 @@ def test_functions_with_a_backward_of_their_own_are_met_where_they_are_called() 
 def test_a_backward_of_its_own_is_kept() -> None:
     graph = trace(subject_of(Adversarial(layers())))
 
-    assert [function.cls for function in own_functions(graph)] == [Reversal]
+    found = [function.cls for op in graph.ops for function in own_functions_of(op)]
+    assert found == [Reversal]
 
 
 class Cast(Stack):
