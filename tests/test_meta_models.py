@@ -351,6 +351,65 @@ def test_a_model_too_large_to_be_filled_is_compared_with_fewer_layers(
     assert {row.what for row in made.validation.rows} == {"output", "loss", "gradient", "weight"}
 
 
+def deep(model: str) -> str:
+    """The same file with another model."""
+    start, end = DEEP.index("class Deep"), DEEP.index("def build_model")
+    return f"{DEEP[:start]}{model}\n{DEEP[end:]}"
+
+
+SEQUENTIAL = """
+def Deep():
+    return nn.Sequential(nn.Embedding(11, 8), *(Block() for _ in range(20)), nn.Linear(8, 11))
+"""
+
+LIST = """
+class Deep(nn.ModuleList):
+    def __init__(self):
+        super().__init__(Block() for _ in range(20))
+        self.embed = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for place in range(20):
+            if str(place) in self._modules:
+                x = self[place](x)
+        return self.head(x)
+"""
+
+NESTED = """
+def Deep():
+    stages = (nn.Sequential(*(Block() for _ in range(6))) for _ in range(3))
+    return nn.Sequential(nn.Embedding(11, 8), *stages, nn.Linear(8, 11))
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (SEQUENTIAL, "4 of the 20 repetitions in it"),
+        (LIST, "4 of the 20 repetitions in it"),
+        (NESTED, "2 of the 3 repetitions in it and 2 of the 6 repetitions in 1"),
+    ],
+)
+def test_a_model_that_is_a_list_itself_is_compared_with_fewer_of_its_layers(
+    model: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 4 * 6 * (8 * 16 * 2 + 8 + 16 + 16)
+    monkeypatch.setattr("gpipe_compiler.validate.package.LARGEST_MATERIALISED", most)
+    file = tmp_path / "deep.py"
+    file.write_text(deep(model))
+
+    made = compiled(file, tmp_path / "p")
+
+    assert made.not_validated == ""
+    assert made.validation is not None
+    assert made.validation.passed
+    (note,) = (note for note in made.validation.notes if "repetitions" in note)
+    assert said in note
+    assert {row.what for row in made.validation.rows} == {"output", "loss", "gradient", "weight"}
+
+
 def test_the_model_itself_stays_on_meta() -> None:
     subject = load(str(MODEL))
 

@@ -19,6 +19,7 @@ import types
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -37,7 +38,6 @@ _LEAST = 3 * KEPT
 _LONGEST_PERIOD = 8
 """Modules that may alternate in a run."""
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ParameterList)
 _TREE = frozenset({"_parameters", "_buffers", "_modules"})
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type)
 
@@ -47,7 +47,7 @@ class EqualRun:
     """Equal modules or parameters one after another in a list.
 
     Attributes:
-        path: of the list.
+        path: of the list; empty where the model is one.
         first: the place in the list where the run begins.
         period: modules after which it repeats.
         count: repetitions.
@@ -75,20 +75,22 @@ class EqualRun:
 
     def place(self, path: str) -> int | None:
         """The place in the list of what stands under a path; None for anything else."""
-        prefix = f"{self.path}."
-        if not path.startswith(prefix):
+        if not path.startswith(self._prefix):
             return None
-        head = path[len(prefix) :].partition(".")[0]
+        head = path[len(self._prefix) :].partition(".")[0]
         return int(head) if head.isdigit() else None
+
+    @property
+    def _prefix(self) -> str:
+        return self.path and f"{self.path}."
 
     def moved(self, path: str, places: int) -> str:
         """A path in the list as it is called a number of places further on."""
         place = self.place(path)
         if place is None or not places:
             return path
-        prefix = f"{self.path}."
-        _, dot, rest = path[len(prefix) :].partition(".")
-        return f"{prefix}{place + places}{dot}{rest}"
+        _, dot, rest = path[len(self._prefix) :].partition(".")
+        return f"{self._prefix}{place + places}{dot}{rest}"
 
     def in_full(self, path: str) -> str:
         """A path of the shortened model as the whole model calls it."""
@@ -124,7 +126,7 @@ def shortened(
         return None
     model = subject.model
     for run in runs:
-        model = _with_list(model, run.path.split("."), run)
+        model = _with_list(model, run.path.split(".") if run.path else (), run)
     initial = {
         _in_short(runs, name): steps
         for name, steps in subject.initial.items()
@@ -159,7 +161,7 @@ def _runs(
     """The longest run of every list, lists inside of runs left out."""
     run = None
     items = _items(module)
-    if path and len(items) >= least:
+    if len(items) >= least:
         places = _places(items) if placeless else frozenset()
         run = _longest([_description(item, shared, places) for item in items], path, least)
         if run is not None:
@@ -174,13 +176,14 @@ def _runs(
 
 
 def _items(module: nn.Module) -> list[nn.Module | torch.Tensor | None]:
-    """What a list holds, in order; nothing for what is no list."""
-    if type(module) not in _LISTS:
-        return []
-    if isinstance(module, nn.ParameterList):
+    """What a list holds by number, in order; nothing for what is no list."""
+    if type(module) is nn.ParameterList:
         # Anything else in it stands among the attributes.
         return list(module._parameters.values()) if len(module) == len(module._parameters) else []
-    return list(module._modules.values())
+    if not isinstance(module, nn.ModuleList | nn.Sequential):
+        return []
+    children = module._modules
+    return [children[name] for name in takewhile(children.__contains__, map(str, count()))]
 
 
 def _places(items: Sequence[nn.Module | torch.Tensor | None]) -> frozenset[str]:
@@ -322,7 +325,9 @@ def _with_list(module: nn.Module, path: Sequence[str], run: EqualRun) -> nn.Modu
     if isinstance(twin, nn.ParameterList):
         twin._size = len(kept)
     table = "_parameters" if isinstance(twin, nn.ParameterList) else "_modules"
-    vars(twin)[table] = {str(place): item for place, item in enumerate(kept)}
+    removed = set(map(str, range(len(kept), len(items))))
+    left = {name: item for name, item in vars(module)[table].items() if name not in removed}
+    vars(twin)[table] = {**left, **{str(place): item for place, item in enumerate(kept)}}
     return twin
 
 

@@ -318,12 +318,15 @@ class Shorter:
 def shorter(subject: Subject) -> Shorter | None:
     """The subject with as many repetitions as can be filled with numbers; None where none can."""
     for kept in _KEPT:
-        short = shortened(subject, least=kept + 1, kept=kept)
-        if short is not None and _bytes(short.subject.model) <= LARGEST_MATERIALISED:
-            runs = (
-                f"{run.kept} of the {run.count} repetitions in {run.path}" for run in short.runs
+        short, what = subject, list[str]()
+        while found := shortened(short, least=kept + 1, kept=kept):
+            short = found.subject
+            what += (
+                f"{run.kept} of the {run.count} repetitions in {run.path or 'it'}"
+                for run in found.runs
             )
-            return Shorter(short.subject, " and ".join(runs))
+            if _bytes(short.model) <= LARGEST_MATERIALISED:
+                return Shorter(short, " and ".join(what))
     return None
 
 
@@ -351,7 +354,7 @@ def validate_shortened(
     """
     short = shorter(subject)
     if short is None:
-        return "it has no blocks that repeat, to be compared with fewer of them"
+        return "no list of equal layers makes it small enough with fewer of them"
     least = least_samples(plan)
     microbatches = min(plan.microbatches, _MICROBATCHES)
     few = _with_samples(short.subject, microbatches * least)

@@ -310,6 +310,12 @@ def wary() -> nn.Module:
     return Wary(layers())
 
 
+def rooted() -> nn.Module:
+    """The list is the model itself, and other modules stand beside the layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers(), nn.Linear(WIDTH, 3))
+
+
 def normed() -> nn.Module:
     return Stack([Normed() for _ in range(MANY)])
 
@@ -325,6 +331,8 @@ def normed() -> nn.Module:
         (placed, "cpu"),
         (windowed, "cpu"),
         (wary, "cpu"),
+        (rooted, "cpu"),
+        (rooted, "meta"),
     ],
 )
 def test_the_graph_is_that_of_the_whole_model(
