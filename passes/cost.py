@@ -18,11 +18,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
-from gpipe_compiler.passes.dry_run import DryRun, tensors_in
+from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, DryRun, tensors_in
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.repeats import shortest
+from gpipe_compiler.runtime.wording import said
 
 _aten = torch.ops.aten
 
@@ -208,19 +209,25 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
                         differentiate(results, arguments.leaves, gradients, again=True)
                 with fakes.watched(backward.saw):
                     differentiate(results, leaves, gradients)
-            except DataDependentOutputException as error:
-                raise ModelError(
-                    f"the backward of {isolated.op.name} takes Python values from tensors: it "
-                    "cannot be planned",
-                    location=isolated.op.source,
-                    hint="compute with tensors in it: torch.where or clamp in place of if, max and "
-                    "float()",
-                ) from error
+            except RAISED_BY_OPS as error:
+                raise _unplannable_backward(isolated.op, error) from error
     return OpKernels(
         tuple(forward.kernels),
         tuple(backward.kernels),
         tuple(of_inputs.kernels),
         trains=bool(trained),
+    )
+
+
+def _unplannable_backward(op: Op, error: Exception) -> ModelError:
+    if isinstance(error, DataDependentOutputException):
+        why = "takes Python values from tensors"
+        hint = "compute with tensors in it: torch.where or clamp in place of if, max and float()"
+    else:
+        why = f"does not run on tensors without numbers: {said(error)}"
+        hint = "register for each operator that it calls what it returns, by register_fake"
+    return ModelError(
+        f"the backward of {op.name} cannot be planned: it {why}", location=op.source, hint=hint
     )
 
 

@@ -33,7 +33,7 @@ from gpipe_compiler.runtime.wording import said
 RunOp = Callable[[], Any]
 Observer = Callable[[Op, RunOp], Any]
 
-_RAISED_BY_OPS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
+RAISED_BY_OPS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError)
 """What a torch call raises when its arguments do not fit (fake tensors' own errors included)."""
 
 _HOST = torch.device("cpu")
@@ -97,7 +97,7 @@ class DryRun:
         def watched(op: Op, execute: RunOp) -> Any:
             try:
                 return execute() if observer is None else observer(op, execute)
-            except _RAISED_BY_OPS as error:
+            except RAISED_BY_OPS as error:
                 raise _refusal(op, batch_size, error) from error
 
         inputs = self.inputs(batch_size)

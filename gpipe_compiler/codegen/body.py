@@ -33,7 +33,7 @@ from gpipe_compiler.codegen.variables import (
     plain_name,
 )
 from gpipe_compiler.errors import EmitError, SourceLocation
-from gpipe_compiler.frontend.own_code import UnwritableError
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import (
     Call,
     FunctionCall,

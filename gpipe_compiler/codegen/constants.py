@@ -11,7 +11,7 @@ import torch
 from gpipe_compiler.codegen.functions import spell
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding, Expression, call, dict_of, list_of, tuple_of
-from gpipe_compiler.frontend.own_code import UnwritableError
+from gpipe_compiler.frontend.own_statements import UnwritableError
 
 _LONG = 10
 """Characters from which on a number means nothing to a reader."""

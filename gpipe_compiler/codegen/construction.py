@@ -25,7 +25,7 @@ from gpipe_compiler.codegen.layout import Expression, call, comprehension, lay_o
 from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.frontend.own_code import UnwritableError
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleSpec, Op, RegionCall, State, StateKind
 from gpipe_compiler.ir.blocks import BlockClass, Parameter
 from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, is_under

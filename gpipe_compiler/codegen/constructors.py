@@ -24,7 +24,7 @@ from gpipe_compiler.codegen.layout import (
     name,
 )
 from gpipe_compiler.codegen.nested import ModuleNode, nested
-from gpipe_compiler.frontend.own_code import UnwritableError
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
 from gpipe_compiler.ir.contents import arguments_of
 from gpipe_compiler.ir.forms import ConstantSlot, states_read

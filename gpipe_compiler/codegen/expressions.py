@@ -15,7 +15,7 @@ from gpipe_compiler.codegen.functions import BINARY, PLAIN_OF_AUGMENTED, UNARY, 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.keywords import by_keyword
 from gpipe_compiler.codegen.layout import Binding, Expression, call, method_call, name
-from gpipe_compiler.frontend.own_code import UnwritableError
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import (
     Argument,
     Autocast,

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Binding
-from gpipe_compiler.frontend.own_code import written_operator
+from gpipe_compiler.frontend.own_code import is_installed, written_operator
+from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES, UnwritableError
 from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
 from gpipe_compiler.ir.own_functions import OwnFunction, Written
 
@@ -145,7 +146,11 @@ def spell(function: object, imports: Imports) -> str | None:
     own = own_code_of(function)
     if own is not None:
         written, name = own
-        return f"{imports.own(written.module)}.{name}"
+        if not name.startswith("torch.ops."):
+            return f"{imports.own(written.module)}.{name}"
+        imports.torch()
+        imports.library(written.module, name.split(".")[2])
+        return name
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
     if function is checkpoint:
@@ -194,8 +199,6 @@ def _spell_operator(
     )
     namespace = qualified.split("::")[0]
     library = _library(qualified)
-    if library is None:
-        return None
     imports.torch()
     if library and library != "torch":
         imports.library(library, namespace)
@@ -205,39 +208,35 @@ def _spell_operator(
 def own_code_of(function: object) -> tuple[Written, str] | None:
     """Where a function or operator of the user's files stands in a package, and how it is called.
 
-    None for any other, and for an operator by another overload than the default.
+    None for any other.
 
     Raises:
         UnwritableError: where it cannot stand there.
     """
     if isinstance(function, OwnFunction):
         return function.written, function.spelling
-    if not isinstance(function, torch._ops.OpOverload) or function._overloadname != "default":
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace in TORCHS_NAMESPACES:
         return None
-    definition = OPDEFS.get(function._schema.name)
-    return None if definition is None else written_operator(definition)
+    return written_operator(function)
 
 
-def _library(qualified: str) -> str | None:
-    """The module to import for an operator: "" for torch's own, None where none is known."""
+def _library(qualified: str) -> str:
+    """The module to import for an operator: "" for torch's own.
+
+    Raises:
+        UnwritableError: where none is known.
+    """
     namespace = qualified.split("::")[0]
-    if namespace in (
-        "aten",
-        "prims",
-        "prim",
-        "quantized",
-        "_c10d_functional",
-        "profiler",
-        "mkldnn",
-    ):
+    if namespace in TORCHS_NAMESPACES:
         return ""
     definition = OPDEFS.get(qualified)
-    if definition is not None:
-        module = definition._init_fn.__module__
-        return module if _importable(module) else None
-    if _importable(namespace):
-        return namespace
-    return None
+    module = namespace if definition is None else definition._init_fn.__module__
+    if not _importable(module) or not is_installed(module):
+        raise UnwritableError(
+            f"no installed module and no statement at the top level of a file defines {qualified}: "
+            "define it there, by torch.library.custom_op or torch.library.define"
+        )
+    return module
 
 
 def _importable(module: str) -> bool:

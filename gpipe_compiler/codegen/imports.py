@@ -71,17 +71,19 @@ class Imports:
         third = [f"import {module}" for module in others]
         if self._functional:
             third.append("import torch.nn.functional as F")
-        third.extend(
-            f"import {module}  # noqa: F401  (registers torch.ops.{namespace})"
+        registering = [
+            (module, f"  # noqa: F401  (registers torch.ops.{namespace})")
             for module, namespace in sorted(self._libraries.items())
-            if module not in self._modules
-        )
+            if module.removeprefix(".") not in self._modules | self._own
+        ]
+        third.extend(f"import {m}{note}" for m, note in registering if not m.startswith("."))
         third.sort(key=lambda line: line.split()[1])
         if self._from_torch:
             third.append(f"from torch import {', '.join(sorted(self._from_torch, key=_order))}")
         if self._checkpoint:
             third.append("from torch.utils.checkpoint import checkpoint")
-        own = from_lines(".", sorted(self._own)) if self._own else []
+        own = [f"from . import {m[1:]}{note}" for m, note in registering if m.startswith(".")]
+        own += from_lines(".", sorted(self._own)) if self._own else []
         own += from_lines(".layers", sorted(self._layers, key=_order)) if self._layers else []
         first = [f"import {module}" for module in standard]
         return _blocks(first + ["from typing import Any"] * self._any, third, own)

@@ -20,7 +20,7 @@ from gpipe_compiler.codegen.records import write_record, write_size
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.frontend.own_code import UnwritableError
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE

@@ -65,6 +65,11 @@ _CAUSES = (
         "and keep it in a buffer",
     ),
     _Cause(
+        r"no fake impl|no Meta kernel",
+        "the model calls an operator of which nothing says what it returns",
+        "register that for it, by torch.library.register_fake",
+    ),
+    _Cause(
         r"torch\.utils\.checkpoint",
         "the model recomputes activations with torch.utils.checkpoint",
         "turn its checkpointing off: a pipeline recomputes by itself",

@@ -114,19 +114,21 @@ def calling_line() -> SourceLocation | None:
     return _innermost(frames_of_model(sys._getframe(1)))
 
 
-_OF_SIZES = (
+_BETWEEN = (
+    "/functools.py",
+    "torch/library.py",
     "torch/__init__.py",
     "torch/fx/experimental/",
     "torch/utils/_sympy/",
     "torch/_logging/",
 )
-"""Where torch answers what is asked of a size that is free."""
+"""Where torch registers an operator, and where it answers what is asked of a size that is free."""
 
 
 def is_asked_by_user() -> bool:
-    """Whether the user's own line asks torch about a size, and no function that it calls."""
+    """Whether the user's own line asks torch for what it does, and no function that it calls."""
     files = (file for file, _, _ in frames_of_model(sys._getframe(1)))
-    outside = (file for file in files if not any(part in file for part in (*_OF_SIZES, _HERE)))
+    outside = (file for file in files if not any(part in file for part in (*_BETWEEN, _HERE)))
     asking = next(outside, None)
     return asking is not None and is_users(asking)
 

@@ -11,20 +11,28 @@ import builtins
 import hashlib
 import importlib.util
 import inspect
-import symtable
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from torch._library.custom_ops import CustomOpDef
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload
+from torch.library import Library
 
 from gpipe_compiler.frontend.locate import is_installed_file, is_users
+from gpipe_compiler.frontend.own_statements import (
+    UnwritableError,
+    UsersFile,
+    defines,
+    names_read,
+    operators_called,
+    registers,
+)
 from gpipe_compiler.ir.own_functions import Written
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -36,10 +44,6 @@ _REGISTERING = sys.maxsize
 
 _ENCLOSED = 0
 """The line of what a class took from the function around it, after these."""
-
-
-class UnwritableError(Exception):
-    """Why something cannot be written into a package; the caller knows where it stands."""
 
 
 def written(cls: type) -> Written:
@@ -59,27 +63,29 @@ def written(cls: type) -> Written:
     return collected.written(collected.take_class(cls, module))
 
 
-@cache
-def written_operator(operator: CustomOpDef) -> tuple[Written, str] | None:
-    """Where an operator made by torch.library.custom_op stands, and the name it has there.
+def written_operator(operator: OpOverload) -> tuple[Written, str] | None:
+    """Where an operator that files of the user's define stands, and how it is called.
 
-    None for an operator of a library.
+    By a name that it has there, or in full where it has none. None for one of a library.
 
     Raises:
         UnwritableError: as `written`.
     """
-    made_in = operator._init_fn.__module__
-    standing = [module for module in _users_modules() if _names(operator, module)]
-    if is_installed(made_in) and (_names(operator, sys.modules.get(made_in)) or not standing):
-        return None
-    if not standing:
-        raise UnwritableError(f"no name of its module stands for the operator {operator._qualname}")
-    home = next((module for module in standing if module.__name__ == made_in), standing[0])
-    collected, file, name = _Collected(), file_of(home.__name__), _names(operator, home)[0]
-    collected.take(name, _Module.of(home), file)
-    return collected.written(file), name
+    qualname = operator._schema.name
+    found = _collected_operator(qualname, OPDEFS.get(qualname), _users_modules())
+    return found and (found[0], found[1] or f"torch.ops.{operator}")
 
 
+@cache
+def _collected_operator(
+    qualname: str, definition: CustomOpDef | None, modules: tuple[ModuleType, ...]
+) -> tuple[Written, str] | None:
+    collected = _Collected(modules)
+    found = collected.take_operator(qualname)
+    return found and (collected.written(found[0]), found[1])
+
+
+@cache
 def is_installed(module: str) -> bool:
     """Whether whoever runs a package can be expected to have a module: it is no file of theirs."""
     root = module.partition(".")[0]
@@ -102,18 +108,15 @@ def file_of(module: str) -> str:
     return f"own_{''.join(c if c.isalnum() else '_' for c in module).strip('_')}"
 
 
-def _users_modules() -> list[ModuleType]:
+def _users_modules() -> tuple[ModuleType, ...]:
     """What has been imported of the user's files."""
-    installed = {
-        root: is_installed(root) for root in {name.partition(".")[0] for name in sys.modules}
-    }
-    return [
+    return tuple(
         module
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType)
-        and not installed.get(name.partition(".")[0], True)
         and is_users(vars(module).get("__file__") or "<")
-    ]
+        and not is_installed(name.partition(".")[0])
+    )
 
 
 def _names(value: object, module: ModuleType | None) -> list[str]:
@@ -121,16 +124,29 @@ def _names(value: object, module: ModuleType | None) -> list[str]:
     return [name for name, found in vars(module).items() if found is value] if module else []
 
 
+def _handles(qualname: str, module: ModuleType) -> set[str]:
+    """The names of a module, and the text, by which something can be registered for an operator."""
+    namespace = qualname.partition("::")[0]
+    definition = OPDEFS.get(qualname)
+    return {qualname} | {
+        name
+        for name, value in vars(module).items()
+        if (isinstance(value, Library) and value.ns == namespace)
+        or (definition is not None and value is definition)
+    }
+
+
 @dataclass
 class _Collected:
     """Statements by the files that they go to and the lines that they come from."""
 
+    modules: tuple[ModuleType, ...] = field(default_factory=_users_modules)
     files: dict[str, dict[int, str]] = field(default_factory=dict)
-    whole: list[CustomOpDef] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
 
     def take_class(self, cls: type, module: ModuleType) -> str:
         """Takes a class and what it uses; returns the file that it goes to."""
-        home = _Module.of(module)
+        home = UsersFile.of(module)
         if "." not in cls.__qualname__:
             file = file_of(module.__name__)
             self.take(cls.__name__, home, file)
@@ -154,41 +170,79 @@ class _Collected:
         files = ((name, tuple(sorted(held.items()))) for name, held in self.files.items())
         return Written(f".{file}", tuple(files))
 
-    def _take_registered(self, operator: CustomOpDef, file: str) -> None:
+    def take_operator(self, qualname: str) -> tuple[str, str] | None:
+        """Takes an operator of the user's; returns the file that it goes to, and its name there.
+
+        The name is empty for one that is defined in text; None is returned for one of a library.
+        """
+        definition = OPDEFS.get(qualname)
+        if definition is None:
+            for module in self.modules:
+                if any(defines(statement, qualname) for statement in self._body(qualname, module)):
+                    file = file_of(module.__name__)
+                    self._file(file, UsersFile.of(module))
+                    self._take_registered(qualname, file)
+                    return file, ""
+            return None
+        made_in = definition._init_fn.__module__
+        standing = [module for module in self.modules if _names(definition, module)]
+        library = sys.modules.get(made_in) if is_installed(made_in) else None
+        if library and (_names(definition, library) or not standing):
+            return None
+        if not standing:
+            raise UnwritableError(f"no name of its module stands for the operator {qualname}")
+        home = next((module for module in standing if module.__name__ == made_in), standing[0])
+        file, name = file_of(home.__name__), _names(definition, home)[0]
+        self.take(name, UsersFile.of(home), file)
+        return file, name
+
+    def _body(self, qualname: str, module: ModuleType) -> list[ast.stmt]:
+        """The statements of a module that may say something of an operator."""
+        try:
+            text = inspect.getsource(module)
+            mentioned = len(_handles(qualname, module)) > 1 or qualname in text
+            return UsersFile.of(module).body if mentioned else []
+        except (OSError, TypeError, UnwritableError):  # a library of compiled code
+            return []
+
+    def _take_registered(self, qualname: str, file: str) -> None:
         """Takes what any file of the user's registers for an operator that `file` holds."""
-        if operator in self.whole:
+        if qualname in self.whole:
             return
-        self.whole.append(operator)
-        for module in _users_modules():
-            names, own = _names(operator, module), file_of(module.__name__)
-            try:
-                mentioned = bool(names) or operator._qualname in inspect.getsource(module)
-                home = _Module.of(module) if mentioned else None
-            except (OSError, TypeError, UnwritableError):  # a library of compiled code
-                home = None
-            if home is None:
-                continue
-            for statement in home.body:
-                if not _registers(statement, {*names, operator._qualname}, alone=own == file):
+        self.whole.append(qualname)
+        for module in self.modules:
+            own, handles = file_of(module.__name__), _handles(qualname, module)
+            for statement in self._body(qualname, module):
+                if not registers(statement, handles, alone=own == file):
                     continue
+                home = UsersFile.of(module)
                 self._file(own, home)[statement.lineno] = text = home.text(statement)
                 self._take_used(text, home, own)
-                if own != file:
-                    last = self.files[file].get(_REGISTERING, "").splitlines()
-                    lines = dict.fromkeys([*last, f"from . import {own}"])
-                    self.files[file][_REGISTERING] = "\n".join(lines)
+                self._import_last(own, file)
 
-    def _file(self, file: str, home: _Module) -> dict[int, str]:
+    def _import_last(self, own: str, file: str) -> None:
+        """Has a file import another after all that it does."""
+        if own != file:
+            lines = dict.fromkeys([*self.files[file].get(_REGISTERING, "").splitlines()])
+            self.files[file][_REGISTERING] = "\n".join({**lines, f"from . import {own}": None})
+
+    def _file(self, file: str, home: UsersFile) -> dict[int, str]:
         first = {_FUTURE: home.future} if home.future else {}
         return self.files.setdefault(file, first)
 
-    def _take_used(self, text: str, home: _Module, file: str, known: Collection[str] = ()) -> None:
+    def _take_used(
+        self, text: str, home: UsersFile, file: str, known: Collection[str] = ()
+    ) -> None:
         """Takes what a statement uses, but for names that are known."""
         _refuse_inner_imports(text)
-        for name in sorted(_read(text, home.file).difference(known)):
+        for name in sorted(names_read(text, home.file).difference(known)):
             self.take(name, home, file)
+        for qualname in sorted(operators_called(text)):
+            taken = self.take_operator(qualname)
+            if taken is not None:
+                self._import_last(taken[0], file)
 
-    def take(self, name: str, home: _Module, file: str) -> None:
+    def take(self, name: str, home: UsersFile, file: str) -> None:
         """Takes what a name of a module stands for; of an operator also what is registered."""
         operator, own = home.values.get(name), file_of(home.name)
         if not isinstance(operator, CustomOpDef) or name not in home.bound:
@@ -198,9 +252,9 @@ class _Collected:
             line = home.bound[name][0].lineno
             self._file(file, home)[line] = f"from .{own} import {name}"
         self._take(name, home, own)
-        self._take_registered(operator, own)
+        self._take_registered(operator._qualname, own)
 
-    def _take(self, name: str, home: _Module, file: str) -> None:
+    def _take(self, name: str, home: UsersFile, file: str) -> None:
         held = self._file(file, home)
         if name not in home.bound:
             if hasattr(builtins, name) or name in ("__file__", "__name__"):
@@ -218,7 +272,7 @@ class _Collected:
             held[line] = text = home.text(statement)
             self._take_used(text, home, file)
 
-    def _import(self, statement: ast.Import | ast.ImportFrom, name: str, home: _Module) -> str:
+    def _import(self, statement: ast.Import | ast.ImportFrom, name: str, home: UsersFile) -> str:
         """The import of one name."""
         found = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name]
         if isinstance(statement, ast.Import):
@@ -239,136 +293,8 @@ class _Collected:
         if loaded is None or isinstance(getattr(loaded, alias.name, None), ModuleType):
             raise UnwritableError(f"it uses the module {alias.name}, which is not installed")
         file = file_of(origin)
-        self.take(alias.name, _Module.of(loaded), file)
+        self.take(alias.name, UsersFile.of(loaded), file)
         return ast.unparse(ast.ImportFrom(file, [alias], 1))
-
-
-@dataclass(frozen=True)
-class _Module:
-    """A file of the user's.
-
-    Attributes:
-        body: the statements of its top level.
-        bound: those that bind a name.
-        values: what its names stand for.
-        future: its `from __future__` imports.
-    """
-
-    name: str
-    file: str
-    package: str
-    lines: list[str]
-    body: list[ast.stmt]
-    bound: Mapping[str, list[ast.stmt]]
-    values: Mapping[str, Any]
-    future: str
-
-    @classmethod
-    def of(cls, module: ModuleType) -> _Module:
-        file = inspect.getsourcefile(module)
-        try:
-            text = Path(file or "").read_text(encoding="utf-8")
-            tree = ast.parse(text)
-        except (OSError, SyntaxError, ValueError) as error:
-            raise UnwritableError(f"the source of {module.__name__} cannot be read") from error
-        bound: dict[str, list[ast.stmt]] = {}
-        future = ""
-        for statement in tree.body:
-            if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
-                future = ast.unparse(statement)
-                continue
-            if _is_of_the_script(statement):
-                continue
-            for name in dict.fromkeys(_bound(statement)):
-                bound.setdefault(name, []).append(statement)
-        package = module.__package__ or module.__name__.rpartition(".")[0]
-        lines = text.splitlines()
-        name, values = module.__name__, vars(module)
-        return cls(name, file or "", package, lines, tree.body, bound, values, future)
-
-    def text(self, statement: ast.stmt) -> str:
-        """A statement as it stands, decorators included."""
-        decorators = getattr(statement, "decorator_list", [])
-        first = min([statement.lineno, *(item.lineno for item in decorators)])
-        return "\n".join(self.lines[first - 1 : statement.end_lineno]) + "\n"
-
-    def hold_to_its_value(self, name: str, statement: ast.stmt) -> None:
-        """Refuses a constant that is another one by now."""
-        match statement:
-            case ast.Assign(targets=[ast.Name(), *_], value=written):
-                pass
-            case ast.AnnAssign(value=ast.expr() as written):
-                pass
-            case _:
-                return
-        if len(self.bound[name]) > 1:
-            return
-        try:
-            value = ast.literal_eval(written)
-        except ValueError:
-            return
-        if self.values.get(name) != value:
-            raise UnwritableError(f"it uses {name}, which is not what line {statement.lineno} says")
-
-
-def _bound(statement: ast.AST) -> Iterator[str]:
-    """The names that a statement binds outside of functions and classes."""
-    match statement:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
-        case ast.Name(id=name, ctx=ast.Store()):
-            yield name
-        case ast.Lambda():
-            return
-        case _:
-            for child in ast.iter_child_nodes(statement):
-                yield from _bound(child)
-
-
-def _is_of_the_script(statement: ast.stmt) -> bool:
-    """Whether it is `if __name__ == "__main__"`."""
-    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
-
-
-def _registers(statement: ast.stmt, names: Collection[str], *, alone: bool) -> bool:
-    """Whether a statement adds to an operator, called or written in text by one of its names.
-
-    Args:
-        alone: an expression does so whatever it calls, as it stands in the operator's own file.
-    """
-    parts: list[ast.AST] = [statement]
-    match statement:
-        case ast.FunctionDef(decorator_list=decorators) | ast.ClassDef(decorator_list=decorators):
-            parts, alone = [*decorators], True
-        case ast.Expr():
-            pass
-        case ast.Import() | ast.ImportFrom() | ast.AsyncFunctionDef():
-            return False
-        case _:
-            parts, alone = [] if _is_of_the_script(statement) else parts, False
-    nodes = [node for part in parts for node in ast.walk(part)]
-    called = {node.id for node in nodes if isinstance(node, ast.Name)}
-    called.update(str(node.value) for node in nodes if isinstance(node, ast.Constant))
-    verbs = [getattr(node, "attr", getattr(node, "id", "")) for node in nodes]
-    return not called.isdisjoint(names) and (
-        alone or any(verb.startswith(("register_", "impl_")) for verb in verbs)
-    )
-
-
-def _read(text: str, file: str) -> set[str]:
-    """The names that a statement of a module takes from elsewhere in it."""
-    found: set[str] = set()
-    pending = [symtable.symtable(text, file, "exec")]
-    while pending:
-        table = pending.pop()
-        outer = table.get_type() == "module"
-        for symbol in table.get_symbols():
-            if symbol.is_referenced() and (outer or symbol.is_global()):
-                found.add(symbol.get_name())
-        pending.extend(table.get_children())
-    return found
 
 
 def _refuse_inner_imports(text: str) -> None:

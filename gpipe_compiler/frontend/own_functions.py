@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpipe_compiler.frontend.own_code import UnwritableError, written
+from gpipe_compiler.frontend.own_code import written
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir.own_functions import OwnFunction, own_function
 
 

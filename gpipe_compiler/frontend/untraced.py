@@ -9,7 +9,8 @@ from torch import nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import make_entry
-from gpipe_compiler.frontend.own_code import UnwritableError, written
+from gpipe_compiler.frontend.own_code import written
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
 

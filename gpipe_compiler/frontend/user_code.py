@@ -22,7 +22,14 @@ from torch import nn
 from torch.library import Library
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
-from gpipe_compiler.frontend.locate import is_own, is_users, line_of
+from gpipe_compiler.frontend.locate import (
+    calling_line,
+    is_asked_by_user,
+    is_own,
+    is_users,
+    line_of,
+)
+from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
 from gpipe_compiler.runtime.wording import text_of
 
 T = TypeVar("T")
@@ -155,14 +162,34 @@ def _run_file(file: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _noting(libraries: list[Library]) -> Iterator[None]:
-    """Notes every library of operators that is made."""
+    """Notes every library of operators that is made.
+
+    Raises:
+        ModelError: where the user's file has torch's own operators compute something else.
+    """
     make: Any = Library.__init__
+    implement: Any = Library.impl
 
     def noted(library: Library, *args: Any, **kwargs: Any) -> None:
         make(library, *args, **kwargs)
         libraries.append(library)
 
-    with mock.patch.object(Library, "__init__", noted):
+    def implemented(library: Library, name: Any, function: Any, key: str = "", **more: Any) -> Any:
+        where = calling_line() if is_asked_by_user() else None
+        key = key or library.dispatch_key
+        if library.ns in TORCHS_NAMESPACES and key != "Meta" and where:
+            raise ModelError(
+                f"the file replaces what torch's operator {str(name).removeprefix('aten::')} "
+                "computes: a package calls torch as it is",
+                location=where,
+                hint="make an operator of your own with torch.library.custom_op, and call that",
+            )
+        return implement(library, name, function, key, **more)
+
+    with (
+        mock.patch.object(Library, "__init__", noted),
+        mock.patch.object(Library, "impl", implemented),
+    ):
         yield
 
 

@@ -14,13 +14,11 @@ from unittest import mock
 
 import torch
 
+from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
 from gpipe_compiler.ir import FunctionCall, Graph, Op, ops_within
 from gpipe_compiler.ir.own_functions import OwnFunction
 
 _Operator = torch._ops.OpOverload
-
-_OF_TORCH = frozenset({"aten", "prim", "prims", "quantized", "higher_order"})
-"""Namespaces of operators whose backwards are torch's own."""
 
 _SCALES = (1e-6, 1e-3, 1.0, 1e3, 1e6)
 """By which gradients are larger than those of a normal distribution."""
@@ -51,7 +49,7 @@ class _Called:
 def has_own_backward(function: object) -> bool:
     """Whether a function is one of the user's, or an operator that is not of torch's own."""
     if isinstance(function, torch._ops.OpOverload):
-        return function.namespace not in _OF_TORCH
+        return function.namespace not in TORCHS_NAMESPACES
     return isinstance(function, OwnFunction)
 
 

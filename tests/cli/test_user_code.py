@@ -332,3 +332,109 @@ def test_an_operator_has_all_that_any_file_registers_for_it(
 
     texts = [path.read_text() for path in (tmp_path / "package").glob("own_*.py")]
     assert sum(text.count("def doubled(") for text in texts) == 1
+
+
+DEFINED = """
+library = torch.library.Library("model", "DEF")
+library.define("sine(Tensor x) -> Tensor")
+library.impl("sine", torch.sin, "CompositeExplicitAutograd")
+
+def slope(gradient, x):
+    return gradient * torch.cos(x)
+
+torch.library.define("user_code_f::slope", "(Tensor gradient, Tensor x) -> Tensor")
+torch.library.impl("user_code_f::slope", "cpu", slope)
+
+def keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+@torch.library.register_fake("user_code_f::slope")
+def _(gradient, x):
+    return torch.empty_like(x)
+
+def back(ctx, gradient):
+    return torch.ops.user_code_f.slope(gradient, *ctx.saved_tensors)
+
+torch.library.register_autograd("model::sine", back, setup_context=keep)
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.ops.model.sine(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.user_code_f.slope(gradient, *ctx.saved_tensors)
+
+def forward(self, x):
+    return self.last(Sine.apply(torch.ops.model.sine(self.first(x))))
+
+Model.forward = forward
+"""
+
+
+def test_operators_that_are_defined_in_text_stand_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called by the model, by a class of the file or by another operator's backward; a namespace
+    may be named as the file is."""
+    monkeypatch.chdir(tmp_path)
+
+    (tmp_path / "model.py").write_text(MODEL + DEFINED)
+    assert cli.compile_command(["model.py", "--stages", "2", "-o", "package"]) == 0
+
+    stages = "".join(path.read_text() for path in (tmp_path / "package").glob("stage_*.py"))
+    assert "torch.ops.model.sine.default(" in stages
+
+
+UNDEFINED = """
+def define(namespace):
+    torch.library.define(f"{namespace}::twice", "(Tensor x) -> Tensor")
+    torch.library.impl(f"{namespace}::twice", "CompositeImplicitAutograd", lambda x: x * 2)
+
+define("user_code_g")
+
+def forward(self, x):
+    return torch.ops.user_code_g.twice(self.first(x))
+
+Model.forward = forward
+"""
+
+NOT_CARRIED = {
+    "no fake": (
+        DEFINED.replace("@torch.library.register_fake(", "@(lambda name: lambda function: name)("),
+        "return self.last(Sine.apply(torch.ops.model.sine(self.first(x))))",
+        "cannot be planned: it does not run on tensors without numbers",
+        "by register_fake",
+    ),
+    "defined by a function": (
+        UNDEFINED,
+        "return torch.ops.user_code_g.twice(self.first(x))",
+        "no installed module and no statement at the top level of a file defines",
+        "torch.library.custom_op",
+    ),
+    "of torch": (
+        'torch.library.impl("aten::relu", "cpu", lambda x: x * 2)\n',
+        "torch.library.impl(",
+        "replaces what torch's operator relu computes",
+        "torch.library.custom_op",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_CARRIED)
+def test_operators_that_no_package_carries(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, line, cause, way_out = NOT_CARRIED[case]
+    monkeypatch.chdir(tmp_path)
+    file = MODEL + text
+    (tmp_path / "model.py").write_text(file)
+
+    assert cli.compile_command(["model.py", "--stages", "2", "-o", "package"]) == 1
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"model.py:{file[: file.rindex(line)].count(chr(10)) + 1}:" in said
+    assert cause in said
+    assert way_out in said

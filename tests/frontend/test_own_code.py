@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gpipe_compiler.codegen.package import own_files
-from gpipe_compiler.frontend.own_code import UnwritableError, is_installed, written
+from gpipe_compiler.frontend.own_code import is_installed, written
+from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
 from gpipe_compiler.ir.own_functions import Written, own_function
 
