@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_compiler.runtime.schedule.actions import Orders, Phase
+from gpipe_compiler.runtime.schedule.actions import Orders, split_stages
 from gpipe_compiler.runtime.schedule.clock import Needs, timeline
 
 
@@ -12,7 +12,7 @@ def diagram(orders: Orders, needs: Needs) -> str:
     Forwards and backwards take one each, and so do both parts of a backward in two parts. A cell
     shows phase and micro-batch, after the stage where devices hold several.
     """
-    split = any(action.phase is Phase.WEIGHT for order in orders for action in order)
+    split = bool(split_stages(orders))
     several = any(len({action.stage for action in order}) > 1 for order in orders)
     rows: list[dict[int, str]] = [{} for _ in orders]
     for timed in timeline(orders, needs, forward=1, backward=2 if split else 1, weight=1):

@@ -27,7 +27,7 @@ from gpipe_compiler.plan.memory_curve import (
 from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
-from gpipe_compiler.runtime.schedule.actions import Orders, Phase, Programs
+from gpipe_compiler.runtime.schedule.actions import Orders, Programs, split_stages
 from gpipe_compiler.runtime.spec import Crossing, Leaf, PipelineSpec, ScheduleKind, StageSpec
 
 MOST_EXPLAINED = 8
@@ -73,12 +73,7 @@ class Layout:
     @cached_property
     def split(self) -> frozenset[int]:
         """The stages whose backward is in two parts."""
-        return frozenset(
-            action.stage
-            for order in self.orders
-            for action in order
-            if action.phase is Phase.WEIGHT
-        )
+        return split_stages(self.orders)
 
 
 def device_memories(

@@ -10,7 +10,7 @@ from gpipe_compiler.memory.storages import ActionDelta, ActionDeltas, RefCounts,
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
 from gpipe_compiler.runtime.core.wiring import ActionStep, StageWiring
-from gpipe_compiler.runtime.schedule.actions import Action, Compute, Phase, SharedSum
+from gpipe_compiler.runtime.schedule.actions import Action, Compute, SharedSum
 from gpipe_compiler.runtime.spec import Remat
 
 
@@ -59,15 +59,6 @@ class DeviceJob:
     microbatches: int
     results: frozenset[str] = frozenset()
     joined: int = 0
-
-    def last_backwards(self) -> Mapping[int, int]:
-        """The stage whose last backward stands at each of these places in the program."""
-        places = {
-            step.action.stage: place
-            for place, step in enumerate(self.steps)
-            if isinstance(step.action, Compute) and step.action.phase is not Phase.FORWARD
-        }
-        return {place: stage for stage, place in places.items()}
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from gpipe_compiler.memory.storages import (
 )
 from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StorageEvent
 from gpipe_compiler.plan.memory_curve import Category, Curve
-from gpipe_compiler.runtime.core.wiring import ActionStep, GradientPart, Need
+from gpipe_compiler.runtime.core.wiring import ActionStep, GradientPart, Need, last_backwards
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,
     Phase,
@@ -70,7 +70,7 @@ class MemorySimulator:
         self._posted: dict[Transfer, SharedBuffer] = {}
         self._under_way: list[SharedBuffer | None] = []
         self._ran: set[tuple[int, Phase]] = set()
-        self._last = job.last_backwards() if job.row_bytes else {}
+        self._last = last_backwards(job.steps) if job.row_bytes else {}
         self._tracker = PeakTracker(self.counts, job.stages)
         self._last_first = sorted(job.stages, reverse=True)
 

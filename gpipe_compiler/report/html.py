@@ -25,7 +25,7 @@ from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
 from gpipe_compiler.report.text import ValidationResult, constraint_rows, prediction_rows
-from gpipe_compiler.runtime.schedule.actions import Phase
+from gpipe_compiler.runtime.schedule.actions import split_stages
 from gpipe_compiler.runtime.spec import Remat
 
 _MOST_DRAWN = 60
@@ -64,7 +64,7 @@ def format_report(plan: Plan, validation: ValidationResult | None = None) -> str
         gantt=_gantt(plan),
         setting_columns=COLUMNS,
         settings=[] if frontier is None else [row(point, frontier) for point in frontier.points],
-        split=any(action.phase is Phase.WEIGHT for order in plan.orders for action in order),
+        split=bool(split_stages(plan.orders)),
         updates=any(stage.update_s > 0 for stage in plan.stages),
         placed=placed(plan),
         stages=[(stage, modules_of(plan, stage)) for stage in plan.stages],

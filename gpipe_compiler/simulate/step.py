@@ -28,6 +28,7 @@ backward K-1, gradient K-1, backward K-2, ...: two flow lines, joined by the ord
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,10 +39,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
-from gpipe_compiler.runtime.schedule.clock import NOTHING_JOINT
+from gpipe_compiler.errors import PlanError
+from gpipe_compiler.runtime.errors import DeadlockError
+from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase, split_stages
+from gpipe_compiler.runtime.schedule.clock import Needs, timeline
 from gpipe_compiler.runtime.schedule.joint import Joint, waiting
-from gpipe_compiler.simulate.action_order import NOTHING, Numbers, sequence
 
 FEW = 8
 """So few pipelines are worked out one by one, sooner than together in arrays."""
@@ -141,9 +143,24 @@ def recomputed(orders: Orders, joint: Collection[int] = ()) -> frozenset[Compute
     )
 
 
-def split_stages(orders: Orders) -> frozenset[int]:
-    """The stages whose backward comes in two parts."""
-    return frozenset(a.stage for order in orders for a in order if a.phase is Phase.WEIGHT)
+def _line(orders: Orders) -> Needs:
+    """What actions wait for where stages stand in a line; that which comes last is last."""
+    last = max((action.stage for order in orders for action in order), default=0)
+    following = range(1, last + 1)
+    return Needs({s: (s - 1,) for s in following}, {s - 1: (s,) for s in following})
+
+
+def _sequence(orders: Orders, needs: Needs) -> list[tuple[int, Compute]]:
+    """All actions with their devices, every one after those it waits for.
+
+    Raises:
+        PlanError: when some device would wait for ever, or an action is missing.
+    """
+    try:
+        return [(timed.device, timed.action) for timed in timeline(orders, needs)]
+    except DeadlockError as error:
+        device, action = error.stuck[0]
+        raise PlanError(f"device {device} would wait for ever before {action}") from error
 
 
 StageRates = Mapping[tuple[Compute, bool], float]
@@ -173,7 +190,7 @@ def simulate(
     """
     run = _Run(times, orders, Joint.of(joint, orders), pace)
     again = recomputed(orders, joint) if any(stage.recompute_s for stage in times) else frozenset()
-    for device, action, *_ in sequence(orders, run.numbers, run.joint):
+    for device, action in _sequence(orders, dataclasses.replace(run.line, joint=run.joint)):
         arrival = run.arrive(device, action)
         run.compute(device, action, arrival, again=action in again)
     run.update()
@@ -190,14 +207,14 @@ class _Run:
         self.pace = pace
         self.times = times
         self.joint = joint
-        self.numbers = Numbers(orders)
+        self.line = _line(orders)
         self.split = split_stages(orders)
         self.busy = [0.0] * len(orders)
         self.timeline: list[Span] = []
         self._device_free = [0.0] * len(orders)
         self._receive_free = [0.0] * len(times)
         self._gradient_free = [0.0] * len(times)
-        self._ready = [0.0] * self.numbers.size
+        self._ready: dict[Compute, float] = {}
 
     def arrive(self, device: int, action: Compute) -> float:
         """When all that the action waits for has come through its stage's port."""
@@ -207,8 +224,8 @@ class _Run:
         receive_s = self.times[stage].receive_s if action.phase is Phase.FORWARD else 0.0
         arrival = 0.0
         for received in _each(action, self.joint.begun(action)):
-            _, needed = self.numbers.of(received)
-            came = self._ready[needed] if needed != NOTHING else 0.0
+            needed = self.line.of(received)
+            came = self._ready[needed[-1]] if needed else 0.0
             if receive_s > 0:
                 start = max(came, self._receive_free[stage])
                 came = self._receive_free[stage] = start + receive_s
@@ -230,8 +247,7 @@ class _Run:
                 start = max(end, self._gradient_free[action.stage])
                 end = self._gradient_free[action.stage] = start + stage.gradient_s
                 self.timeline.append(Span(Lane.GRADIENT, device, made, start, end))
-            number, _ = self.numbers.of(made)
-            self._ready[number] = end
+            self._ready[made] = end
 
     def _seconds(self, action: Compute) -> float:
         stage = self.times[action.stage]
@@ -281,12 +297,17 @@ class Steps:
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
         self._split = split_stages(orders)
-        numbers = Numbers(orders)
-        self._size = numbers.size
-        again = recomputed(orders)
+        again, line = recomputed(orders), _line(orders)
+        actions = _sequence(orders, line)
+        number = {action: place for place, (_, action) in enumerate(actions)}
         self._sequence = tuple(
-            (device, action.stage, action.phase, number, needed, action in again)
-            for device, action, number, needed in sequence(orders, numbers, NOTHING_JOINT)
+            (
+                device,
+                *action[:2],
+                number[needed[-1]] if (needed := line.of(action)) else -1,
+                action in again,
+            )
+            for device, action in actions
         )
 
     def __call__(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -304,8 +325,8 @@ class Steps:
         """The step of one pipeline by numbers, or of many by arrays."""
         device_free = [nothing] * len(self._orders)
         receive_free, gradient_free = ([nothing] * len(rows) for _ in range(2))
-        ready = [nothing] * (self._size + 1)  # the last one is of what waits for nothing
-        for device, stage, phase, number, needed, again in self._sequence:
+        ready = [nothing] * (len(self._sequence) + 1)  # the last one is of what waits for nothing
+        for number, (device, stage, phase, needed, again) in enumerate(self._sequence):
             forward_s, backward_s, receive_s, gradient_s, recompute_s, weight_s, _ = rows[stage]
             free, arrival = device_free[device], ready[needed]
             if phase is FORWARD:

@@ -19,7 +19,7 @@ from .precision import run_of_device
 from .request import RunRequest, StepRequest, Values
 from .stage_run import BackwardGraph, StageRun
 from .transport import Endpoint
-from .wiring import ActionStep, GradientPart, Need, StageWiring
+from .wiring import ActionStep, GradientPart, Need, StageWiring, last_backwards
 
 _WORDS = {
     Phase.FORWARD: "forward",
@@ -77,7 +77,7 @@ class Engine:
             TransportError: when a value does not come.
         """
         run = _Run(self, wiring, request, endpoint)
-        last = {} if ended is None else _last_backwards(steps)
+        last = {} if ended is None else last_backwards(steps)
         gradients = torch.enable_grad() if request.work is RunRequest.TRAIN else torch.no_grad()
         with gradients, run_of_device(self.options.precision):
             for position, step in enumerate(steps):
@@ -256,16 +256,6 @@ class _Run:
             if key in self.gradients:
                 total = _sum(total, self.gradients.pop(key))
         self.endpoint.send(transfer, total)
-
-
-def _last_backwards(steps: Sequence[ActionStep]) -> dict[int, int]:
-    """The stage whose last backward stands at each of these places in a program."""
-    places = {
-        step.action.stage: place
-        for place, step in enumerate(steps)
-        if isinstance(step.action, Compute) and step.action.phase is not Phase.FORWARD
-    }
-    return {place: stage for stage, place in places.items()}
 
 
 def _sum(total: torch.Tensor | None, summand: torch.Tensor | None) -> torch.Tensor | None:

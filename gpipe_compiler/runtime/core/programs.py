@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..schedule import forward_only, lower, orders_for, prove
-from ..schedule.actions import Compute, Orders, Phase, Programs, parse_order
+from ..schedule.actions import Orders, parse_order, split_stages
 from ..spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
 from .full_batch import joint_stages
 from .request import RunRequest
@@ -112,7 +112,7 @@ class ProgramCache:
         sums = self._owners if work is RunRequest.TRAIN else {}
         programs = lower(orders, placement, crossings, sums, joint)
         prove(programs, placement, crossings, joint)
-        wiring = wire(spec, placement, work, joint, _split(programs), wanted)
+        wiring = wire(spec, placement, work, joint, split_stages(orders), wanted)
         steps = tuple(steps_of(program, wiring) for program in programs)
         return PreparedSchedule(placement, crossings, wiring, steps)
 
@@ -140,13 +140,3 @@ class ProgramCache:
             return orders_for(schedule, placement, microbatches, joint)
         except ValueError as error:
             raise UsageError(str(error), hint="use another --schedule") from error
-
-
-def _split(programs: Programs) -> frozenset[int]:
-    """The stages whose backward is in two parts."""
-    return frozenset(
-        action.stage
-        for program in programs
-        for action in program
-        if isinstance(action, Compute) and action.phase is Phase.WEIGHT
-    )

@@ -214,6 +214,16 @@ def steps_of(program: Sequence[Action], wiring: Sequence[StageWiring]) -> tuple[
     )
 
 
+def last_backwards(steps: Sequence[ActionStep]) -> dict[int, int]:
+    """The stage whose last backward stands at each of these places in a program."""
+    places = {
+        step.action.stage: place
+        for place, step in enumerate(steps)
+        if isinstance(step.action, Compute) and step.action.phase is not Phase.FORWARD
+    }
+    return {place: stage for stage, place in places.items()}
+
+
 def _drops(
     program: Sequence[Action], wiring: Sequence[StageWiring], joint: Joint
 ) -> dict[int, tuple[tuple[str, int], ...]]:

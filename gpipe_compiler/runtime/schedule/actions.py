@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..sizes import Shape, Sizes, example_shape, shape_at
 
@@ -32,8 +32,7 @@ class Phase(Enum):
 _COMPUTE = re.compile(r"(\d+)([FBW])(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """One part of one stage's work on one micro-batch; prints as `2F0`."""
 
     stage: int
@@ -95,8 +94,7 @@ class Crossing:
         return tuple(shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """A boundary value of one micro-batch on its way from stage to stage.
 
     `gradient` marks the gradient of the value, which runs the other way: its source is the stage
@@ -165,3 +163,8 @@ def parse_order(text: str) -> tuple[Compute, ...]:
 def format_order(order: Iterable[Compute]) -> str:
     """The actions of one device on one line."""
     return " ".join(map(str, order))
+
+
+def split_stages(orders: Orders) -> frozenset[int]:
+    """The stages whose backward is in two parts."""
+    return frozenset(a.stage for order in orders for a in order if a.phase is Phase.WEIGHT)

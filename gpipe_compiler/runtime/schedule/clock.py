@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import DeadlockError
-from .actions import Compute, Crossing, Orders, Phase
+from .actions import Compute, Crossing, Orders, Phase, split_stages
 from .joint import Joint
 
 NOTHING_JOINT = Joint()
-
-Kind = tuple[int, Phase]
-"""Stage and phase: what actions on different micro-batches have in common."""
 
 
 class Timed(NamedTuple):
@@ -40,21 +37,17 @@ class Needs:
     backwards: Mapping[int, tuple[int, ...]]
     joint: Joint = NOTHING_JOINT
 
-    def kinds(self, stage: int, phase: Phase) -> tuple[Kind, ...]:
-        """The actions that one of this kind needs, on its micro-batch."""
-        if phase is Phase.FORWARD:
-            return tuple((other, phase) for other in self.forwards.get(stage, ()))
-        if phase is Phase.WEIGHT:
-            return ((stage, Phase.BACKWARD),)
-        later = tuple((other, phase) for other in self.backwards.get(stage, ()))
-        return ((stage, Phase.FORWARD), *later)
-
-    def of(self, action: Compute) -> tuple[Compute, ...]:
+    def of(self, action: Compute) -> list[Compute]:
         """The actions that this one needs."""
-        wanted = (
-            Compute(*kind, action.microbatch) for kind in self.kinds(action.stage, action.phase)
-        )
-        return tuple(self.joint.awaited(action.stage, need) for need in wanted)
+        stage, phase, m = action.stage, action.phase, action.microbatch
+        if phase is Phase.FORWARD:
+            found = [Compute(other, phase, m) for other in self.forwards.get(stage, ())]
+        elif phase is Phase.BACKWARD:
+            later = self.backwards.get(stage, ())
+            found = [Compute(stage, Phase.FORWARD, m), *(Compute(s, phase, m) for s in later)]
+        else:
+            found = [Compute(stage, Phase.BACKWARD, m)]
+        return [self.joint.awaited(stage, need) for need in found] if self.joint.stages else found
 
 
 def needs_of(crossings: Sequence[Crossing], joint: Joint = NOTHING_JOINT) -> Needs:
@@ -95,24 +88,23 @@ def timeline(
     Raises:
         DeadlockError: when the orders and the needs contradict each other.
     """
-    work = _works(
-        orders, needs, {Phase.FORWARD: forward, Phase.BACKWARD: backward, Phase.WEIGHT: weight}
-    )
-    position = [0] * len(orders)
+    split = split_stages(orders)
+    ends: dict[Compute, float] = {}
+    blocked: dict[Compute, list[int]] = {}
+    left = [iter(order) for order in orders]
+    current = [next(order, None) for order in left]
     free = [0.0] * len(orders)
     ready: list[tuple[float, int]] = []
 
     def advance(device: int) -> None:
         """Let the device's next action stand ready, or wait for the first thing it misses."""
-        if position[device] == len(orders[device]):
+        action, start = current[device], free[device]
+        if action is None:
             return
-        action = orders[device][position[device]]
-        start, m = free[device], action.microbatch
-        for needed, last in work[action.stage, action.phase].needs:
-            number = m if last is None else last
-            end = needed.ends.get(number)
+        for need in needs.of(action):
+            end = ends.get(need)
             if end is None:
-                needed.blocked.setdefault(number, []).append(device)
+                blocked.setdefault(need, []).append(device)
                 return
             start = max(start, end)
         heapq.heappush(ready, (start, device))
@@ -121,64 +113,21 @@ def timeline(
         advance(device)
     while ready:
         start, device = heapq.heappop(ready)
-        action = orders[device][position[device]]
-        kind = work[action.stage, action.phase]
-        end = kind.ends[action.microbatch] = free[device] = start + kind.seconds
-        position[device] += 1
+        action = current[device]
+        assert action is not None  # it stands ready
+        seconds = forward if action.phase is Phase.FORWARD else weight
+        if action.phase is Phase.BACKWARD:
+            seconds = backward - weight if action.stage in split else backward
+        end = ends[action] = free[device] = start + seconds
+        current[device] = next(left[device], None)
         yield Timed(action, device, start, end)
         advance(device)
-        for other in kind.blocked.pop(action.microbatch, ()):
+        for other in blocked.pop(action, ()):
             advance(other)
-    stuck = [
-        (device, f"{order[place]}, which needs {_missing(order[place], needs, work)}")
-        for device, (order, place) in enumerate(zip(orders, position, strict=True))
-        if place < len(order)
-    ]
+    stuck = []
+    for device, action in enumerate(current):
+        if action is not None:
+            missing = " ".join(str(need) for need in needs.of(action) if need not in ends)
+            stuck.append((device, f"{action}, which needs {missing or 'nothing more'}"))
     if stuck:
         raise DeadlockError(stuck)
-
-
-class _Work:
-    """All actions of one kind, while time goes on.
-
-    Attributes:
-        needs: other kinds, of which the action on the same micro-batch is needed, or that on a
-            micro-batch of its own (the last one, where a stage is joint).
-        ends: by micro-batch, of the actions that have run.
-        blocked: by micro-batch, the devices that wait for the action.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.needs: list[tuple[_Work, int | None]] = []
-        self.ends: dict[int, float] = {}
-        self.blocked: dict[int, list[int]] = {}
-
-
-def _works(orders: Orders, needs: Needs, seconds: Mapping[Phase, float]) -> dict[Kind, _Work]:
-    """The work of every kind that there is, or that is needed."""
-    there = {(action.stage, action.phase) for order in orders for action in order}
-    work: dict[Kind, _Work] = {}
-
-    def of(kind: Kind) -> _Work:
-        if kind not in work:
-            stage, phase = kind
-            second = seconds[Phase.WEIGHT] if (stage, Phase.WEIGHT) in there else 0.0
-            work[kind] = _Work(seconds[phase] - (second if phase is Phase.BACKWARD else 0.0))
-        return work[kind]
-
-    for stage, phase in there:
-        for kind in needs.kinds(stage, phase):
-            last = needs.joint.awaited_of(stage, *kind)
-            of((stage, phase)).needs.append((of(kind), last))
-        of((stage, phase))
-    return work
-
-
-def _missing(action: Compute, needs: Needs, work: Mapping[Kind, _Work]) -> str:
-    missing = [
-        str(need)
-        for need in needs.of(action)
-        if need.microbatch not in work[need.stage, need.phase].ends
-    ]
-    return " ".join(missing) or "nothing more"
