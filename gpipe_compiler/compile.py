@@ -237,7 +237,6 @@ class _Package:
     not_validated: str = ""
 
     def write(self, folder: Path) -> None:
-        """Writes it into an empty folder."""
         self.target.write(self.plan, folder, self.progress)
 
     def check(self, folder: Path) -> None:

@@ -83,7 +83,6 @@ NO_CONSTRAINTS = Constraints()
 
 
 def pin_words(name: str, stage: int) -> str:
-    """A pin as on the command line."""
     return shell_line(["--pin", f"{name}={stage}"])
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from gpipe_compiler.cli.machines import machine_arguments, seconds
 from gpipe_compiler.cli.search import positive, search_arguments, setting_arguments
+from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
+from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
 from gpipe_compiler.runtime.core.typed import natural, path, seed
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
@@ -13,7 +14,6 @@ from gpipe_compiler.targets import TARGETS
 
 
 def compile_parser() -> argparse.ArgumentParser:
-    """Of gpipe-compile."""
     parser = argparse.ArgumentParser(
         prog="gpipe-compile",
         description="Compiles a PyTorch model into a pipeline: one readable module per stage, and "
@@ -203,7 +203,6 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _batch_dim(text: str) -> tuple[str, int | None]:
-    """`x=1` or `mask=none`."""
     name, _, dim = text.partition("=")
     if not name or not (dim == "none" or dim.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIM, such as x=1 or mask=none")
@@ -211,7 +210,6 @@ def _batch_dim(text: str) -> tuple[str, int | None]:
 
 
 def inspect_parser() -> argparse.ArgumentParser:
-    """Of gpipe-inspect PKG."""
     parser = argparse.ArgumentParser(
         prog="gpipe-inspect",
         description="Prints what a package holds: stages, boundaries, prediction.",
@@ -225,7 +223,6 @@ def inspect_parser() -> argparse.ArgumentParser:
 
 
 def graph_parser() -> argparse.ArgumentParser:
-    """Of gpipe-inspect graph."""
     parser = argparse.ArgumentParser(
         prog="gpipe-inspect graph", description="Draws a package's stages, or one stage, as SVG."
     )
@@ -236,7 +233,6 @@ def graph_parser() -> argparse.ArgumentParser:
 
 
 def memory_parser() -> argparse.ArgumentParser:
-    """Of gpipe-inspect memory."""
     parser = argparse.ArgumentParser(
         prog="gpipe-inspect memory",
         description="Prints what holds the memory of each device at its peak, and what other "
@@ -257,7 +253,6 @@ def memory_parser() -> argparse.ArgumentParser:
 
 
 def trace_parser() -> argparse.ArgumentParser:
-    """Of gpipe-inspect trace."""
     parser = argparse.ArgumentParser(
         prog="gpipe-inspect trace",
         description="Writes the simulated step as a trace for ui.perfetto.dev.",
@@ -269,3 +264,78 @@ def trace_parser() -> argparse.ArgumentParser:
 
 def _package_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("package", metavar="PKG", type=path, help="what gpipe-compile wrote")
+
+
+# --- what machines there are ----------------------------------------------------------------------
+
+
+def machine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Devices and links: by name, from a file, or this machine's; some of it replaced."""
+    machines = group.add_mutually_exclusive_group()
+    machines.add_argument(
+        "--devices",
+        metavar="NxNAME",
+        default="local",
+        help="what there is to run on, in one host: 4xH200, or H200 for as many as needed, or "
+        "2xV100,2xP40; local is this machine, measured now, and measured the same with its links "
+        "(default %(default)s); known are "
+        + ", ".join(entry.device.name for entry in BUILT_IN.values()),
+    )
+    machines.add_argument(
+        "--cluster",
+        metavar="FILE",
+        type=path,
+        help="a description of hosts, devices and links, as the .toml files in examples/clusters",
+    )
+    group.add_argument(
+        "--bandwidth",
+        metavar="B/s",
+        type=_bandwidth,
+        help="bytes a second of every link between two devices, such as 12.5G, 25GB/s, 100Gb/s",
+    )
+    group.add_argument(
+        "--latency",
+        metavar="S",
+        type=seconds,
+        help="seconds before the first byte, on every link, such as 20us",
+    )
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_memory,
+        help="what every device holds, such as 16GiB; a plan that does not fit is then refused "
+        "(default: as it is described)",
+    )
+
+
+def cluster_asked(arguments: argparse.Namespace) -> Cluster:
+    """The cluster that these arguments describe.
+
+    Raises:
+        UsageError: for devices that are not known, or a file that describes no cluster.
+    """
+    if arguments.cluster is None:
+        cluster = devices_named(arguments.devices)
+    else:
+        cluster = read_cluster(arguments.cluster)
+    linked = cluster.with_links(arguments.bandwidth, arguments.latency)
+    return linked.with_memory(arguments.memory)
+
+
+def seconds(text: str) -> float:
+    return _quantity(text, TIME)
+
+
+def _bandwidth(text: str) -> float:
+    return _quantity(text, BANDWIDTH)
+
+
+def _memory(text: str) -> int:
+    return int(_quantity(text, SIZE))
+
+
+def _quantity(text: str, quantity: Quantity) -> float:
+    try:
+        return quantity.read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -13,9 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from gpipe_compiler.cli.arguments import compile_parser
-from gpipe_compiler.cli.machines import cluster_asked
-from gpipe_compiler.cli.onnx import onnx_file
+from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
 from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.compile import Compiled
 from gpipe_compiler.compile import compile as compile_model
@@ -23,6 +21,7 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.user_code import ModelSpec
+from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.options import Auto, CompileOptions, LossChoice, Objective, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
@@ -128,12 +127,10 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
 
 
 def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """With --json, sends what the user's own file prints to stderr."""
     return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def _document(compiled: Compiled) -> dict[str, object]:
-    """All that a compile gives, for `--json`."""
     validation = compiled.validation
     return {
         "directory": str(compiled.directory) if compiled.directory else None,
@@ -248,3 +245,40 @@ def read_plan(package: Path) -> Plan:
         return Plan.from_json(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is no plan.json: it is not even text") from error
+
+
+# --- ONNX models ----------------------------------------------------------------------------------
+
+_MODEL = (
+    *(
+        "schedule",
+        "remat",
+        "batchnorm",
+        "precision",
+        "optimizer",
+        "data_parallel",
+        "loss",
+        "loss_over",
+    ),
+    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free"),
+)
+"""Options that say how a package trains, or how a model is traced and transformed."""
+
+
+def onnx_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> OnnxFile:
+    """The model that the command names.
+
+    Args:
+        parser: that made the arguments; it knows their defaults.
+    """
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in _MODEL
+        if getattr(arguments, name) != parser.get_default(name)
+    ]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: an ONNX model is neither traced nor trained",
+            hint="leave it out, or compile the model.py that it was exported from",
+        )
+    return OnnxFile(Path(arguments.model), tuple(arguments.input), tuple(arguments.custom_ops))

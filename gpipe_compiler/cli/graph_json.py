@@ -7,7 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from gpipe_compiler.cli.machines import cluster_asked
+from gpipe_compiler.cli.arguments import cluster_asked
 from gpipe_compiler.cli.search import schedule_of
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_json.file import read_graph
@@ -38,9 +38,6 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
     Args:
         parser: that made the arguments; it knows their defaults.
-
-    Raises:
-        UsageError: for options that say something about a model, of which a graph has none.
     """
     given = [
         _option(name)
@@ -94,5 +91,4 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def _option(name: str) -> str:
-    """An argument as it is typed."""
     return f"--{name.replace('_', '-')}"

@@ -110,20 +110,17 @@ def _constraint_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def constraints_of(arguments: argparse.Namespace) -> Constraints:
-    """The constraints that the command line states."""
     return Constraints(
         tuple(arguments.pin), tuple(arguments.keep_together), tuple(arguments.split_at)
     )
 
 
 def schedule_of(arguments: argparse.Namespace) -> ScheduleKind | Auto:
-    """The schedule that the command line states."""
     named: str = arguments.schedule
     return Auto.AUTO if named == Auto.AUTO.value else ScheduleKind(named)
 
 
 def positive(text: str) -> int:
-    """A number of things."""
     if len(text) > _DIGITS:
         raise argparse.ArgumentTypeError(f"{shown(text)} has more than {_DIGITS} digits")
     if not text.isascii() or not text.isdigit() or int(text) < 1:
@@ -142,7 +139,6 @@ def count_or_auto(text: str) -> int | Auto:
 
 
 def _share(text: str) -> float:
-    """A share, such as 0.03."""
     try:
         share = float(text)
     except ValueError:

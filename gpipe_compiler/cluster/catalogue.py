@@ -146,7 +146,6 @@ def built_in(name: str) -> Card:
 
 
 def known_devices() -> str:
-    """What may be written for a device, in a sentence."""
     names = ", ".join(entry.device.name for entry in BUILT_IN.values())
     return (
         f"known are local and measured (this machine), {names}; any other device can be described "

@@ -113,11 +113,7 @@ class DeviceGroup:
 
     @classmethod
     def parse(cls, text: str) -> DeviceGroup:
-        """From `4xH200` or `H200`.
-
-        Raises:
-            UsageError: for anything else.
-        """
+        """From `4xH200` or `H200`."""
         match = _GROUP.fullmatch(text.strip())
         if match is None or match[1] == "0" * len(match[1] or ""):
             raise UsageError(
@@ -165,7 +161,6 @@ def _this_machine(group: DeviceGroup) -> Cluster:
 
 
 def _joined(groups: list[tuple[int | None, Card]]) -> Cluster:
-    """Groups of devices in one host."""
     count, first = groups[0]
     if count is None:
         return replace(cluster_of([Host((first,))]), endless=True)

@@ -52,7 +52,6 @@ def local_cluster(link: Link | None = None) -> Cluster:
 
 
 def core_count() -> int:
-    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -192,9 +191,6 @@ def timed_link(timeout_s: float = _TIMEOUT_S) -> Link:
 
     Between GPUs, copies from the first to the second; with one GPU there is nothing to measure.
     Without GPUs, messages between two processes over gloo.
-
-    Raises:
-        UsageError: when there is only one GPU, or the processes do not find each other.
     """
     gpus = gpu_count()
     if gpus == 1:

@@ -56,7 +56,6 @@ class Device:
     bf16_flops: float | None = None
 
     def speed(self, arithmetic: Arithmetic) -> float:
-        """FLOP/s of large products in this arithmetic."""
         match arithmetic:
             case Arithmetic.FP16:
                 return self.half_flops or self.flops
@@ -179,7 +178,6 @@ class Cluster:
         return replace(self, devices=devices, pooled=False)
 
     def host(self, device: int) -> int:
-        """The host of a device."""
         return self.hosts[device] if self.hosts else 0
 
     def between(self, one: int, other: int) -> Link:

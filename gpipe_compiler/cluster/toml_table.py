@@ -86,15 +86,12 @@ class Table:
         self._faults.add(self._where(key), problem)
 
     def has(self, key: str) -> bool:
-        """Whether there is such a key."""
         return key in self._content
 
     def is_table(self, key: str) -> bool:
-        """Whether a table stands there."""
         return isinstance(self._content.get(key), dict)
 
     def inner(self, key: str) -> Table:
-        """The table that stands there."""
         content = self._taken(key)
         return Table(content if isinstance(content, dict) else {}, self._where(key), self._faults)
 
@@ -142,7 +139,6 @@ class Table:
             return None
 
     def quantity(self, key: str, quantity: Quantity, *, needed: bool = False) -> float | None:
-        """The quantity that stands there."""
         return self.value(key, quantity.read, quantity.example if needed else "")
 
     def refuse_others(self) -> None:

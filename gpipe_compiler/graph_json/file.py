@@ -179,9 +179,6 @@ def parse_graph(document: object, name: str = "graph", where: str = "") -> BareG
 
     Args:
         where: what messages call it; its name unless given.
-
-    Raises:
-        ModelError: with everything that is wrong in it.
     """
     where = where or name
     faults: list[str] = []
@@ -283,7 +280,6 @@ _LARGEST = 10**18
 
 
 def _edges(listed: object, names: set[str], faults: list[str]) -> list[tuple[str, str]]:
-    """The edges between known ops."""
     if not isinstance(listed, list):
         faults.append(f'"edges" is to be a list, not {_kind(listed)}')
         return []
@@ -320,7 +316,6 @@ def _path(names: Sequence[str]) -> str:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls a value."""
     if isinstance(value, Mapping):
         return "an object"
     kinds = {str: "a text", bool: "true or false", int: "a number", float: "a number"}

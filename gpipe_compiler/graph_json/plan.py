@@ -70,7 +70,6 @@ class BarePlan:
         return self.value_s / self.lower_bound_s - 1
 
     def to_json(self) -> str:
-        """All of it as JSON text."""
         document = {
             "graph": self.graph,
             "stages": self.stages,
@@ -128,11 +127,7 @@ class _Search:
         self._refusal: PlanError | None = None
 
     def every_count(self, most: int) -> None:
-        """Cuts into at most these stages; of many numbers some, and then those about the best.
-
-        Raises:
-            PlanError: when there is no such cut at all; the one about what was asked for.
-        """
+        """Cuts into at most these stages; of many numbers some, and then those about the best."""
         whole = most <= MOST_COUNTS or self.asked.prove
         tried, new = [0], set(range(1, most + 1)) if whole else _spread(most)
         while new:

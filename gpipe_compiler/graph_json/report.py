@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpipe_compiler.graph_json.plan import BarePlan
-from gpipe_compiler.report.tables import cell, figure_table, pairs_table
+from gpipe_compiler.report.terminal import cell, figure_table, pairs_table
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_seconds, proof
 
@@ -15,7 +15,6 @@ _NAMES = 4
 
 
 def show_bare_plan(plan: BarePlan) -> RenderableType:
-    """Stages and prediction, one below the other."""
     manner = plan.schedule.value if plan.schedule else "inference"
     headline = Text.assemble(
         (printable(plan.graph), "bold"),

@@ -65,11 +65,7 @@ def with_kinds(problem: CutProblem, cluster: Cluster | None) -> CutProblem:
 
 
 def setting_of(asked: BareSetting, stages: int, *, training: bool) -> CutSetting:
-    """The setting of a cut into exactly this number of stages.
-
-    Raises:
-        PlanError: when the schedule cannot have this number of stages.
-    """
+    """The setting of a cut into exactly this number of stages."""
     kind = asked.schedule if training else None
     try:
         devices = devices_for(asked.schedule, stages) if training else stages
@@ -183,7 +179,6 @@ class BareCut:
         return self.found.slots[self.setting.placement[stage]]
 
     def figures(self, graph: BareGraph) -> tuple[BareStage, ...]:
-        """What there is to say of every stage."""
         return tuple(self._figures(graph, stage) for stage in range(self.setting.stages))
 
     def _figures(self, graph: BareGraph, stage: int) -> BareStage:
@@ -206,7 +201,6 @@ class BareCut:
         )
 
     def device_bytes(self) -> tuple[int, ...]:
-        """For every device, memory at its peak."""
         stage_of = self.found.stage_of
         state = [0] * self.setting.stages
         saved = [0] * self.setting.stages

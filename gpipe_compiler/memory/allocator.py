@@ -99,7 +99,6 @@ class CachingAllocator:
 
     @property
     def footprint(self) -> Footprint:
-        """The peaks so far."""
         return Footprint(self._most_live, self._most_allocated, self._most_reserved)
 
     def allocate(self, size: int, stream: int = 0) -> int:
@@ -138,11 +137,7 @@ class CachingAllocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Lets go the block that `allocate` gave.
-
-        Raises:
-            KeyError: when no block in use is there.
-        """
+        """Lets go the block that `allocate` gave."""
         if address == _NOWHERE:
             return
         block = self._blocks[address]
@@ -229,7 +224,6 @@ class CachingAllocator:
 
 
 def _segment(rounded: int) -> int:
-    """Bytes of the segment made for a request."""
     if rounded <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if rounded < OWN_SEGMENT:

@@ -67,12 +67,10 @@ class Layout:
 
     @cached_property
     def programs(self) -> Programs:
-        """What every device does, in training."""
         return lower(self.orders, self.placement, self.crossings, self.shared, self.joint)
 
     @cached_property
     def split(self) -> frozenset[int]:
-        """The stages whose backward is in two parts."""
         return split_stages(self.orders)
 
 
@@ -206,7 +204,6 @@ class SimulatedPipeline:
         )
 
     def _base(self, device: int) -> dict[Category, int]:
-        """What is there all the time."""
         own = list(self.jobs[device].stages)
         names = {name for stage in own for name in self.layout.stages[stage].state}
         found = {Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)}
@@ -265,7 +262,6 @@ def _joined(graph: Graph, made: Collection[str], device: int, microbatches: int)
 
 
 def _trained(graph: Graph, layout: Layout, stages: Sequence[int]) -> dict[str, int]:
-    """Bytes of the parameters of some stages that training changes."""
     if graph.loss is None:
         return {}
     names = dict.fromkeys(name for stage in stages for name in layout.stages[stage].state)

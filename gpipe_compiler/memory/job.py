@@ -31,7 +31,6 @@ class StageMemory:
 
     @property
     def index(self) -> int:
-        """The number of the stage."""
         return self.wiring.index
 
 
@@ -86,7 +85,6 @@ class InFlight:
         return held
 
     def outlasts(self, deltas: ActionDeltas, block: int) -> bool:
-        """Whether a storage stays allocated when the stage releases it."""
         if block not in self.blocks:
             return False
         held = self.blocks[block]
@@ -97,7 +95,6 @@ class InFlight:
         return (held.bytes, held.category) != counted
 
     def held_again(self) -> dict[int, SharedBuffer | None]:
-        """All that is shared, each with another holder."""
         return {block: self.share(block, 1) for block in self.blocks}
 
 
@@ -159,7 +156,6 @@ class PeakTracker:
         self._highest = 0
 
     def begin(self, position: int) -> None:
-        """A step begins."""
         self.position = position
         self._highest = self._counts.total
 
@@ -192,10 +188,8 @@ class PeakTracker:
 
 
 def is_counted(step: ActionStep) -> bool:
-    """Whether a step is a point of the curve."""
     return isinstance(step.action, Compute | SharedSum)
 
 
 def counted(steps: Sequence[ActionStep]) -> list[Action]:
-    """The actions that are points of the curve."""
     return [step.action for step in steps if is_counted(step)]

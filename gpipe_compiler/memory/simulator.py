@@ -308,7 +308,6 @@ class MemorySimulator:
     # --- playing -----------------------------------------------------------------------------
 
     def _release(self, flight: InFlight, blocks: Iterable[int]) -> None:
-        """A stage releases shared blocks."""
         for block in blocks:
             self.counts.release(flight.blocks.pop(block, None))
 

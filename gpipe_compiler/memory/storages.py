@@ -67,7 +67,6 @@ class RefCounts:
 
     @property
     def sizes(self) -> Sizes:
-        """Bytes of each category."""
         return tuple(self.now)
 
     def number(self) -> int:
@@ -132,7 +131,6 @@ class RefCounts:
 
 
 def gradient_of(value: str) -> str:
-    """What the gradient of a value is called."""
     return f"gradient of {value}"
 
 
@@ -178,17 +176,14 @@ class ActionDeltas:
 
     @cached_property
     def handed_on(self) -> frozenset[int]:
-        """The blocks that a forward makes for others."""
         return frozenset(self.traces.returned.values())
 
     @cached_property
     def handed_back(self) -> frozenset[int]:
-        """The blocks that a backward makes for others."""
         return frozenset(self.traces.sent_back.values())
 
     @cached_property
     def category(self) -> Mapping[int, Category]:
-        """What each block is for."""
         return {number: self._category(number) for number in self.traces.blocks}
 
     @cached_property

@@ -28,7 +28,6 @@ LARGEST_FLOAT = 1e100
 
 
 def to_fields(value: Any) -> Any:
-    """The value as `json` writes it."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Enum):

@@ -147,13 +147,11 @@ class DeviceMemory:
         )
 
     def to_fields(self) -> dict[str, Any]:
-        """As JSON has it."""
         sizes = {c.value: size for c, size in zip(CATEGORIES, self.sizes, strict=True)}
         return own_fields(self) | {"sizes": sizes}
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], where: str = "") -> DeviceMemory:
-        """What `to_fields` gave."""
         sizes = [fields["sizes"][category.value] for category in CATEGORIES]
         return from_fields(cls, {**fields, "sizes": sizes}, where)
 

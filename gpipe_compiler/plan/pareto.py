@@ -109,14 +109,12 @@ class ParetoPoint:
         return not equal or self.choice.simplicity < other.choice.simplicity
 
     def to_fields(self) -> dict[str, Any]:
-        """As JSON has it: the choice is not apart."""
         fields = own_fields(self.choice) | own_fields(self)
         del fields["choice"]
         return fields
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], where: str = "") -> ParetoPoint:
-        """What `to_fields` gave."""
         chosen = {field.name for field in dataclasses.fields(Choice)}
         choice = {name: value for name, value in fields.items() if name in chosen}
         rest = {name: value for name, value in fields.items() if name not in chosen}
@@ -162,7 +160,6 @@ class Frontier:
         return self.points[0] if self.points and self.points[0].fits else None
 
     def samples_per_s(self, point: ParetoPoint) -> float:
-        """The throughput of a point."""
         return self.batch_size / point.step_s if point.step_s > 0 else 0.0
 
     def shortened(self, most: int) -> Frontier:

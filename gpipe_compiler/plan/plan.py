@@ -21,8 +21,7 @@ from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan.fields import to_fields, typed
 from gpipe_compiler.plan.op_table import OpNote, list_ops
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.plan.stages import Prediction, Stage
-from gpipe_compiler.plan.what_if import WhatIf
+from gpipe_compiler.plan.stages import Prediction, Stage, WhatIf
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, ScheduleKind
 
@@ -112,7 +111,6 @@ class Plan:
 
     @property
     def microbatch_size(self) -> int:
-        """Samples in one micro-batch."""
         return self.batch_size // (self.replicas * self.microbatches)
 
     @property
@@ -139,7 +137,6 @@ class Plan:
 
     @uncollected()
     def to_json(self) -> str:
-        """The plan as JSON text, without its graph."""
         written = {"orders": [format_order(order) for order in self.orders], "noted": self.ops}
         fields = {
             field.name: to_fields(written.get(field.name, getattr(self, field.name)))
@@ -151,11 +148,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, graph: Graph | None = None) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            ModelError: when the text is no plan, or one of another version.
-        """
+        """The plan that `to_json` wrote."""
         try:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("format")
@@ -183,11 +176,7 @@ class Plan:
 
 
 def _check_whole(plan: Plan) -> None:
-    """Makes sure that what a plan counts is there, and that its numbers name what there is.
-
-    Raises:
-        ValueError: saying what is not so.
-    """
+    """Makes sure that what a plan counts is there, and that its numbers name what there is."""
     stages, devices = len(plan.stages), len(plan.orders)
     known = {note.name for note in plan.noted}
     memory, prediction = plan.prediction.memory, plan.prediction

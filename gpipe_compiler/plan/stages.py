@@ -150,3 +150,25 @@ class Prediction:
         if self.proved or self.objective_s <= 0:
             return 0.0
         return self.objective_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Another setting for the same stages on the same devices.
+
+    Attributes:
+        change: as on the command line: `--microbatches 16`.
+        device_bytes: for every device, its peak, played exactly.
+        step_s: simulated seconds of one mini-batch.
+    """
+
+    change: str
+    device_bytes: tuple[int, ...]
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What could be done about the memory of a plan."""
+
+    remedies: tuple[Remedy, ...]

@@ -12,7 +12,6 @@ from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 
 
 def timeline(plan: Plan) -> Simulation:
-    """When every action of the plan is expected to start and end."""
     return simulate(plan.orders, stage_times(plan), plan.joint)
 
 
@@ -51,5 +50,4 @@ def recomputing(stage: Stage, times: StageTimes) -> StageTimes:
 
 
 def crossing_bytes(crossing: Crossing) -> int:
-    """Bytes of one micro-batch of a boundary value."""
     return torch.Size(crossing.example_shape).numel() * crossing.dtype.itemsize

@@ -134,7 +134,6 @@ class CandidateBuilder:
 
     @property
     def training(self) -> bool:
-        """Whether there is a backward."""
         return self.facts.graph.loss is not None
 
     @property

@@ -15,7 +15,7 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, Usa
 from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
-from gpipe_compiler.plan.what_if import Remedy, WhatIf
+from gpipe_compiler.plan.stages import Remedy, WhatIf
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import AT_FIRST, most_over
 from gpipe_compiler.planner.search_space import EVERYTHING, Free
@@ -186,9 +186,6 @@ def refuse_too_large(
         policy: that of the plan.
         choice: the rest of what it was made for.
         tried: settings of which none fits, and this is the nearest.
-
-    Raises:
-        DoesNotFitError: by how much it does not, and the nearest settings that would.
     """
     if not most_over(plan):
         return

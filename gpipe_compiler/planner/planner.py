@@ -71,11 +71,9 @@ class Planner:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a mini-batch."""
         return self.graph.batch_size
 
     def with_memory(self, size: int) -> Planner:
-        """The same on devices of `memory` bytes each."""
         cluster = self.cluster.with_memory(size)
         alike = len(cluster.kinds) == len(self.cluster.kinds)
         known = self._prepared if alike else {}  # costs on each kind, in their order
@@ -276,11 +274,7 @@ def _opened(builder: CandidateBuilder, candidate: Candidate) -> tuple[str, ...]:
 
 
 def _check_outputs(graph: Graph, microbatches: int) -> None:
-    """Makes sure that the outputs of a batch are those of its micro-batches put together.
-
-    Raises:
-        PlanError: for an output such as the B x B similarities of all samples.
-    """
+    """Makes sure that the outputs of a batch are those of its micro-batches put together."""
     if microbatches == 1:
         return
     for name in graph.output_values:
@@ -305,11 +299,7 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
 
 
 def _prove(graph: Graph, candidate: Candidate, setting: CutSetting) -> None:
-    """Makes sure that the schedule ends: nobody waits for ever, and everything read is there.
-
-    Raises:
-        DeadlockError, ScheduleError: of the runtime; a fault of this compiler, not of the user.
-    """
+    """Makes sure that the schedule ends: nobody waits for ever, and everything read is there."""
     placement, crossings = setting.placement, candidate.table.crossings
     owners = dict(shared(graph, candidate.stages))
     programs = lower(candidate.orders, placement, crossings, owners, candidate.joint)

@@ -297,7 +297,6 @@ def _merit(point: ParetoPoint) -> tuple[int, float]:
 
 
 def planned(choice: Choice, plan: Plan) -> ParetoPoint:
-    """The point of a plan."""
     prediction = plan.prediction
     peak = max(prediction.device_bytes, default=0)
     return ParetoPoint(

@@ -83,9 +83,6 @@ def devices_to_explore(cluster: Cluster, replicas: int) -> int:
     """How many devices a pipeline may have at most, where nobody says how many stages.
 
     Those of the cluster; of this machine's processor its cores, and of its GPUs as many as it has.
-
-    Raises:
-        UsageError: where only the kind of device is known.
     """
     if not cluster.endless:
         return devices_there(cluster, replicas)
@@ -208,7 +205,6 @@ class WorkSums:
 
     @classmethod
     def of(cls, problem: CutProblem, *, training: bool) -> WorkSums:
-        """That of a problem."""
         kinds: list[tuple[Node | Seconds, ...]] = [problem.nodes, *problem.other_kinds]
         forward = [min(node.forward_s for node in nodes) for nodes in zip(*kinds, strict=True)]
         backward = [min(node.backward_s for node in nodes) for nodes in zip(*kinds, strict=True)]

@@ -1,17 +1,19 @@
-"""What tables, pictures and the HTML report have in common."""
+"""What tables, pictures and the HTML report have in common, and how templates are rendered."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.text import Text
 
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.op_table import OpNote
 from gpipe_compiler.plan.timeline import crossing_bytes
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision
-from gpipe_compiler.runtime.wording import counted, printable
+from gpipe_compiler.runtime.wording import counted, printable, printable_lines
+from gpipe_compiler.text import units
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +33,10 @@ class Boundary:
 
 
 def makers(plan: Plan) -> Mapping[str, OpNote]:
-    """For every value that an op makes, that op."""
     return {value: note for note in plan.ops for value in note.outputs}
 
 
 def boundaries(plan: Plan) -> tuple[Boundary, ...]:
-    """Every boundary value of a plan."""
     made_by = makers(plan)
     found = []
     for crossing in plan.crossings:
@@ -111,7 +111,6 @@ def placed(plan: Plan) -> tuple[str, ...]:
 
 
 def headline(plan: Plan) -> Text:
-    """What is planned, in one line."""
     work = "trains" if plan.training else "infers"
     return Text.assemble(
         (printable(plan.name), "bold"),
@@ -136,3 +135,36 @@ def _modes(plan: Plan) -> str:
     if plan.precision is not Precision.FP32:
         words.append(plan.precision.value)
     return f"; {', '.join(words)}" if words else ""
+
+
+# --- templates that people look at: everything in them is escaped ---------------------------------
+
+
+def _printable(value: object) -> object:
+    """What stands for a value: XML takes no control characters, and a reader no hidden ones."""
+    return printable_lines(value) if type(value) is str else value
+
+
+def render(template: str, **context: object) -> str:
+    """The text of a template.
+
+    Args:
+        context: what the template names; a name that is missing raises.
+    """
+    environment = Environment(
+        loader=PackageLoader("gpipe_compiler.templates", ""),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_printable,
+    )
+    environment.globals["type_of"] = units.format_type
+    environment.filters |= {
+        "bytes": units.format_bytes,
+        "seconds": units.format_seconds,
+        "share": units.format_share,
+        "source": units.format_source,
+    }
+    return environment.get_template(template).render(**context)

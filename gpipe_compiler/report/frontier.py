@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gpipe_compiler.plan.fields import own_fields
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Frontier, ParetoPoint, SearchStatus
-from gpipe_compiler.report.tables import cell, figure_table
+from gpipe_compiler.report.terminal import cell, figure_table
 from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds, format_share
 
@@ -27,7 +27,6 @@ _TWICE = 1.995
 
 
 def show_frontier(frontier: Frontier) -> RenderableType:
-    """The table, and below it what it leaves out."""
     shown = frontier.shortened(MOST_ROWS)
     table = frontier_table(shown)
     left = [p for p in frontier.points if p not in set(shown.points)]
@@ -51,7 +50,6 @@ _SHORT = {
 
 
 def document(frontier: Frontier) -> dict[str, Any]:
-    """The frontier as values of JSON, with throughputs and reasons."""
     fields = own_fields(frontier)
     for row, point in zip(fields["points"], frontier.points, strict=True):
         row["samples_per_s"] = frontier.samples_per_s(point)
@@ -67,7 +65,6 @@ COLUMNS = (
 
 
 def frontier_table(frontier: Frontier) -> Table:
-    """One row for every point."""
     table = figure_table("settings, best first", COLUMNS, words={"why not"})
     for point in frontier.points:
         table.add_row(*map(cell, row(point, frontier)))
@@ -75,7 +72,6 @@ def frontier_table(frontier: Frontier) -> Table:
 
 
 def row(point: ParetoPoint, frontier: Frontier) -> tuple[str, ...]:
-    """The cells of a point."""
     choice, known = point.choice, point.status is SearchStatus.PLANNED
     bound = "≥ " if point.status in (SearchStatus.SLOWER, SearchStatus.LARGER) else ""
     figures = known or bool(bound)
@@ -102,7 +98,6 @@ def _is_estimated(point: ParetoPoint, frontier: Frontier) -> bool:
 
 
 def reason(point: ParetoPoint, frontier: Frontier) -> str:
-    """Why a point is not the chosen one; or that it is."""
     match point.status:
         case SearchStatus.REFUSED:
             return point.problem

@@ -63,7 +63,6 @@ class Gantt:
 
 
 def gantt(simulation: Simulation) -> Gantt:
-    """The diagram of a simulated step."""
     devices = len(simulation.busy_s)
     scale = (WIDTH - LEFT) / simulation.step_s if simulation.step_s > 0 else 0.0
     several = len({span.action.stage for span in simulation.timeline}) > devices

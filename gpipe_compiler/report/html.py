@@ -19,10 +19,10 @@ from gpipe_compiler.report.facts import (
     modules_of,
     parameter_count,
     placed,
+    render,
 )
 from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
-from gpipe_compiler.report.pages import render
 from gpipe_compiler.report.picture import draw, pipeline_drawing
 from gpipe_compiler.report.text import ValidationResult, constraint_rows, prediction_rows
 from gpipe_compiler.runtime.schedule.actions import split_stages
@@ -52,7 +52,6 @@ def write_report(plan: Plan, path: Path, validation: ValidationResult | None = N
 
 
 def format_report(plan: Plan, validation: ValidationResult | None = None) -> str:
-    """The report as HTML text."""
     frontier = plan.frontier
     slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)
     return render(
@@ -131,12 +130,10 @@ class MemoryRow:
 
     @property
     def share(self) -> float:
-        """The peak as a share of the device's memory."""
         return self.peak / self.memory
 
 
 def memory_rows(plan: Plan) -> tuple[MemoryRow, ...]:
-    """A row for every device, by rank."""
     peaks = device_bytes(plan)
     places = plan.placement or tuple(range(len(plan.stages)))
     largest = max(peaks, default=0)

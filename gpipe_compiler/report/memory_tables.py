@@ -15,7 +15,7 @@ from gpipe_compiler.plan import Plan, RematPoint
 from gpipe_compiler.plan.fields import to_fields
 from gpipe_compiler.plan.memory_curve import CATEGORIES, PeakHolder
 from gpipe_compiler.report.facts import headline
-from gpipe_compiler.report.tables import add_rows, figure_table, table_of
+from gpipe_compiler.report.terminal import add_rows, figure_table, table_of
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.wording import counted
 from gpipe_compiler.text.units import (
@@ -35,11 +35,7 @@ _MOST_COLUMNS = 6
 
 
 def check_memory(plan: Plan, device: int | None) -> None:
-    """Checks that the plan has memory traces, and such a device.
-
-    Raises:
-        UsageError: when it has none.
-    """
+    """Checks that the plan has memory traces, and such a device."""
     memory = plan.prediction.memory
     if not memory:
         raise UsageError(
@@ -75,7 +71,6 @@ def show_memory(plan: Plan, device: int | None = None, most: int = SHOWN_HOLDERS
 
 
 def _shown(plan: Plan, device: int | None) -> Sequence[int]:
-    """The devices whose holders are shown."""
     if device is not None:
         return (device,)
     memory = plan.prediction.memory

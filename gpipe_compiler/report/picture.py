@@ -15,8 +15,7 @@ from typing import Any
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.op_table import OpNote
-from gpipe_compiler.report.facts import Boundary, boundaries, modules_of
-from gpipe_compiler.report.pages import render
+from gpipe_compiler.report.facts import Boundary, boundaries, modules_of, render
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_seconds, format_source, format_type
 
@@ -58,7 +57,6 @@ class Box:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height in pixels."""
         letters = max(len(line) for line in self.lines)
         return letters * _LETTER + 2 * _PADDING, len(self.lines) * LINE + _PADDING
 
@@ -140,12 +138,7 @@ def pipeline_drawing(plan: Plan) -> Drawing:
 
 
 def stage_drawing(plan: Plan, index: int) -> Drawing:
-    """A box for every op of a stage, and one for every value it takes or hands on.
-
-    Raises:
-        UsageError: when there is no such stage.
-        ModelError: when the plan holds no notes about its ops.
-    """
+    """A box for every op of a stage, and one for every value it takes or hands on."""
     if not 0 <= index < len(plan.stages):
         raise UsageError(
             f"there is no stage {index}", hint=f"stages count from 0 to {len(plan.stages) - 1}"
@@ -248,7 +241,6 @@ def _shortened(line: str) -> str:
 
 
 def draw(drawing: Drawing) -> str:
-    """The drawing as SVG text."""
     layout = lay_out({name: box.size for name, box in drawing.boxes.items()}, drawing.arrows)
     return render(
         "picture.svg.jinja",
@@ -279,9 +271,6 @@ def lay_out(
     Args:
         sizes: width and height of every box, by name.
         arrows: pairs of names; no cycles.
-
-    Raises:
-        UsageError: when grandalf is not installed.
     """
     try:
         # Not typed, and not installed where nobody draws.

@@ -24,7 +24,7 @@ from gpipe_compiler.report.facts import (
 )
 from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.memory_tables import remat_table
-from gpipe_compiler.report.tables import pairs_table, table_of
+from gpipe_compiler.report.terminal import pairs_table, table_of
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.runtime.wording import counted, printable
@@ -66,7 +66,6 @@ def plain_text(shown: RenderableType) -> str:
 
 
 def show_plan(plan: Plan) -> RenderableType:
-    """Stages, boundaries and prediction, one below the other."""
     parts: list[RenderableType] = [headline(plan), stage_table(plan)]
     if plan.crossings:
         parts.append(boundary_table(plan))
@@ -120,8 +119,6 @@ def _ops(count: int, duplicates: int) -> str:
 
 
 def boundary_table(plan: Plan) -> Table:
-    """One row for every value that crosses between stages."""
-
     def row(boundary: Boundary) -> dict[str, str]:
         crossing = boundary.crossing
         cells = {

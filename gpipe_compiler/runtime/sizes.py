@@ -44,7 +44,6 @@ class Operator(Enum):
     LARGER = "larger"
 
     def __call__(self, left: int, right: int) -> int:
-        """The number."""
         return _APPLIED[self](left, right)
 
 
@@ -133,11 +132,9 @@ class Size(Expression):
     example: int
 
     def at(self, sizes: Sizes) -> int:
-        """Its value."""
         return sizes[self.name]
 
     def sizes(self) -> Iterator[Size]:
-        """Itself."""
         yield self
 
     def python(self, names: Mapping[str, str] | None = None) -> str:
@@ -156,11 +153,9 @@ class Operation(Expression):
     right: Dim
 
     def at(self, sizes: Sizes) -> int:
-        """The result."""
         return self.applied(value_at(self.left, sizes), value_at(self.right, sizes))
 
     def sizes(self) -> Iterator[Size]:
-        """Those of both operands."""
         yield from sizes_in((self.left, self.right))
 
     def python(self, names: Mapping[str, str] | None = None) -> str:
@@ -208,22 +203,18 @@ def _strength(item: Dim) -> int:
 
 
 def smaller(left: Dim, right: Dim) -> Operation:
-    """The smaller of two dimensions."""
     return Operation(Operator.SMALLER, left, right)
 
 
 def larger(left: Dim, right: Dim) -> Operation:
-    """The larger of two dimensions."""
     return Operation(Operator.LARGER, left, right)
 
 
 def value_at(dim: Dim, sizes: Sizes) -> int:
-    """A dimension at these sizes, by name."""
     return dim.at(sizes) if isinstance(dim, Expression) else dim
 
 
 def shape_at(shape: Sequence[Dim], sizes: Sizes) -> tuple[int, ...]:
-    """A shape at these sizes, by name."""
     return tuple(value_at(dim, sizes) for dim in shape)
 
 
@@ -249,7 +240,6 @@ class Relation(Enum):
     DIVISIBLE = "divisible by"
 
     def __call__(self, left: int, right: int) -> bool:
-        """Whether it holds."""
         return _HOLDS[self](left, right)
 
 
@@ -276,7 +266,6 @@ class Requirement:
     where: str
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether sizes meet it."""
         return self.relation(value_at(self.left, sizes), value_at(self.right, sizes))
 
     def __str__(self) -> str:

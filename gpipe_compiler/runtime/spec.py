@@ -136,7 +136,6 @@ class Input:
 
     @property
     def batched(self) -> bool:
-        """Whether the tensor is split into micro-batches."""
         return self.batch_dim is not None
 
     @property
@@ -145,7 +144,6 @@ class Input:
         return None if self.shape is None else example_shape(self.shape)
 
     def samples(self, tensor: torch.Tensor) -> int:
-        """The samples in a tensor for this input, which is batched."""
         assert self.batch_dim is not None
         return tensor.shape[self.batch_dim]
 
@@ -171,7 +169,7 @@ class SampleLimit:
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
-"""How a tensor of a model without weights gets its first numbers; see `initial.py`."""
+"""How a tensor of a model without weights gets its first numbers; see `core/weights.py`."""
 
 
 def layer_name(name: str) -> str:
@@ -247,7 +245,6 @@ class StageSpec:
         return {own: self.named(own) for own in names}
 
     def named(self, own: str) -> str:
-        """What the model calls a state of the stage."""
         return self.renamed.get(own, own)
 
     def beginning(self, name: str) -> Steps | None:

@@ -151,11 +151,7 @@ def _line(orders: Orders) -> Needs:
 
 
 def _sequence(orders: Orders, needs: Needs) -> list[tuple[int, Compute]]:
-    """All actions with their devices, every one after those it waits for.
-
-    Raises:
-        PlanError: when some device would wait for ever, or an action is missing.
-    """
+    """All actions with their devices, every one after those it waits for."""
     try:
         return [(timed.device, timed.action) for timed in timeline(orders, needs)]
     except DeadlockError as error:
@@ -234,7 +230,6 @@ class _Run:
         return arrival
 
     def compute(self, device: int, action: Compute, arrival: float, *, again: bool) -> None:
-        """Run the action, and its forward again before it where it has to be."""
         stage = self.times[action.stage]
         recompute_s = stage.recompute_s * len(self.joint.begun(action)) if again else 0.0
         if recompute_s > 0:

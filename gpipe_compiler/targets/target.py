@@ -74,6 +74,6 @@ class OpenTarget(Protocol):
         ModelError, TraceError: where the model is at fault.
     """
 
-    def __call__(  # noqa: D102  # above
+    def __call__(
         self, model: Any, options: CompileOptions, progress: Progress, launch: Launch
     ) -> Target: ...

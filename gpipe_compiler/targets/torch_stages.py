@@ -37,7 +37,7 @@ from gpipe_compiler.validate.package import (
     why_not_materialised,
 )
 from gpipe_compiler.validate.reference import reference_of
-from gpipe_compiler.validate.sample_trials import with_limit
+from gpipe_compiler.validate.some_samples import with_limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,6 @@ class TorchStages:
 
     @property
     def batch(self) -> str:
-        """As in `Target`."""
         return self.found.note
 
     @property
@@ -87,7 +86,6 @@ class TorchStages:
         return real_example(self.found.subject) if self._on_meta else None
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
-        """As in `Target`."""
         made, frontier = plan_as_asked(self.planner, self.options, progress)
         made = dataclasses.replace(made, optimizer=self.optimizer)
         assert made.graph is not None
@@ -108,11 +106,9 @@ class TorchStages:
             reference_of(self.found.subject, plan, self.options.seed)
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        """As in `Target`."""
         write_package(plan, folder, self.found.subject.hooks, progress, self._example)
 
     def validate(self, plan: Plan, folder: Path) -> Validation | str:
-        """As in `Target`."""
         subject, options = self.found.subject, self.options
         seed, accepted = options.seed, options.per_microbatch
         too_large = why_not_materialised(plan) if self._on_meta else ""
@@ -141,7 +137,6 @@ class TorchStages:
         return made
 
     def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
-        """As in `Target`."""
         timed = self.options.measured and not self._on_meta
         return clocked(plan, folder, progress) if timed else plan
 

@@ -18,25 +18,22 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
-from gpipe_compiler.validate.float_types import double
 from gpipe_compiler.validate.mixing_backward import function_that_mixes, ops_with_own_backward
-from gpipe_compiler.validate.sample_trials import first_numbering, refuse_numbering_in_loss
+from gpipe_compiler.validate.rounding import double
 from gpipe_compiler.validate.some_samples import (
     PARTS,
     SAMPLES,
     BothRuns,
+    first_numbering,
     mixing_among,
     on_meta,
+    refuse_numbering_in_loss,
     values_of,
 )
 
 
 def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
-    """Refuses a plan with several micro-batches of samples that depend on each other.
-
-    Raises:
-        ModelError: naming the input and its dimension, and the line of the op at fault.
-    """
+    """Refuses a plan with several micro-batches of samples that depend on each other."""
     parts = plan.microbatches * (plan.replicas if plan.training else 1)
     graph = plan.graph
     assert graph is not None
@@ -63,11 +60,7 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
 
 
 def _refuse_gates(graph: Graph) -> None:
-    """Refuses what a bound on something taken over the batch decides, whatever the example shows.
-
-    Raises:
-        ModelError: naming the line of the bound.
-    """
+    """Refuses bounds on what is taken over the batch, whatever the example shows."""
     op = first_gate(graph)
     if op is not None:
         raise ModelError(
@@ -84,9 +77,6 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
 
     Beside BatchNorm, which hides what follows, and where something writes to buffers, that is left
     to validation; so is what takes the whole mini-batch by `BatchNorm.EXACT`.
-
-    Raises:
-        ModelError: naming the line of the op at fault.
     """
     joint = plan.batchnorm is BatchNorm.EXACT and mixing_ops(graph) - graph.loss_only
     if on_meta(graph) or joint:
@@ -108,11 +98,7 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
 
 
 def _refuse_mixing_backward(graph: Graph) -> None:
-    """Refuses a hook, or a function with a backward of its own, that takes gradients together.
-
-    Raises:
-        ModelError: naming the line that calls it.
-    """
+    """Refuses a hook, or a function with a backward of its own, that takes gradients together."""
     owners = list(ops_with_own_backward(graph))
     if not owners:
         return

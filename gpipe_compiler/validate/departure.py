@@ -20,9 +20,9 @@ from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import Leaf
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ComparedKind, compare, flat_tensors
 from gpipe_compiler.validate.draws import Draws
-from gpipe_compiler.validate.float_types import to_type
 from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.plain_run import MiniBatch, Outputs, Shares, all_at_once, one_by_one
+from gpipe_compiler.validate.rounding import to_type
 
 HINT = (
     "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch is "
@@ -43,7 +43,6 @@ class Both:
 
     @property
     def losses(self) -> Losses | None:
-        """The losses, where there are any."""
         if self.whole.loss is None or not self.shares:
             return None
         terms = tuple(part.terms for part in self.parts)
@@ -73,7 +72,6 @@ class Both:
 
     @property
     def alike(self) -> bool:
-        """Whether the one is the other put together, but for rounding."""
         return not self.unlike and (self.losses is None or self.losses.equal)
 
 

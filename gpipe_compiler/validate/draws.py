@@ -226,12 +226,10 @@ class _Cut:
         return copy.copy_(view.reshape(shape))
 
     def put(self, whole: torch.Tensor, start: int, size: int, piece: torch.Tensor) -> None:
-        """Writes the share of some samples."""
         view = self._view(whole, start, size)
         view.copy_(piece.reshape(view.shape))
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole from the shares of all."""
         assert self.dim is not None
         if not self.inner:
             return torch.cat(list(pieces), self.dim)
@@ -259,19 +257,16 @@ def _described(leaf: object) -> object:
 
 
 def _places(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first sample of each micro-batch, and how many it has."""
     return zip((0, *itertools.accumulate(sizes)), sizes, strict=False)
 
 
 def _pairs(args: Sequence[Any], cuts: Sequence[_Cut | None], tree: Any) -> bool:
-    """Whether the batch shows more than once in a list of sizes."""
     positional, _ = tree_unflatten(list(cuts), tree)
     sizes = (cut for arg, cut in zip(args, positional, strict=True) if isinstance(arg, list))
     return any(len([item for item in cut if item is not None]) > 1 for cut in sizes)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
-    """The ids of the arguments that an op writes to."""
     return frozenset(
         id(args[place] if place < len(args) else kwargs.get(argument.name))
         for place, argument in enumerate(func._schema.arguments)

@@ -50,8 +50,7 @@ class Launch(Protocol):
         threads: intra-op threads of the process.
     """
 
-    def __call__(self, words: Sequence[str], *, threads: int) -> Ended:  # noqa: D102  # above
-        ...
+    def __call__(self, words: Sequence[str], *, threads: int) -> Ended: ...
 
 
 def fresh(words: Sequence[str], *, threads: int) -> Ended:
@@ -202,5 +201,4 @@ def _clean_path() -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without what leads to the compiler."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

@@ -36,7 +36,6 @@ class _Called:
 
     @property
     def name(self) -> str:
-        """That of the user's."""
         own = self.function
         return own.cls.__name__ if isinstance(own, OwnFunction) else str(own)
 
@@ -83,7 +82,6 @@ def function_that_mixes(
 
 
 def _calls(run: Callable[[Sequence[int]], object], rows: Sequence[int]) -> list[_Called]:
-    """The calls of such functions in one run, in order."""
     found: list[_Called] = []
     within = False
 
@@ -207,7 +205,6 @@ class _Split:
         return made, torch.autograd.grad(made, wanted, given, allow_unused=True)
 
     def _args(self, number: int) -> list[Any]:
-        """The arguments for one of the parts: rows of those for all."""
         return [
             self._rows(item, _grown(item, other), self.parts[number])
             if isinstance(item, torch.Tensor)
@@ -216,7 +213,6 @@ class _Split:
         ]
 
     def _rows(self, tensor: torch.Tensor, dim: int | None, chosen: Sequence[int]) -> torch.Tensor:
-        """The rows of some samples."""
         if dim is None:
             return tensor
         each = tensor.shape[dim] // self.samples

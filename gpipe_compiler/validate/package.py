@@ -65,7 +65,6 @@ class Validation:
 
     @property
     def passed(self) -> bool:
-        """Whether everything is within tolerance."""
         return all(row.passed for row in self.rows)
 
     def __str__(self) -> str:
@@ -197,9 +196,6 @@ def _second_reference(
     Returns:
         One reference, or none where plain PyTorch takes no such batch; and what is compared, or why
         nothing is.
-
-    Raises:
-        UnsplittableError: when micro-batches cannot give the loss of that batch.
     """
     entry = make_entry(subject, training=False)
     size = other_size(plan.batch_size, plan.microbatches, least_samples(plan))
@@ -277,9 +273,6 @@ def run_check(
 
     Args:
         threads: of the process.
-
-    Raises:
-        ValidationError: when the package cannot be run. Differences are not raised.
     """
     words = [str(word) for word in (directory / "run.py", "check", *options)]
     return_memory()

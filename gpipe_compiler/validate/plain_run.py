@@ -45,7 +45,6 @@ class MiniBatch:
     sizes: tuple[int, ...]
 
     def parts(self, signature: Signature) -> list[tuple[torch.Tensor, ...]]:
-        """The inputs of every micro-batch, each with memory of its own."""
         ends = [*accumulate(self.sizes)]
         return [
             tuple(
@@ -56,7 +55,6 @@ class MiniBatch:
         ]
 
     def whole(self) -> tuple[torch.Tensor, ...]:
-        """The inputs of all, in memory of their own."""
         return tuple(tensor.clone() for tensor in self.inputs)
 
 
@@ -105,7 +103,6 @@ class ModelCall:
 def one_by_one(
     batch: MiniBatch, signature: Signature, draws: Draws, shares: Shares
 ) -> list[ModelCall]:
-    """A call for each micro-batch."""
     return [
         ModelCall(
             part, DrawsOfOne(draws, microbatch) if draws.numbers else contextlib.nullcontext(), own
@@ -255,7 +252,6 @@ def train_step(
 def _gradients(
     loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The gradient of each parameter that the loss depends on."""
     if not loss.requires_grad:
         return {}
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)

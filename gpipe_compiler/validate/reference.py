@@ -31,7 +31,6 @@ from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
 from gpipe_compiler.validate.departure import HINT, Both, departure, joined, where_parted
 from gpipe_compiler.validate.draws import ApartError, Draws
-from gpipe_compiler.validate.float_types import double, doubled, lower_types, rounded, without_lower
 from gpipe_compiler.validate.loss_splitting import cause_of, explain, loss_shares
 from gpipe_compiler.validate.plain_run import (
     MiniBatch,
@@ -45,6 +44,7 @@ from gpipe_compiler.validate.plain_run import (
     train_step,
     with_terms,
 )
+from gpipe_compiler.validate.rounding import double, doubled, lower_types, rounded, without_lower
 
 _INSIDE = "training is compared with the plain loop of micro-batches: {}"
 
@@ -142,7 +142,6 @@ class _Work:
         return self.plan.precision is not Precision.FP32 or bool(lower_types(self.graph))
 
     def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
-        """The outputs in eval mode, and notes."""
         draws = Draws.of(self.graph, self.seed, training=False)
         error, alike = None, False
         try:
@@ -206,9 +205,6 @@ class _Work:
         Args:
             others: the ops that are known to mix samples or to write, BatchNorm's own apart.
             layers: these.
-
-        Raises:
-            UnsplittableError: naming the first of these.
         """
         assert self.graph.loss is not None
         if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
@@ -249,16 +245,11 @@ class _Work:
         return entry
 
     def _calls(self, entry: Entry, draws: Draws) -> list[ModelCall]:
-        """A call for each micro-batch."""
         calls = one_by_one(self.batch, entry.signature, draws, self.shares)
         return with_terms(calls, self.graph, draws) if self.plan.training else calls
 
     def _both(self, draws: Draws, *, training: bool = False) -> Both:
-        """The micro-batches and the whole, without gradients and in 32 bits.
-
-        Raises:
-            ApartError: where what is drawn for the whole is not drawn for micro-batches.
-        """
+        """The micro-batches and the whole, without gradients and in 32 bits."""
         entry = self._entry(training=training)
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, Precision.FP32)
@@ -284,9 +275,6 @@ class _Work:
         """Steps on the mini-batch in one piece and in 32 bits, and whether a draw is flattened.
 
         Where one is, there are two, for the two orders in which samples may lie in it.
-
-        Raises:
-            ApartError: where what is drawn for the whole is not drawn for micro-batches.
         """
         entry = self._entry(training=True)
         calls = self._calls(entry, draws)
@@ -301,7 +289,6 @@ class _Work:
                 return
 
     def _loop(self, draws: Draws, precision: Precision) -> Tensors:
-        """A step micro-batch by micro-batch."""
         entry = self._entry(training=True)
         calls = self._calls(entry, draws)
         deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
@@ -378,7 +365,6 @@ class _Work:
         )
 
     def _accept(self, error: UnsplittableError | None) -> tuple[str, ...]:
-        """Notes on what the user accepts; raises what he does not."""
         if error is None:
             return ()
         if not self.accepted:

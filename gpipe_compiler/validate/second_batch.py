@@ -192,7 +192,6 @@ class Use:
     ignored: int | None = None
 
     def and_of(self, other: Use) -> Use:
-        """What both allow."""
         ignored = self.ignored if self.ignored == other.ignored else None
         return Use(min(self.count, other.count), ignored)
 

@@ -14,7 +14,6 @@ from gpipe_compiler.passes.cut.contract import Contracted
 
 
 def classic_cuts(graph: Contracted, stages: int) -> Iterator[tuple[int, ...]]:
-    """The stage of every node of the problem, one cut after another."""
     if graph.size < stages:
         return
     yield cut_at(graph, equal_ends([len(members) for members in graph.members], stages))

@@ -51,11 +51,9 @@ class Movable:
         return len(self.consumers) > 1
 
     def receive_s(self, link: Link) -> float:
-        """Seconds to move it forward."""
         return self.sends * link.latency_s + self.bytes / link.bandwidth
 
     def gradient_s(self, link: Link) -> float:
-        """Seconds to move its gradients back."""
         return self.returns * link.latency_s + self.gradient_bytes / link.bandwidth
 
 
@@ -88,7 +86,6 @@ class Contracted:
 
     @property
     def size(self) -> int:
-        """The number of nodes."""
         return len(self.members)
 
     @property
@@ -111,7 +108,6 @@ class Contracted:
         return np.concatenate((seconds, best[None]))
 
     def after(self) -> list[list[int]]:
-        """For every node, the nodes that it directly precedes, ascending."""
         found: list[list[int]] = [[] for _ in range(self.size)]
         for node, before in enumerate(self.before):
             for source in before:
@@ -120,12 +116,7 @@ class Contracted:
 
 
 def contract(problem: CutProblem, stages: int) -> Contracted:
-    """The problem with one node for all that must share a stage.
-
-    Raises:
-        PlanError: when the problem has a cycle of its own, or its constraints contradict each
-            other, naming the nodes.
-    """
+    """The problem with one node for all that must share a stage."""
     edges = sorted(set(problem.edges()))
     size = len(problem.nodes)
     order = topological(size, (e for e in edges if e[0] != e[1]))

@@ -47,11 +47,9 @@ class FillDrain(Criterion):
         return self.microbatches - 1 or TIE
 
     def initial(self) -> Floats:
-        """See `Criterion`."""
         return np.zeros(5 if self.updates else 3)
 
     def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
-        """See `Criterion`."""
         rest = space.inside[-1][:, -1:] - space.inside[-1]
         forward, backward = rest[:2] / (stages - stage)
         backward = backward + self.again[stage:].min() * forward
@@ -61,7 +59,6 @@ class FillDrain(Criterion):
         return np.asarray(tables.way_s[stage] + rest[0] + rest[1] + self._repeats * slowest)
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
-        """See `Criterion`."""
         extended = np.empty_like(labels)
         np.maximum(labels[:, 0], np.maximum(new.forward_s, new.receive_s), out=extended[:, 0])
         slowest = np.maximum(labels[:, 1], new.backward_s + self.again[stage] * new.forward_s)
@@ -78,7 +75,6 @@ class FillDrain(Criterion):
     def bound(
         self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
-        """See `Criterion`."""
         forward = self._repeats * np.maximum(labels[:, 0], tables.forward_s[stage, start])
         backward = self._repeats * np.maximum(labels[:, 1], tables.backward_s[stage, start])
         step = labels[:, 2] + tables.way_s[stage, start] + forward + backward
@@ -110,15 +106,12 @@ class Rounds(Criterion):
     beam: int = 10_000
 
     def initial(self) -> Floats:
-        """See `Criterion`."""
         return np.zeros(2)
 
     def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
-        """See `Criterion`."""
         return promise(space, tables, stage, stages, self.microbatches)
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
-        """See `Criterion`."""
         m, warm = self.microbatches, min(self.microbatches, self.stages - stage)
         forward, backward = new.forward_s, new.backward_s
         own, rest = forward + backward, labels[:, 0]
@@ -138,7 +131,6 @@ class Rounds(Criterion):
     def bound(
         self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
-        """See `Criterion`."""
         m = self.microbatches
         inside = space.inside[-1][0, start] + space.inside[-1][1, start]
         way = tables.way_s[stage, start]
@@ -214,11 +206,9 @@ class Sends(Criterion):
 
     @property
     def most_extensions(self) -> int | None:
-        """See `Criterion`."""
         return 4 * self.beam
 
     def initial(self) -> Floats:
-        """See `Criterion`."""
         return np.zeros(1 + len(self.values))
 
     def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
@@ -234,7 +224,6 @@ class Sends(Criterion):
         return np.asarray(np.maximum(longest, tables.stage_s[stage, new.start]))
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
-        """See `Criterion`."""
         start, end = self.live[new.start], self.live[new.end]
         used = self.taken[new.end] > self.taken[new.start]
         rate = self.device_order.rates[stage]
@@ -249,7 +238,6 @@ class Sends(Criterion):
     def bound(
         self, space: Space, tables: BoundTables, stage: int, start: Integers, labels: Floats
     ) -> Floats:
-        """See `Criterion`."""
         return np.asarray(np.maximum(labels[:, 0], tables.stage_s[stage, start]))
 
     def _plain(self, stage: int, new: Extensions) -> Floats:

@@ -75,7 +75,6 @@ class DeviceOrder:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
         return len(self.placement)
 
     @cached_property
@@ -93,7 +92,6 @@ class DeviceOrder:
         )
 
     def between(self, before: int, after: int) -> Link:
-        """The link between the devices of two stages."""
         one, other = self.placement[before], self.placement[after]
         return NO_LINK if one == other else self.links[one][other]
 
@@ -179,7 +177,6 @@ class DeviceOrder:
         return np.asarray(peak)
 
     def roomier(self, excess: float) -> DeviceOrder:
-        """The same with these bytes more on every device."""
         if not excess:
             return self
         return replace(
@@ -283,7 +280,6 @@ class _Seating:
         return tuple(self.own[slot] for slot in order), links
 
     def _extended(self, chosen: tuple[int, ...], left: list[int]) -> Iterator[tuple[int, ...]]:
-        """All orders that begin with the chosen slots."""
         if len(chosen) == self.devices:
             yield chosen
             return

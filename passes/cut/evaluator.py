@@ -95,7 +95,6 @@ class CutEvaluator:
         )
 
     def evaluate(self, device_order: DeviceOrder, stage_of: Sequence[int]) -> CutScore:
-        """Everything about a cut."""
         stages = device_order.stages
         seconds = [[0.0, 0.0, 0.0] for _ in range(stages)]
         kinds = [

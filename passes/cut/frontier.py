@@ -96,7 +96,6 @@ def _narrowest(graph: Contracted) -> tuple[int, ...]:
 
 
 def _leaving(graph: Contracted, order: Sequence[int]) -> list[list[int]]:
-    """For every step, the nodes that nothing after it follows."""
     last = {node: step for step, node in enumerate(order)}
     for step, node in enumerate(order):
         for source in graph.before[node]:

@@ -211,7 +211,6 @@ def _is_before(mask: int, end: int) -> bool:
 
 
 def _stages(graph: Contracted, chain: Sequence[int]) -> Iterator[int]:
-    """The stage of every node of the problem."""
     place = {node: number for number, members in enumerate(graph.members) for node in members}
     for node in range(len(place)):
         yield next(stage for stage, mask in enumerate(chain) if mask >> place[node] & 1)

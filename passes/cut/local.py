@@ -69,7 +69,6 @@ class _Improving:
         return found
 
     def _stages(self, stage: int, starts: Integers, end: int) -> Floats:
-        """The same for stages that end at one place, shape (10, starts)."""
         found = np.full((10, len(starts)), np.nan)
         rate = self.device_order.rates[stage]
         for column, start in enumerate(starts.tolist()):

@@ -74,7 +74,6 @@ def _prefixes(path: str) -> Iterator[str]:
 
 
 def opened(modules: Sequence[ModuleNodes], stage_of: Sequence[int]) -> tuple[ModuleNodes, ...]:
-    """The calls whose nodes lie in more than one stage."""
     return tuple(m for m in modules if len({stage_of[node] for node in m.nodes}) > 1)
 
 

@@ -87,17 +87,14 @@ class Ordered(Criterion):
 
     @property
     def most_extensions(self) -> int | None:
-        """See `Criterion`."""
         return 4 * self.beam
 
     def initial(self) -> Floats:
-        """See `Criterion`."""
         identity = np.full((self.microbatches + 1, self.microbatches), -np.inf)
         np.fill_diagonal(identity, 0.0)
         return identity.reshape(-1)
 
     def promise(self, space: Space, tables: BoundTables, stage: int, stages: int) -> Floats:
-        """See `Criterion`."""
         return promise(space, tables, stage, stages, self.microbatches, split=self.split)
 
     def cheap(
@@ -127,7 +124,6 @@ class Ordered(Criterion):
         return np.asarray(np.maximum(bound, m * tables.device_s[stage, new.start]))
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
-        """See `Criterion`."""
         if not len(labels):
             return labels
         size = self.microbatches

@@ -109,14 +109,12 @@ class CutProblem:
     apart: tuple[tuple[int, int], ...] = ()
 
     def edges(self) -> Iterator[tuple[int, int]]:
-        """Every (before, after) pair of nodes, some perhaps twice."""
         for value in self.values:
             if value.producer != GRAPH_INPUT:
                 yield from ((value.producer, consumer) for consumer in value.consumers)
         yield from self.precedence
 
     def forward_only(self) -> CutProblem:
-        """The same problem for inference: nothing goes backward."""
         return replace(
             self,
             nodes=tuple(replace(node, backward_s=0.0, weight_s=0.0) for node in self.nodes),
@@ -132,9 +130,6 @@ class CutProblem:
 
         Times and sizes are rounded to whole multiples of a power of two, such that all sums of them
         are exact: in which order a processor adds them makes no cut better than another.
-
-        Raises:
-            PlanError: with the first fault. Cycles are found when the problem is contracted.
         """
         size = len(self.nodes)
         for node in self.nodes:

@@ -84,11 +84,7 @@ class CutSetting:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The device of the pipeline that each stage runs on.
-
-        Raises:
-            PlanError: when the schedule cannot place that many stages.
-        """
+        """The device of the pipeline that each stage runs on."""
         kind = self.kind or ScheduleKind.GPIPE
         try:
             devices = self.devices or devices_for(kind, self.stages)
@@ -110,10 +106,6 @@ class CutSetting:
 
         Args:
             joint: the stages that take all micro-batches as one.
-
-        Raises:
-            PlanError: when the schedule cannot have that many stages or micro-batches, or these
-                joint ones.
         """
         try:
             if self.kind is None:

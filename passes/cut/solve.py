@@ -98,7 +98,6 @@ class Solver:
 
     @property
     def score(self) -> CutScore:
-        """The best cut so far."""
         assert self._best is not None, "nothing was found"
         return self._best
 
@@ -269,7 +268,6 @@ class Solver:
     def _search(
         self, space: Space, device_order: DeviceOrder, bounds: BoundTables, criterion: Criterion
     ) -> SearchResult:
-        """Searches by one criterion, and keeps what it finds."""
         found = search(space, device_order, bounds, criterion, self.value)
         if found.chain is not None:
             self._offer(space, device_order, found.chain)

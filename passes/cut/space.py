@@ -109,7 +109,6 @@ class Space:
         return self
 
     def row(self, start: int, rate: StageRates) -> StageRow:
-        """All stages that begin at the down-set of this index."""
         known = self._rows.setdefault(rate, {})
         row = known.get(start)
         if row is None:
@@ -273,7 +272,6 @@ def _key(mask: int) -> bytes:
 
 
 def bits(masks: Sequence[int], size: int) -> Booleans:
-    """One row of booleans per mask."""
     width = (size + 7) // 8
     raw = b"".join(mask.to_bytes(width, "little") for mask in masks)
     table = np.frombuffer(raw, dtype=np.uint8).reshape(len(masks), width)

@@ -110,7 +110,6 @@ class _Short:
 
     @classmethod
     def of(cls, traces: StageTraces, gap: Gap) -> _Short:
-        """The traces with labels."""
         counts: Counter[tuple[int, int]] = Counter()
         labels: dict[int, Label] = {}
 
@@ -249,7 +248,6 @@ class _Long:
         self._numbers = self._numbered()
 
     def traces(self) -> StageTraces:
-        """The traces."""
         old = self._short.traces
         blocks = {number: self._told(label) for label, number in self._numbers.items()}
         forward, first, first_weight, later, weight = map(self._trace, self._actions)

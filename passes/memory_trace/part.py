@@ -53,7 +53,6 @@ class GraphPart:
 
     @property
     def training(self) -> bool:
-        """Whether there is a backward."""
         return self.graph.loss is not None
 
     @property
@@ -121,7 +120,6 @@ class GraphPart:
         return tuple(_key(self.states.index(name)) for name in self.writes if name in used)
 
     def wiring(self, needs_gradient: Collection[str], *, split: bool) -> StageWiring:
-        """The connections of its stage to the rest of a pipeline."""
         writes = [_key(self.states.index(name)) for name in self.writes]
         spec = StageSpec(
             nn.Module,
@@ -145,7 +143,6 @@ class GraphPart:
 
 
 def stage_run(part: GraphPart, module: PartModule, wiring: StageWiring) -> StageRun:
-    """The part at work as the runtime has it at work."""
     request = StepRequest(
         RunRequest.TRAIN if part.training else RunRequest.INFER,
         samples=(1,),

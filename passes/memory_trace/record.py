@@ -106,7 +106,6 @@ class _Stage:
             self.watch.start_again(position, adds_in_place=self._adds[position])
 
     def parameter_gradients(self) -> frozenset[int]:
-        """The blocks of the gradients of parameters."""
         grads = [state.grad for state in self.states if state.grad is not None]
         numbers = {self.watch.number(part) for grad in grads for part in parts(grad)}
         return frozenset(number for number in numbers if number is not None)
@@ -117,7 +116,6 @@ class _Stage:
         return [grad for grad in found if grad is not None and grad.is_sparse]
 
     def round(self) -> _Round:
-        """A forward, and a backward where there is one."""
         run = stage_run(self.part, self.module, self.wiring)
         first = len(self.watch.born)
         received = [self.watch.adopt(self.given.tensors[name]) for name in self.part.inputs]
@@ -195,7 +193,6 @@ class _Traces:
         self._same = dict(pairs)
 
     def made(self) -> StageTraces:
-        """The traces."""
         first, later = self._first, self._later
         split = self._stage.wiring.split
         kinds = {number: self._kind(number) for number in range(len(self._stage.watch.born))}
@@ -228,7 +225,6 @@ class _Traces:
         )
 
     def _growth(self, kinds: Mapping[int, BlockKind]) -> Growth | None:
-        """How sparse gradients grow, where there are any."""
         found = [part for grad in self._stage.sparse_gradients() for part in parts(grad)]
         if not found:
             return None

@@ -210,8 +210,6 @@ class _Run:
 
 
 def _without(ranges: Iterable[range], left_out: range) -> tuple[range, ...]:
-    """Ranges of positions, where some of these are left out."""
-
     def at(position: int) -> int:
         return position if position <= left_out.start else position - len(left_out)
 

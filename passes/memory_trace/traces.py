@@ -79,7 +79,6 @@ class MemoryTraces:
         return _renamed(traces, known, part)
 
     def _expanded(self, part: GraphPart, *, split: bool) -> StageTraces | None:
-        """The traces of a part, of whose many equal blocks few are traced."""
         shorter = self._shortening.of(part)
         if shorter is None:
             return None
@@ -214,7 +213,6 @@ def _names(part: GraphPart) -> tuple[str, ...]:
 
 
 def _renamed(traces: StageTraces, one: GraphPart, other: GraphPart) -> StageTraces:
-    """The traces of one part under the names of another of equal form."""
     if one is other:
         return traces
     names = dict(zip(_names(one), _names(other), strict=True))

@@ -263,7 +263,6 @@ class EngineSums:
         )
 
     def begin(self) -> None:
-        """An op of a forward begins, which has made nothing yet."""
         self._made.clear()
 
 

@@ -141,7 +141,6 @@ class StorageWatch(PlainDispatchMode):
         return None if number == _NO_BLOCK else number
 
     def alive(self) -> frozenset[int]:
-        """The blocks that have not ended."""
         return frozenset(self._ends)
 
     def forget(self) -> None:
@@ -149,7 +148,6 @@ class StorageWatch(PlainDispatchMode):
         self._ends.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op, and takes note of the storages it has made."""
         if self.op is None:
             self._look_at_node()
         if func is _DEVICE:  # most calls are such questions, which the fakes answer later
@@ -184,7 +182,6 @@ class StorageWatch(PlainDispatchMode):
     def _unwatched(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
     ) -> tuple[Any, dict[str, Any] | None]:
-        """The call that torch would make if nobody looked on."""
         if self.op is None:
             if self.sums.is_in_place(func, args, kwargs):
                 return _aten.add_.Tensor, None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_compiler.cli import machines as machine_arguments
+from gpipe_compiler.cli import arguments as machine_arguments
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.op_table import OpNote

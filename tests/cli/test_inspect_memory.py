@@ -21,7 +21,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Constraints, LossChoice, Policy, RematChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.what_if import Remedy
+from gpipe_compiler.plan.stages import Remedy
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_compiler.cli import machines as machine_arguments
+from gpipe_compiler.cli import arguments as machine_arguments
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cli.arguments import compile_parser
 from gpipe_compiler.cli.search import constraints_of

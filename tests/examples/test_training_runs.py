@@ -17,7 +17,7 @@ from small_examples import EXAMPLES, load
 
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.runtime.checkpoint.folder import latest
-from gpipe_compiler.runtime.checkpoint.plain import read_checkpoint
+from gpipe_compiler.runtime.checkpoint.loading import read_checkpoint
 
 STEPS = 20
 HALF = 10

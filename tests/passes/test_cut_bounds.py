@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpipe_compiler.passes.cut.bounds import ways_before
+from gpipe_compiler.passes.cut.choose import ways_before
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Traffic
 

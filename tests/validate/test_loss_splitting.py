@@ -24,7 +24,7 @@ from loading import load_package
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.cli import machines as machine_arguments
+from gpipe_compiler.cli import arguments as machine_arguments
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions

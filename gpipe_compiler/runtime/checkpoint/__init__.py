@@ -17,8 +17,7 @@ from .folder import latest
 from .progress import Progress, RandomState
 
 if TYPE_CHECKING:
-    from .loading import load_checkpoint
-    from .plain import PlainCheckpoint, export, read_checkpoint
+    from .loading import PlainCheckpoint, export, load_checkpoint, read_checkpoint
     from .saving import save_checkpoint
 
 __all__ = [
@@ -33,17 +32,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PlainCheckpoint": ".plain",
-    "export": ".plain",
+    "PlainCheckpoint": ".loading",
+    "export": ".loading",
     "load_checkpoint": ".loading",
-    "read_checkpoint": ".plain",
+    "read_checkpoint": ".loading",
     "save_checkpoint": ".saving",
 }
 """Modules that need torch.distributed.checkpoint, which takes as long to import as torch itself."""
 
 
 def __getattr__(name: str) -> Any:
-    """A function whose module is imported when it is asked for."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)

@@ -69,11 +69,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index | None:
-        """That of a folder; None where torch.distributed.checkpoint alone has written.
-
-        Raises:
-            CheckpointError: when it is broken, or of another format.
-        """
+        """That of a folder; None where torch.distributed.checkpoint alone has written."""
         path = folder / INDEX
         if not path.exists():
             return None
@@ -100,11 +96,7 @@ class Index:
         return cls(**known)
 
     def check(self, folder: Path) -> None:
-        """Whether every file is there in full.
-
-        Raises:
-            CheckpointError: naming the file that is not.
-        """
+        """Whether every file is there in full."""
         for name, size in self.files.items():
             path = folder / name
             if not path.is_file():
@@ -117,7 +109,6 @@ class Index:
                 )
 
     def recorded(self) -> dict[tuple[str, int, int], int]:
-        """The checksums by file, offset and length."""
         return {
             (name, offset, length): crc
             for name, parts in self.checksums.items()
@@ -185,7 +176,6 @@ def make_temporary(directory: Path, step: int) -> Path:
 
 
 def commit(temporary: Path) -> Path:
-    """Give a complete checkpoint its name, down to the disk."""
     final = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".partial"))
     sync_path(temporary)
     temporary.rename(final)
@@ -208,7 +198,6 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def discard(temporary: Path) -> None:
-    """Remove what was written of a checkpoint that failed."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -95,7 +95,6 @@ _GENERATORS = ("random", "current")
 
 
 def counts_of(progress: Progress) -> dict[str, int]:
-    """The numbers of a progress, by name."""
     return {name: getattr(progress, name) for name in _COUNTS}
 
 
@@ -110,7 +109,6 @@ def items_of(progress: Progress) -> dict[str, Any]:
 
 
 def progress_from(counts: Mapping[str, int], items: Mapping[str, Any]) -> Progress:
-    """What `counts_of` and `items_of` were taken from."""
     states = {name: RandomState(**items[name]) for name in _GENERATORS if name in items}
     known: dict[str, Any] = {**counts, **states, "data": items.get("data")}
     return Progress(**known)
@@ -130,7 +128,6 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restores the generators at the end of the block."""
     before = RandomState.now()
     try:
         yield

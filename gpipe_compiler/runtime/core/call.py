@@ -100,11 +100,6 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
         call: what this rank knows of it; all ranks but the first of each replica know no more
             than the work and the mode.
         number: of the mini-batch, from 1, for messages.
-
-    Raises:
-        AgreedError: on every rank, when a replica has taken its share of another mini-batch.
-        UsageError: on every rank, when a replica has refused its inputs, when there are fewer
-            samples than replicas, or when ranks do not make the same call.
     """
     if topology.world.size == 1:
         return call.among([call])
@@ -125,7 +120,6 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
 
 
 def _exchange(topology: Topology, call: Call) -> list[Call]:
-    """The calls of all replicas, on every rank."""
     calls: list[dict[str, Any]] | None = None
     if topology.pipeline.rank == 0:
         what = "the calls of the replicas"

@@ -16,7 +16,6 @@ _PLACE = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 
 
 def gpu_count() -> int:
-    """How many there are."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -35,11 +34,7 @@ def identity(device: torch.device) -> str:
 def listed_devices(
     devices: Sequence[torch.device | str] | torch.device | str | None,
 ) -> tuple[torch.device, ...]:
-    """The devices that were named, none for None.
-
-    Raises:
-        UsageError: when torch knows no such device.
-    """
+    """The devices that were named, none for None."""
     if devices is None:
         return ()
     listed = [devices] if isinstance(devices, torch.device | str) else devices
@@ -50,11 +45,7 @@ def listed_devices(
 
 
 def own_device(given: Sequence[torch.device]) -> torch.device | None:
-    """This rank's device among those given for all ranks.
-
-    Raises:
-        UsageError: when several were given, and not one for every rank.
-    """
+    """This rank's device among those given for all ranks."""
     rank = int(os.environ.get("RANK", "0"))
     if len(given) > 1 and rank >= len(given):
         raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
@@ -63,11 +54,7 @@ def own_device(given: Sequence[torch.device]) -> torch.device | None:
 
 
 def there(device: torch.device) -> torch.device:
-    """The same device; the CPU without a number, as torch's files are read onto it.
-
-    Raises:
-        UsageError: when this machine, or this torch, has none such that holds numbers.
-    """
+    """The same device; the CPU without a number, as torch's files are read onto it."""
     if device.type == "cuda":  # where asking for memory would begin to use it
         lacking = (device.index or 0) >= gpu_count()
         why = f"torch finds {counted(gpu_count(), 'GPU')}"

@@ -62,11 +62,7 @@ class Network:
 
     @classmethod
     def of_all(cls, device: torch.device, timeout_s: float) -> Network:
-        """All ranks of the process group, which all call it.
-
-        Raises:
-            TransportError: when one of them is gone.
-        """
+        """All ranks of the process group, which all call it."""
         rank, size = dist.get_rank(), dist.get_world_size()
         by_host = "nccl" not in dist.get_backend()
         try:
@@ -89,12 +85,10 @@ class Network:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
         return len(self.members)
 
     @property
     def own(self) -> int:
-        """This process's global rank."""
         return self.members[self.rank]
 
     @property
@@ -103,11 +97,7 @@ class Network:
         return torch.device("cpu") if self.by_host else self.device
 
     def wait(self, work: Any, what: Callable[[], str]) -> None:
-        """Wait for one operation.
-
-        Raises:
-            TransportError: naming the rank and what it waited for.
-        """
+        """Wait for one operation."""
         try:
             if self.by_host:
                 work.wait(timedelta(seconds=self.timeout_s))

@@ -175,7 +175,6 @@ class _Run:
             self.losses[batch.first] = found.losses
 
     def _received(self, need: Need, microbatch: int) -> torch.Tensor:
-        """What a stage reads: made here, or come from another device."""
         tensor = self.values[microbatch].get(need.value)
         if tensor is not None:
             return tensor

@@ -160,7 +160,6 @@ class Execution:
         return summed(self._weigher.weigh(bind_call(inputs, target, self._spec, needed, 1)))
 
     def close(self) -> None:
-        """End the threads, and leave the process groups."""
         self._workers.close()
         self._topology.close()
 
@@ -183,11 +182,7 @@ class Execution:
             )
 
     def _check_varied(self, prepared: PreparedSchedule) -> None:
-        """Refuses micro-batches of different sizes where they cannot be taken together.
-
-        Raises:
-            UsageError: on every rank alike.
-        """
+        """Refuses micro-batches of different sizes where they cannot be taken together."""
         joint = [stage.index for stage in prepared.wiring if stage.joint is not None]
         if joint:
             raise UsageError(
@@ -257,7 +252,6 @@ class Execution:
     def _run_engines(
         self, prepared: PreparedSchedule, request: StepRequest
     ) -> Sequence[DeviceResult]:
-        """Every device of this process carries out its program once."""
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.engines]
         ended = None if self._reducer is None else self._reducer.stage_ended
         tasks = []

@@ -30,9 +30,6 @@ def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[in
 
     Args:
         replicas: of the pipeline, which share every mini-batch.
-
-    Raises:
-        UsageError: when several replicas have joint stages: none sees the whole mini-batch.
     """
     found = joint_of(
         [stage.mixes or bool(stage.writes) for stage in stages],
@@ -94,7 +91,6 @@ class ActionBatch:
         return self.microbatches[0]
 
     def join(self, name: str, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A value from its pieces."""
         dim = self.dims[name] if len(pieces) > 1 else None
         return pieces[0] if dim is None else torch.cat(list(pieces), dim)
 

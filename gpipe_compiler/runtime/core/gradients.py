@@ -73,11 +73,7 @@ class PipelineScaler(torch.amp.GradScaler):
 
 
 def check_weights(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse weights whose gradients are in fp16 themselves: they cannot be unscaled.
-
-    Raises:
-        UsageError: naming one of them.
-    """
+    """Refuse weights whose gradients are in fp16 themselves: they cannot be unscaled."""
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype is torch.float16:
@@ -135,10 +131,6 @@ class NormClipping:
 
         Args:
             parameters: those held here, by the model's names.
-
-        Raises:
-            AgreedError: on every rank alike: when a gradient is sparse, or when the norm is not
-                finite and that is an error.
         """
         total = self._total(parameters, norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):

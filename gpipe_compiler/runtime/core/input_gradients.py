@@ -11,7 +11,6 @@ from .inputs import BoundCall, passed_to
 
 
 def wanted_of(spec: PipelineSpec, bound: BoundCall) -> frozenset[str]:
-    """The inputs whose gradients the caller wants."""
     passed = [item for call in bound.calls for item in passed_to(spec, *call).items()]
     return frozenset(name for name, tensor in passed if tensor.requires_grad)
 

@@ -57,11 +57,7 @@ def is_listed(spec: PipelineSpec, inputs: Inputs) -> bool:
 
 
 def passed_calls(inputs: Inputs, target: object) -> Sequence[Passed]:
-    """Each of the micro-batches that are passed as a list.
-
-    Raises:
-        UsageError: when the target is none or of another length.
-    """
+    """Each of the micro-batches that are passed as a list."""
     assert isinstance(inputs, list)
     targets = [None] * len(inputs) if target is None else target
     if not isinstance(targets, list) or len(targets) != len(inputs):
@@ -88,10 +84,6 @@ def bind_call(
         needed: the inputs that must be there; others may be None or absent.
         microbatches: into which a mini-batch that is passed whole is split, at most; see `split`.
         may_be_empty: whether it may have no samples, as a replica's share of a mini-batch.
-
-    Raises:
-        UsageError: when a tensor is missing, does not fit, or is one that the pipeline knows
-            nothing of; when sizes are not what the model demands; when there are no samples.
     """
     if not is_listed(spec, inputs):
         whole, sizes = bind(inputs, target, spec, needed)
@@ -127,10 +119,6 @@ def bind(
 
     Args:
         needed: the inputs that must be there; others may be None or absent.
-
-    Raises:
-        UsageError: when one is missing, is no tensor, has another dtype or shape, when a tensor is
-            passed that the pipeline knows nothing of, or when sizes are not what the model demands.
     """
     args, kwargs = as_call(inputs)
     call = {"args": args, "kwargs": kwargs, "target": target}
@@ -171,7 +159,6 @@ def passed_to(spec: PipelineSpec, inputs: Inputs, target: object) -> Values:
 
 
 def as_call(inputs: Inputs) -> tuple[tuple[object, ...], Mapping[str, object]]:
-    """Positional and keyword arguments, from any of the forms of `Inputs`."""
     match inputs:
         case (tuple() as args, dict() as kwargs):
             return args, kwargs
@@ -213,9 +200,6 @@ def split(
     """The inputs of every micro-batch, and the samples in each.
 
     A batch too small for the micro-batches makes fewer; see `microbatch_count`.
-
-    Raises:
-        UsageError: when there are no samples, or inputs disagree on their number.
     """
     sizes = {
         source.name: source.samples(bound[source.name])
@@ -334,7 +318,6 @@ def _check_required(sizes: Sizes, spec: PipelineSpec) -> None:
 
 
 def _where(free: Iterable[Size], sizes: Sizes, spec: PipelineSpec) -> str:
-    """What sizes are in a call, and of which input."""
     paths = {source.name: describe_path(source.path) for source in spec.inputs}
     told = (
         f"{size} is {sizes[size.name]} (dimension {size.of[1]} of {paths[size.of[0]]})"

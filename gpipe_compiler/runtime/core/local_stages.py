@@ -167,7 +167,6 @@ class LocalStages:
         return found
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters under the model's own names, each once."""
         return iter(self._first(nn.Module.named_parameters).items())
 
     def unshared(self) -> dict[int, tuple[nn.Parameter, ...]]:
@@ -186,7 +185,6 @@ class LocalStages:
         return iter(found)
 
     def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers under the model's own names, each once."""
         return iter(self._first(nn.Module.named_buffers).items())
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -196,11 +194,7 @@ class LocalStages:
         return state | {alias: state[name] for alias, name in aliases if name in state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-        """Copy tensors in.
-
-        Raises:
-            UsageError: naming what is missing, unknown, or of another shape; nothing is copied.
-        """
+        """Copy tensors in."""
         spec = self.spec
         given = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
         problems, copies = [], []

@@ -40,9 +40,6 @@ def chosen(kind: type[Choice], what: str, word: Choice | str | None, planned: Ch
 
     Args:
         what: what the Enum's members are, for the message: "schedule".
-
-    Raises:
-        UsageError: when there is none of this name.
     """
     if word is None:
         return planned
@@ -59,12 +56,7 @@ def execution_options(
     precision: Precision | str | None,
     remat: Remat | str | None,
 ) -> ExecutionOptions:
-    """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
-
-    Raises:
-        UsageError: for a word that names nothing, and for a precision in which the model does
-            something else than the stages.
-    """
+    """How the stages of a pipeline compute: as planned, unless a caller says otherwise."""
     computed_in = chosen(Precision, "precision", precision, spec.precision)
     if computed_in in spec.unlike:
         raise UsageError(
@@ -90,11 +82,7 @@ def transport_kind(transport: TransportKind | str | None) -> TransportKind:
 
 
 def refuse_parts(spec: PipelineSpec, parts: int) -> None:
-    """Makes sure that a mini-batch is not split where its parts do not give what it does.
-
-    Raises:
-        UsageError: saying why.
-    """
+    """Makes sure that a mini-batch is not split where its parts do not give what it does."""
     if parts > 1 and spec.whole_batch:
         raise UsageError(
             f"{spec.name} takes a mini-batch in one piece, not in {parts}: {spec.whole_batch}",
@@ -108,9 +96,6 @@ def refuse_untried(spec: PipelineSpec, samples: int, parts: int) -> None:
 
     Args:
         parts: into which it is cut.
-
-    Raises:
-        UsageError: naming the line that treats larger ones differently.
     """
     for limit in spec.limits:
         if samples > limit.samples and (parts > 1 or not limit.in_pieces):
@@ -125,11 +110,7 @@ def refuse_untried(spec: PipelineSpec, samples: int, parts: int) -> None:
 
 
 def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
-    """Make sure that numbers which a caller chooses fit where they go.
-
-    Raises:
-        UsageError: naming the first that does not.
-    """
+    """Make sure that numbers which a caller chooses fit where they go."""
     if seed not in SEEDS:
         raise UsageError(f"the seed {seed} does not fit into 64 bits")
     if microbatches > MOST_MICROBATCHES:

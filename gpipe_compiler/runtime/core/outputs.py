@@ -26,9 +26,6 @@ def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> 
 
     Args:
         samples: in each of them.
-
-    Raises:
-        UsageError: for several micro-batches whose outputs say nothing of the mini-batch's.
     """
     first = pieces[0]
     if leaf.joined is Joined.STACKED:

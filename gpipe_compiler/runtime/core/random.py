@@ -68,7 +68,6 @@ class _Argument:
     default: object
 
     def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call passes for it."""
         if self.position < len(args):
             return args[self.position]
         return kwargs.get(self.name, self.default)
@@ -95,7 +94,6 @@ class _Sampler:
     layers: tuple[_Argument, ...]
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether it draws in this call."""
         return not (
             any(_is(item.of(args, kwargs), 0) for item in self.zeros)
             or any(item.of(args, kwargs) is False for item in self.switches)
@@ -144,7 +142,6 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self.position = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one aten op; a random one from its own seed."""
         keywords = dict(kwargs or {})
         sampler = _sampler(func)
         if sampler is None or not sampler.draws(args, keywords):
@@ -157,11 +154,9 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return self.draw(number, func, args, keywords)
 
     def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of the random op of this number."""
         return seeded(self.seed_of(number), func, args, kwargs)
 
     def seed_of(self, number: int) -> int:
-        """The seed of the random op of this number."""
         seed, step, _ = self.key
         return mix(seed, step, number) if number in self.shared else mix(*self.key, number)
 
@@ -173,7 +168,6 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
     @property
     def number(self) -> int:
-        """The number of the next random op."""
         if self.position < len(self.numbers):
             return self.numbers[self.position]
         last = self.numbers[-1] if self.numbers else -1
@@ -188,7 +182,6 @@ class OverDraws(TorchFunctionMode):
         self.random = random
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call one torch function."""
         keywords = kwargs or {}
         if not may_draw(func):
             return func(*args, **keywords)

@@ -61,7 +61,6 @@ class WrittenBuffers:
         return tuple(made[id(buffer)] for buffer in held)
 
     def take_over(self, copies: Copies) -> None:
-        """The buffers get the values of copies."""
         _copy(self._held(), copies)
 
     @contextlib.contextmanager
@@ -124,11 +123,7 @@ class Received:
 
 @contextlib.contextmanager
 def unwritten(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Around a first forward: its arguments have to be what they were for the second one.
-
-    Raises:
-        RuntimeError: when one of them was written to.
-    """
+    """Around a first forward: its arguments have to be what they were for the second one."""
     versions = [version(argument) for argument in arguments]
     yield
     if versions != [version(argument) for argument in arguments]:
@@ -215,7 +210,6 @@ class SecondRun:
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Around the first run of the segment."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         # A random op may fill, when it runs, what was saved before (the noise of rrelu).

@@ -26,7 +26,6 @@ class RunRequest(Enum):
 
     @property
     def makes_loss(self) -> bool:
-        """Whether the loss is computed."""
         return self is not RunRequest.INFER
 
 
@@ -69,5 +68,4 @@ class StepRequest:
 
     @property
     def microbatches(self) -> int:
-        """How many micro-batches there are."""
         return len(self.samples)

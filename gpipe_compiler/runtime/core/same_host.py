@@ -51,7 +51,6 @@ class Sent:
     """A message that has been written: nothing is left to wait for."""
 
     def is_completed(self) -> bool:
-        """Always."""
         return True
 
     def wait(self, timeout: timedelta) -> None:
@@ -197,7 +196,6 @@ class _Peer:
         os.close(descriptor)
 
     def close(self) -> None:
-        """Leave the other end."""
         self.gone = True
         self.connection.close()
         while self._free:

@@ -172,7 +172,6 @@ class StageRun:
         self._weights.pop(microbatch).run()
 
     def _graph(self, found: Computed) -> BackwardGraph:
-        """What a backward needs of a forward."""
         roots = {
             name: root
             for name, _ in self._stage.returned
@@ -213,7 +212,6 @@ class StageRun:
     def _of_segments(
         self, random: SeededRandom | None
     ) -> contextlib.AbstractContextManager[object]:
-        """What is kept of the stage's segments in a forward."""
         if not self._segmented:
             return self._segments.kept()
 

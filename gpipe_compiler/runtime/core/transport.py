@@ -182,7 +182,6 @@ class Workers(Generic[T]):
         return results  # type: ignore[return-value]  # without failures every task has returned
 
     def close(self) -> None:
-        """End and join the threads."""
         self._finalizer()
 
 
@@ -242,7 +241,6 @@ class DistributedEndpoint:
         self.tags: dict[tuple[int, int], int] = {}
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
-        """Start sending."""
         shape, dtype = self._facts(transfer)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
@@ -266,7 +264,6 @@ class DistributedEndpoint:
         self.posted[transfer] = work, buffer
 
     def take(self, transfer: Transfer) -> torch.Tensor:
-        """Wait for a value."""
         self._let_go()
         work, buffer = self.posted.pop(transfer)
         if work is not None:
@@ -275,11 +272,9 @@ class DistributedEndpoint:
         return buffer.to(self.network.device)
 
     def exchange(self, total: SharedSum) -> None:
-        """Sum a shared gradient with the other owners."""
         self.sum_gradients(total)
 
     def flush(self) -> None:
-        """Wait until everything has left."""
         for work, _, transfer in self.sent:
             rank = self.network.members[self.placement[transfer.target]]
             self.network.wait(work, lambda t=transfer, r=rank: f"at send {t} to rank {r}")  # type: ignore[misc]  # defaults bind the loop's values

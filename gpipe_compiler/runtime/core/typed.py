@@ -27,8 +27,6 @@ _SHOWN = 40
 
 
 def whole(least: int, most: int = MOST) -> Callable[[str], int]:
-    """The type of an option that is a whole number."""
-
     def read(text: str) -> int:
         try:
             number = int(text)
@@ -49,7 +47,6 @@ seed = whole(SEEDS.start, SEEDS.stop - 1)
 
 
 def positive_real(text: str) -> float:
-    """The type of an option that is a number above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -72,7 +69,6 @@ def path(text: str) -> Path:
 
 
 def names(text: str) -> list[str]:
-    """The type of an option that is names with commas between."""
     return [name.strip() for name in text.split(",")]
 
 

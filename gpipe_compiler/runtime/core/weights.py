@@ -1,11 +1,13 @@
-"""The weights of a package: safetensors files under the model's own names, and their index."""
+"""The weights of a package, from safetensors files under the model's own names, or made anew."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -13,8 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import WeightsError
-from ..spec import StageSpec
-from .initial import replay, seed_of
+from ..spec import StageSpec, Steps
 from .storing import place, place_text
 
 INDEX = "index.json"
@@ -36,11 +37,7 @@ class Weights:
 
     @classmethod
     def open(cls, directory: Path) -> Weights:
-        """The folder with its index.json; one file of any name needs no index.
-
-        Raises:
-            WeightsError: when there is no such folder, or the index is broken.
-        """
+        """The folder with its index.json; one file of any name needs no index."""
         index = directory / INDEX
         if not index.exists():
             raise WeightsError(f"{index} is missing", hint="compile the model again")
@@ -52,11 +49,7 @@ class Weights:
             raise WeightsError(f"{index} is no index of weights: {error}") from error
 
     def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """These tensors, on a device; names that the folder does not hold are left out.
-
-        Raises:
-            WeightsError: when a file is missing or broken.
-        """
+        """These tensors, on a device; names that the folder does not hold are left out."""
         by_file: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
             if name in self.files:
@@ -133,11 +126,7 @@ def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file.
-
-    Raises:
-        WeightsError: when it cannot be read.
-    """
+    """All tensors of one safetensors file."""
     try:
         return safetensors.torch.load_file(path, device=str(device or "cpu"))
     except (OSError, safetensors.SafetensorError) as error:
@@ -153,10 +142,6 @@ def build_stage(
     initialised by the rule of its module, and a parameter of no such module is drawn from
     normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise. What is
     drawn depends on `seed` and on names in the model: the same for any number of stages.
-
-    Raises:
-        WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
-            of another shape.
     """
     if weights is None:
         return _initialised(spec, device, seed)
@@ -284,3 +269,97 @@ def _generators(device: torch.device) -> list[int]:
     if device.type != "cuda":
         return []
     return [torch.cuda.current_device() if device.index is None else device.index]
+
+
+# --- the first numbers of a model that was built without memory -----------------------------------
+#
+# A tensor's steps are tuples `(op, *arguments)`: in-place methods of the tensor itself, in order,
+# as `("normal_", 0.0, 0.02)`. `("at", (0,), "zero_")` does a step on a part: integers and (start,
+# stop) pairs, one a dimension. `("seed", "wte.weight")` draws what that tensor draws. Where a step
+# names other tensors, `"%2"` is the result of step 2 (`"%2.1"` the second of several) and `"self"`
+# the tensor itself; such ops are those of torch.ops.aten, `("dtype=", torch.float32)` is a keyword.
+
+SELF = "self"
+OF_INIT = frozenset({"trunc_normal_", "orthogonal_", "sparse_", "dirac_", "eye_"})
+"""Steps that torch.nn.init has, and a tensor has not."""
+
+
+def replay(tensor: torch.Tensor, name: str, steps: Steps, seed: int) -> None:
+    """Fill a tensor by its steps.
+
+    What is drawn depends on `seed`, the tensor's name in the model and the kind of device, not on
+    which stage or process draws it. The state of the global generators is used up: callers fork.
+
+    Args:
+        name: the canonical name of the tensor.
+    """
+    torch.manual_seed(seed_of(name, seed))
+    results: list[Any] = []
+    with torch.no_grad():
+        for step in steps:
+            results.append(_do(tensor, step, results, seed))
+
+
+def seed_of(name: str, seed: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _do(tensor: torch.Tensor, step: Sequence[Any], results: Sequence[Any], seed: int) -> Any:
+    op, *arguments = step
+    if op == "seed":
+        torch.manual_seed(seed_of(arguments[0], seed))
+        return None
+    if op == "at":
+        index, inner, *rest = arguments
+        return _op(inner)(_part(tensor, index), *rest)
+    if op == "tensor":
+        values, dtype = arguments
+        return torch.tensor(values, dtype=dtype, device=tensor.device)
+    given, options, tensors = [], {}, 0
+    for argument in arguments:
+        if _is_option(argument):
+            options[argument[0][:-1]] = argument[1]
+        else:
+            value = _value(argument, tensor, results)
+            tensors += value is not argument
+            given.append(value)
+    if tensors:
+        return _op(op)(*given, **options)
+    if op.endswith("_"):
+        return _op(op)(tensor, *given, **options)
+    return _op(op)(*given, **options, device=tensor.device)
+
+
+def _part(tensor: torch.Tensor, index: Sequence[Any]) -> torch.Tensor:
+    return tensor[tuple(slice(*item) if isinstance(item, tuple) else item for item in index)]
+
+
+def _op(name: str) -> Callable[..., Any]:
+    home: Any = nn.init if name in OF_INIT else torch.ops.aten
+    return getattr(home, name)  # type: ignore[no-any-return]  # functions of torch
+
+
+def _is_option(argument: object) -> bool:
+    return (
+        isinstance(argument, tuple)
+        and len(argument) == 2
+        and isinstance(argument[0], str)
+        and argument[0].endswith("=")
+    )
+
+
+def _value(argument: Any, tensor: torch.Tensor, results: Sequence[Any]) -> Any:
+    """An argument with the tensors that it names in their places; itself where it names none."""
+    if isinstance(argument, str):
+        if argument == SELF:
+            return tensor
+        if argument.startswith("%"):
+            number, _, item = argument[1:].partition(".")
+            result = results[int(number)]
+            return result[int(item)] if item else result
+    if isinstance(argument, tuple):
+        values = tuple(_value(item, tensor, results) for item in argument)
+        changed = any(new is not old for new, old in zip(values, argument, strict=True))
+        return list(values) if changed else argument
+    return argument

@@ -44,11 +44,7 @@ class Compute(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """The action that prints as `text`.
-
-        Raises:
-            ValueError: when no action prints so.
-        """
+        """The action that prints as `text`."""
         match = _COMPUTE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action: expected stage, F, B or W, micro-batch (2F0)")
@@ -161,7 +157,6 @@ def parse_order(text: str) -> tuple[Compute, ...]:
 
 
 def format_order(order: Iterable[Compute]) -> str:
-    """The actions of one device on one line."""
     return " ".join(map(str, order))
 
 

@@ -38,7 +38,6 @@ class Needs:
     joint: Joint = NOTHING_JOINT
 
     def of(self, action: Compute) -> list[Compute]:
-        """The actions that this one needs."""
         stage, phase, m = action.stage, action.phase, action.microbatch
         if phase is Phase.FORWARD:
             found = [Compute(other, phase, m) for other in self.forwards.get(stage, ())]
@@ -84,9 +83,6 @@ def timeline(
 
     Args:
         backward: both parts of it; the first part alone takes that less `weight`.
-
-    Raises:
-        DeadlockError: when the orders and the needs contradict each other.
     """
     split = split_stages(orders)
     ends: dict[Compute, float] = {}

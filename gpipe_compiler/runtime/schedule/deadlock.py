@@ -84,11 +84,7 @@ def _check_pairs(programs: Programs) -> None:
 
 
 def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
-    """Every action with its device in an order of execution, a send just before its receive.
-
-    Raises:
-        DeadlockError: when no device can go on and some are not at their end.
-    """
+    """Every action with its device in an order of execution, a send just before its receive."""
     position = [0] * len(programs)
     owners = Counter(
         action for program in programs for action in program if isinstance(action, SharedSum)
@@ -266,9 +262,6 @@ class Flow:
         """Raise unless every stage ran the same micro-batches.
 
         Backward everywhere or nowhere, and in one part everywhere or in two.
-
-        Raises:
-            ScheduleError: naming an action that is missing.
         """
         microbatches = set().union(*self._run.values())
         phases = {phase for (_, phase), run in self._run.items() if run}

@@ -84,7 +84,6 @@ class _Sent:
                         self._gradients.setdefault(user, []).append(gradient)
 
     def after(self, stage: int, phase: Phase, microbatch: int) -> Iterator[Transfer]:
-        """The transfers that follow this work."""
         if phase is Phase.FORWARD:
             for value, firsts in self._values.get(stage, ()):
                 for first in firsts:
@@ -134,7 +133,6 @@ class _Sums:
         )
 
     def after(self, action: Compute) -> Iterator[SharedSum]:
-        """The sums that follow an action."""
         if action.stage in self._of and action.phase is not Phase.FORWARD:
             self._left[action.stage] -= 1
             for total in self._of[action.stage]:

@@ -10,9 +10,6 @@ def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
     Args:
         placement: the device of each stage.
-
-    Raises:
-        ValueError: unless devices count up from 0 and each holds a stage.
     """
     if not placement:
         raise ValueError("a pipeline has at least one stage")
@@ -27,11 +24,7 @@ def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def consecutive_stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """`stages_of` where the first stages are on device 0, the next ones on device 1, and so on.
-
-    Raises:
-        ValueError: for any other placement.
-    """
+    """`stages_of` where the first stages are on device 0, the next ones on device 1, and so on."""
     held = stages_of(placement)
     if list(placement) != sorted(placement):
         raise ValueError(
@@ -41,11 +34,7 @@ def consecutive_stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ..
 
 
 def in_blocks(stages: int, devices: int) -> tuple[int, ...]:
-    """As many consecutive stages on every device.
-
-    Raises:
-        ValueError: when that cannot be, saying what is needed; so do the other placements.
-    """
+    """As many consecutive stages on every device."""
     if stages % devices:
         raise ValueError(
             f"a multiple of the devices: {stages} stages do not go on {devices} devices, "
@@ -83,7 +72,6 @@ def _near(stages: int, devices: int, least: int) -> str:
 
 
 def check_microbatches(microbatches: int) -> None:
-    """Raise ValueError unless there is at least one micro-batch."""
     if microbatches < 1:
         raise ValueError(f"{microbatches} micro-batches: at least one is needed")
 

@@ -35,7 +35,6 @@ STEPS = 100
 
 
 def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
-    """The parser of a package's command."""
     named = printable(spec.name).replace("%(", "% (")  # no place that argparse fills
     parser = argparse.ArgumentParser(
         prog="run.py",
@@ -80,11 +79,7 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
 
 
 def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptions:
-    """What was typed about training.
-
-    Raises:
-        UsageError: naming all options that make no sense, together or with the user's file.
-    """
+    """What was typed about training."""
     steps = arguments.steps
     if steps is None and arguments.epochs is None:
         steps = STEPS
@@ -293,7 +288,6 @@ def _processes(spec: PipelineSpec) -> str:
 
 
 def _replicas(spec: PipelineSpec) -> str:
-    """How many replicas there are by default."""
     if spec.replicas == 1:
         return "1"
     devices = devices_by_default(spec, spec.schedule)

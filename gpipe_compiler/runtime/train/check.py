@@ -78,9 +78,6 @@ def check_pipeline(
         weights: the folder that the pipeline's weights came from.
         inputs, target: the batch of every reference that brings none along.
         references: results of the original model; none for those of the stages in a row.
-
-    Raises:
-        UsageError: when a reference cannot be read, or there are no weights to start from.
     """
     if references:
         batches = [_read(path, pipe, inputs, target) for path in references]
@@ -97,7 +94,6 @@ def check_pipeline(
 
 
 def _compared(pipe: Pipeline, batches: Sequence[Expected]) -> tuple[Row, ...]:
-    """How the pipeline compares with the reference of each batch, at its worst."""
     lower = lower_dtype(pipe.options.precision)
     pairs, rows = [], []
     several = len(batches) > 1
@@ -119,7 +115,6 @@ def _compared(pipe: Pipeline, batches: Sequence[Expected]) -> tuple[Row, ...]:
 
 
 def _copied(tensors: Tensors) -> Tensors:
-    """In memory of their own, on the CPU: another batch changes weights and buffers."""
     return {
         kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in group.items()}
         for kind, group in tensors.items()
@@ -152,7 +147,6 @@ def _under_autocast(
 
 
 def _state(pipe: Pipeline) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers held here."""
     yield from pipe.named_parameters()
     yield from pipe.named_buffers()
 
@@ -254,5 +248,4 @@ def format_rows(rows: Sequence[Row]) -> str:
 
 
 def write_rows(rows: Sequence[Row], path: Path) -> None:
-    """The comparison as JSON, a list of rows."""
     place_text(path, json.dumps([dataclasses.asdict(row) for row in rows]))

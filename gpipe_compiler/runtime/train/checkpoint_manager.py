@@ -63,7 +63,6 @@ class Attempt:
 
     @classmethod
     def here(cls) -> Attempt:
-        """That of this process."""
         again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         return cls(again, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
@@ -73,10 +72,6 @@ def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
 
     A job that torchrun has started again goes on from the newest, unless its first start was
     refused: torchrun starts it again after that, too.
-
-    Raises:
-        UsageError: when the directory holds checkpoints of a run that nobody wants to resume.
-        CheckpointError: when none is there that can be read.
     """
     directory, resume = options.directory, options.resume
     newest = None
@@ -132,7 +127,6 @@ class CheckpointManager:
         self._lock = contextlib.ExitStack()
 
     def resume(self) -> Progress | None:
-        """Take over the checkpoint that is to be resumed; None where there is none."""
         path, newest = self._agreed()
         if path is None:
             if self.options.resume == LATEST and self.pipe.rank == 0:
@@ -171,15 +165,10 @@ class CheckpointManager:
         self._saved = place
 
     def close(self) -> None:
-        """Unlock the directory."""
         self._lock.close()
 
     def _hold(self, again: bool) -> None:
-        """Lock the directory, on rank 0.
-
-        Raises:
-            UsageError: when another run writes to it.
-        """
+        """Lock the directory, on rank 0."""
         directory = self.options.directory
         if directory is None:
             return

@@ -75,7 +75,6 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.faults
 
 
@@ -113,7 +112,6 @@ def compare(
 
 
 def close_names(kind: ComparedKind, actual: Tensors, expected: Tensors) -> frozenset[str]:
-    """The tensors of a kind that are as close as their own type asks for."""
     one, other = _all_dense(actual).get(kind, {}), _all_dense(expected)
     sizes = {
         group: {name: _magnitude(tensor) for name, tensor in tensors.items()}
@@ -246,7 +244,6 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _eps(dtype: torch.dtype) -> float:
-    """The unit in which numbers near one are rounded; 0 for integers."""
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
@@ -262,7 +259,6 @@ def _magnitude(tensor: torch.Tensor) -> float:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no entry is nan or infinite."""
     if tensor.is_complex():
         return bool(tensor.isfinite().all())
     return tensor.dtype == torch.bool or math.isfinite(_largest(tensor))

@@ -12,8 +12,7 @@ from ..core.pipeline import Pipeline
 from ..core.ranks import from_rank_0, together
 from ..errors import AgreedError, UsageError
 from ..spec import LossTerm
-from .batches import NOTHING, Batches, Source, disagreement, located
-from .data import samples_of
+from .data import NOTHING, Batches, Source, disagreement, located, samples_of
 from .hooks import UserHooks
 
 
@@ -92,7 +91,6 @@ class _Pass:
         self.samples = 0
 
     def run(self) -> EvaluationResult:
-        """Evaluate every batch."""
         while True:
             going, loss = from_rank_0(self.pipe.world, "the next batch of evaluation", self._next)
             if self.pipe.rank != 0 and self.pipe.feeds:

@@ -11,15 +11,13 @@ from ..checkpoint.progress import Progress
 from ..core.pipeline import Pipeline
 from ..core.ranks import from_rank_0
 from ..errors import AgreedError, StageError
-from .batches import NOTHING, Batch, Batches, Source, disagreement
 from .checkpoint_manager import CheckpointManager, CheckpointOptions
-from .data import InputChoice, call_on
+from .data import NOTHING, Batch, Batches, InputChoice, Source, call_on, disagreement
 from .evaluation import evaluate
 from .hooks import UserHooks
-from .optimizer import OptimizerChoice, Rate, make_optimizer, make_scheduler
+from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
 from .process import StopSignals
 from .training_log import StepLog, StepPrinter
-from .update import Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,6 @@ class _Training:
         return 0
 
     def close(self) -> None:
-        """Close the log, and end the line on the terminal."""
         self.checkpoints.close()
         self.printer.close()
         if self.log is not None:

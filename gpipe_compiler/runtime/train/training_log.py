@@ -15,8 +15,8 @@ from typing import TextIO
 from ..core.storing import place
 from ..errors import PipelineError
 from .evaluation import EvaluationResult
+from .optimizer import StepResult
 from .process import say
-from .update import StepResult
 
 LINES = 10
 """Lines of a run where the last one cannot be overwritten."""
@@ -44,7 +44,6 @@ class StepPrinter:
         self.open = False
 
     def step(self, step: int, stepped: StepResult) -> None:
-        """A step of the optimizer is done."""
         if self.quiet:
             return
         now = time.perf_counter()
@@ -102,7 +101,6 @@ class StepLog:
         self._evaluated = max((_number(line) for line in kept if b"evaluation" in line), default=-1)
 
     def step(self, step: int, stepped: StepResult, seconds: float) -> None:
-        """A step of the optimizer is done."""
         line: dict[str, object] = {"step": step, "loss": stepped.loss, "lr": stepped.rate}
         if stepped.gradient_norm is not None:
             line["grad_norm"] = stepped.gradient_norm
@@ -116,7 +114,6 @@ class StepLog:
             self._write({"evaluation": {"step": step, **_plain(numbers)}})
 
     def close(self) -> None:
-        """Close the file."""
         with self._writing():
             self._file.close()
 
@@ -153,7 +150,6 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def _opened(path: Path) -> TextIO:
-    """The file, to be written to at its end."""
     stream = _stream(path)
     if stream is not None:
         return os.fdopen(os.dup(stream), "a", encoding="utf-8")

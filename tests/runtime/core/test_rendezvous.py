@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpipe_compiler.runtime.core import devices, rendezvous
+from gpipe_compiler.runtime.core import devices, topology
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def agreed(found: list[str]) -> set[str]:
     store = dist.HashStore()
     with ThreadPoolExecutor(len(found)) as pool:
         answers = pool.map(
-            lambda rank: rendezvous._agreed_backend(store, rank, len(found), found[rank]),
+            lambda rank: topology._agreed_backend(store, rank, len(found), found[rank]),
             range(len(found)),
         )
         return set(answers)

@@ -22,8 +22,8 @@ from gpipe_compiler.runtime.core.storing import HeldError, locked, place
 from gpipe_compiler.runtime.core.weights import load_file, save_file
 from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.train.checkpoint_manager import CheckpointManager, CheckpointOptions
+from gpipe_compiler.runtime.train.optimizer import StepResult
 from gpipe_compiler.runtime.train.training_log import StepLog
-from gpipe_compiler.runtime.train.update import StepResult
 
 HOLDER = """
 import os, sys, time
@@ -196,7 +196,7 @@ LOGGING = """
 import sys
 from pathlib import Path
 from gpipe_compiler.runtime.train.training_log import StepLog
-from gpipe_compiler.runtime.train.update import StepResult
+from gpipe_compiler.runtime.train.optimizer import StepResult
 print("before", flush=True)
 log = StepLog(Path("/dev/stdout"), 0)
 log.step(1, StepResult(loss=0.5, rate=0.1, samples=4, gradient_norm=None, skipped=False), 0.1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpipe_compiler.runtime.checkpoint.progress import Progress
 from gpipe_compiler.runtime.errors import PipelineError, UsageError
-from gpipe_compiler.runtime.train.batches import Batches, Source, pair
+from gpipe_compiler.runtime.train.data import Batches, Source, pair
 
 PASSES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

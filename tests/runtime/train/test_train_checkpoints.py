@@ -17,7 +17,7 @@ from training_commands import (
 from gpipe_compiler.runtime.checkpoint import latest
 from gpipe_compiler.runtime.core.weights import load_file
 from gpipe_compiler.runtime.train.command import main
-from gpipe_compiler.runtime.train.update import Update
+from gpipe_compiler.runtime.train.optimizer import Update
 
 KNOWS_ITS_PLACE = """
 class Data:

@@ -12,8 +12,8 @@ import pytest
 
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.train.evaluation import EvaluationResult
+from gpipe_compiler.runtime.train.optimizer import StepResult
 from gpipe_compiler.runtime.train.training_log import StepLog, StepPrinter
-from gpipe_compiler.runtime.train.update import StepResult
 
 
 def stepped(loss=1.0, *, norm=None, skipped=False):

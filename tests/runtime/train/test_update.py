@@ -10,9 +10,8 @@ from tiny_pipelines import data_for, skip_spec
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import AgreedError
-from gpipe_compiler.runtime.train.batches import Batch
-from gpipe_compiler.runtime.train.optimizer import Rate
-from gpipe_compiler.runtime.train.update import Update
+from gpipe_compiler.runtime.train.data import Batch
+from gpipe_compiler.runtime.train.optimizer import Rate, Update
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
