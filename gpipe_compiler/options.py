@@ -94,7 +94,6 @@ class OwnOptimizer:
     """The optimizer that `make_optimizer()` makes.
 
     Attributes:
-        name: of its class.
         remembered: bytes that it keeps of every trained parameter from step to step.
         copies: the same in numbers for each number of a parameter, on average.
     """

@@ -25,9 +25,7 @@ class Quantity:
 
     Attributes:
         name: with its article.
-        example: how to write one.
         units: with their sizes; the empty one is that of a bare number.
-        least: that makes sense.
         above: whether it has to be more than the least.
         most: that sums and quotients of it stay finite with.
     """

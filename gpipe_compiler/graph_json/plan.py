@@ -38,7 +38,6 @@ class BarePlan:
         lower_bound_s: no plan into as many stages or fewer has less of what was to be short.
         proved: whether, as was asked, the plan is known to be the best, to within 1e-9 of its
             time.
-        seconds: that planning took.
         device_bytes: for every device of the pipeline, memory at its peak.
     """
 

@@ -122,11 +122,7 @@ class BareStage:
 
 @dataclass(frozen=True)
 class BareCut:
-    """A cut of a bare graph into a certain number of stages.
-
-    Attributes:
-        problem: of the graph, in full.
-    """
+    """A cut of a bare graph into a certain number of stages."""
 
     problem: CutProblem
     setting: CutSetting

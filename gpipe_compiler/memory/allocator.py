@@ -84,7 +84,6 @@ class CachingAllocator:
     """The allocator of one device.
 
     Attributes:
-        footprint: the peaks so far.
         reserved, allocated, live: bytes now, as in `Footprint`.
     """
 

@@ -98,11 +98,7 @@ def device_memories(
 
 @dataclass(frozen=True)
 class SimulatedPipeline:
-    """A pipeline whose stages are traced, ready to be simulated.
-
-    Attributes:
-        jobs: the program of each device.
-    """
+    """A pipeline whose stages are traced, ready to be simulated."""
 
     graph: Graph
     layout: Layout

@@ -26,11 +26,7 @@ _SPARSE = "sums of sparse gradients"
 
 @dataclass
 class _Watch:
-    """Follows every storage up to the peak.
-
-    Attributes:
-        found: the storages at the peak; None before it.
-    """
+    """Follows every storage up to the peak."""
 
     peak: int
     position: int

@@ -39,8 +39,6 @@ class DeviceJob:
     """The program of a device, and its stages.
 
     Attributes:
-        steps: its program.
-        stages: on the device, by number.
         crossing_bytes: of each boundary value of one micro-batch.
         shared_bytes: of each parameter that stages of several devices own.
         row_bytes: for each stage, of the rows in which its gradients go to other replicas, from
@@ -67,7 +65,6 @@ class InFlight:
     Attributes:
         blocks: the storages behind the shared blocks of its traces; None for those of the batch.
         own: numbers of the stage's own blocks that are alive, where there is a listener.
-        again: whether the forward has to run again before the backward.
         without: kinds of blocks that its traces have and this micro-batch has not.
     """
 
@@ -103,9 +100,6 @@ class MemoryRun:
     """The simulated memory of a device, without what is there all the time.
 
     Attributes:
-        peak: bytes at most.
-        action: during which that is.
-        position: of that step.
         sizes: by category at the peak.
         points: after every compute action and sum.
         stage_peaks: by stage, of what is its own.
@@ -142,7 +136,6 @@ class PeakTracker:
     Attributes:
         position: of the step that is simulated.
         peak: the highest moment so far.
-        stage_peaks: by stage, of what is its own.
         peaks, afters: of the steps that are points of the curve.
     """
 
@@ -162,11 +155,7 @@ class PeakTracker:
     def mark(
         self, action: object, delta: ActionDelta | None = None, stage: int | None = None
     ) -> None:
-        """Records the memory at a moment: now, or at the peak of an action.
-
-        Args:
-            action: printed where it is the peak's.
-        """
+        """Records the memory at a moment: now, or at the peak of an action."""
         more = delta.peak if delta else 0
         now = self._counts.total + more
         if now > self._highest:

@@ -20,10 +20,8 @@ class SharedBuffer:
     """A storage with a reference count.
 
     Attributes:
-        holders: its count.
         name: for people: the value that lies in it.
         stage: that made it; -1 for what came from elsewhere.
-        number: to tell it by.
     """
 
     bytes: int
@@ -51,12 +49,7 @@ the storage."""
 
 
 class RefCounts:
-    """The reference-counted storages of a device, and the bytes of all.
-
-    Args:
-        stages: of the device.
-        listener: called for every storage.
-    """
+    """The reference-counted storages of a device, and the bytes of all."""
 
     def __init__(self, stages: Iterable[int], listener: Listener | None = None) -> None:
         self.now: list[int] = list(NOTHING)
@@ -142,7 +135,6 @@ class ActionDelta:
     """What one action of a stage allocates and frees, relative to its beginning.
 
     Attributes:
-        moves: in order.
         peak: bytes more than at the beginning, at most; 0 where it never takes more.
         at_peak: the same by category.
         net: bytes more when it has ended: the places of categories, and how many of each.

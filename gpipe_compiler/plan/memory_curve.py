@@ -49,7 +49,6 @@ class PeakHolder:
     Attributes:
         what: in words: `8x64x56x56 float32`, or `weights`.
         op: the op of the graph that made it, or in whose backward it was made; "" if none is known.
-        bytes: of all of them.
         count: how many there are, of one stage: of several micro-batches, say.
         stage: whose it is; -1 for what is the device's.
     """
@@ -81,7 +80,6 @@ class Curve(Sequence[MemoryPoint]):
 
     Attributes:
         actions: that print as a point has them.
-        peaks, afters: of each.
     """
 
     actions: Sequence[object]
@@ -119,12 +117,9 @@ class DeviceMemory:
     what an allocator rounds up, and what a kernel takes within itself, is not in them.
 
     Attributes:
-        peak: bytes at most.
-        action: during which that is.
         sizes: the bytes of each category at that moment.
         points: every action, in order; in a plan shortened to `MOST_POINTS`.
         holders: what is in memory at the peak, the largest first; in a plan the first of them.
-        stages: that it runs.
         stage_peaks: for each of them, what is of it at its own peak.
     """
 

@@ -25,7 +25,6 @@ class Choice:
     """What a pipeline may be chosen by.
 
     Attributes:
-        stages: how many there are.
         devices: that one replica of the pipeline has.
         schedule: in training; inference has one schedule only, and says GPIPE here.
     """
@@ -128,7 +127,6 @@ class Frontier:
     Attributes:
         points: best first: those that fit by their step, then those that do not by how far they
             are from it, then those that were not planned. The first one is chosen, if it fits.
-        batch_size: samples of a step.
         omitted: points that were left out here.
     """
 

@@ -43,7 +43,6 @@ class Plan:
         placement: the device of the pipeline that each stage runs on; empty for one each.
         slots: for every device of the pipeline, its number in the cluster; empty where they are
             taken in order.
-        constraints: that the stages keep to.
         frontier: the settings that were compared, where they were not given.
         precision: that which shapes, bytes and times are for.
         replicas: of the pipeline, which share every mini-batch.

@@ -77,11 +77,7 @@ class CutFacts:
         )
 
     def in_stages(self, stages: Sequence[Collection[str]]) -> CutFacts:
-        """The same, with no op in place on what another stage has made.
-
-        Args:
-            stages: the ops of each.
-        """
+        """The same, with no op in place on what another stage has made."""
         stage_of = {
             name: index
             for index, ops in enumerate(stages)
@@ -104,11 +100,7 @@ class CutFacts:
         return MemoryTraces(self.graph)
 
     def tied(self, stages: Sequence[Collection[str]]) -> str:
-        """What ties most of the work together, in words; "" where no stage has far too much of it.
-
-        Args:
-            stages: the ops of each.
-        """
+        """What ties most of the work together, in words; "" where no stage has too much of it."""
         work = {op.name: sum(_seconds(self.costs, op)[:2]) for op in self.kept}
         whole = sum(work.values()) or 1.0
         shares = [sum(work.get(name, 0.0) for name in ops) / whole for ops in stages]

@@ -32,7 +32,6 @@ def clocked(plan: Plan, directory: Path, progress: Callable[[str], None]) -> Pla
     be started.
 
     Args:
-        directory: the package of the plan.
         progress: called with what is about to be done.
 
     Raises:

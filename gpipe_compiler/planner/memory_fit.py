@@ -81,11 +81,7 @@ def choose_exactly(builder: CandidateBuilder) -> Exact:
 
 
 def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]]:
-    """The same, among cuts of one kind; and the limits under which the last was made.
-
-    Args:
-        first: under the devices' own limits.
-    """
+    """The same, among cuts of one kind; and the limits under which the last was made."""
     best = latest = first
     choice = builder.remat
     limits = [slot.memory for slot in builder.setting.slots]
@@ -111,11 +107,7 @@ def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]
 
 
 def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:
-    """A prediction with the memory that the devices truly take.
-
-    Args:
-        stages: how many there are.
-    """
+    """A prediction with the memory that the devices truly take."""
     peaks = [0] * stages
     for device in memory:
         for stage, peak in zip(device.stages, device.stage_peaks, strict=True):
@@ -151,7 +143,6 @@ def remeasured(
     """A plan whose memory was the analytic estimate, with what its devices truly take.
 
     Args:
-        plan: with its graph.
         memory_traces: of that, for stages that have been traced before.
     """
     assert plan.graph is not None

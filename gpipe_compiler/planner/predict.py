@@ -24,7 +24,6 @@ class Candidate:
     """A cut, what its stages hold, and what to expect of them.
 
     Attributes:
-        orders: each device's actions.
         joint: the stages that take all micro-batches as one.
     """
 

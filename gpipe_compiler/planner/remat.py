@@ -151,8 +151,6 @@ class DeviceRematOptions:
     """What the stages of one device can do.
 
     Attributes:
-        stages: by number.
-        ways: for each of them.
         seconds: for each of them and way, what it takes of a mini-batch.
         bytes: for each of them: what it holds of micro-batches; shape (ways, moments).
     """
@@ -175,7 +173,6 @@ class DeviceRematOptions:
         """Those of a device.
 
         Args:
-            order: its actions.
             stages: of the plan, by number.
             known: the ways of each stage.
             split: whether backwards are.
@@ -312,7 +309,6 @@ class RematOptions:
         """What the stages of a device can do, with segments further and further inside.
 
         Args:
-            order: its actions.
             kind: of device.
         """
         calls = {n: self._by_calls(stages[n], kind) for n in {action.stage for action in order}}

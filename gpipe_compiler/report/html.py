@@ -115,7 +115,6 @@ class MemoryRow:
         action: during which the peak is; "" where that is not known.
         curve: a path of SVG under which lies what is in memory, action by action; "" for none.
         limit: the height in the picture of the device's memory, where it is in it.
-        tip: of the curve.
     """
 
     device: int

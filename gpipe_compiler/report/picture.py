@@ -48,7 +48,6 @@ class Box:
             other stages compute as well), `boundary`, `end` (input or output of the model),
             `stage`.
         lines: of text; the first is the title.
-        tip: shown when pointed at.
     """
 
     kind: str

@@ -115,8 +115,6 @@ class Unreturned:
     Whatever is done with it is refused, but for seeing whether it is None.
 
     Attributes:
-        path: the way to it in what the model returns.
-        cls: the name of its class.
         training: the mode in which alone it is returned; None for both.
         keyed: in the other mode None stands there, and not even its key is missing in a dict.
     """

@@ -26,7 +26,6 @@ class Load:
     """What a device holds of micro-batches while it works.
 
     Attributes:
-        stages: that it runs.
         counts: shape (moments, stages, 2): of how many micro-batches each stage holds `input`, and
             of how many `saved`. Moments at which another one holds no less of anything are left
             out.

@@ -282,9 +282,6 @@ def _each(action: Compute, microbatches: Sequence[int]) -> Sequence[Compute]:
 class Steps:
     """`simulate(...).step_s` of many pipelines under one schedule.
 
-    Args:
-        orders: as `simulate` takes them.
-
     Raises:
         PlanError: when some device would wait for ever.
     """

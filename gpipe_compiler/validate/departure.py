@@ -118,11 +118,7 @@ def where_parted(
 def departure(
     graph: Graph, entry: Entry, batch: MiniBatch, draws: Draws, outputs: Collection[str] = ()
 ) -> UnsplittableError:
-    """The error for results that micro-batches do not give, with the line where they part.
-
-    Args:
-        entry, outputs: as for `where_parted`.
-    """
+    """The error for results that micro-batches do not give, with the line where they part."""
     what = "a training step" if entry.training else f"the output {' and '.join(outputs)}"
     op = where_parted(graph, entry, batch, draws, outputs=outputs)
     cause = "it takes the samples of a batch together"

@@ -41,7 +41,6 @@ def loss_shares(
         graph: with a loss, weighed by `passes.loss_weight`.
         states: by canonical name, the buffers and constants that the weight reads.
         parts: for each of the micro-batches the inputs by name.
-        sizes: samples in each.
     """
     assert graph.loss is not None
     columns = [_shares_of(graph, term, states, parts, sizes) for term in graph.loss.summands]
@@ -74,12 +73,7 @@ def _shares_of(
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The loss of a mini-batch, and those of its micro-batches with their shares in it.
-
-    Attributes:
-        parts: for each micro-batch the terms of its loss.
-        shares: of each.
-    """
+    """The loss of a mini-batch, and those of its micro-batches with their shares in it."""
 
     whole: torch.Tensor
     parts: tuple[tuple[torch.Tensor, ...], ...]

@@ -137,8 +137,6 @@ class _Reference:
     """What the model gives on a batch.
 
     Attributes:
-        inputs: the batch, a tensor for each input of the signature; None for the example.
-        names: of these inputs.
         rounding: how far rounding alone moves entries of each tensor, where that was measured.
     """
 
@@ -269,11 +267,7 @@ def why_not_materialised(plan: Plan) -> str:
 def run_check(
     directory: Path, options: Sequence[object], *, threads: int, launch: Launch = fresh
 ) -> None:
-    """`run.py check` of a package, where this compiler cannot be imported.
-
-    Args:
-        threads: of the process.
-    """
+    """`run.py check` of a package, where this compiler cannot be imported."""
     words = [str(word) for word in (directory / "run.py", "check", *options)]
     return_memory()
     ended = launch(words, threads=threads)
@@ -339,7 +333,6 @@ def validate_shortened(
     """What was compared of a shortened model; or why nothing was.
 
     Args:
-        plan: of the whole model.
         package: compiles the shortened model as the whole one was.
 
     Raises:

@@ -37,7 +37,6 @@ class MiniBatch:
     """A mini-batch.
 
     Attributes:
-        inputs: a tensor for each input of the model.
         sizes: samples in each micro-batch.
     """
 
@@ -89,7 +88,6 @@ class ModelCall:
     """A call of the model.
 
     Attributes:
-        around: entered around it.
         shares: the weights of the terms of its loss in those of the mini-batch.
         terms: computes these terms, where there are several; the model only returns their sum.
     """
@@ -152,7 +150,6 @@ def all_at_once(
 
     Args:
         calls: for each of them; that for the first has been made.
-        inner: as for `DrawsOfAll`.
     """
     made = {
         size: call.around.calls

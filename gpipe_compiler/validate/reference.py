@@ -204,7 +204,6 @@ class _Work:
 
         Args:
             others: the ops that are known to mix samples or to write, BatchNorm's own apart.
-            layers: these.
         """
         assert self.graph.loss is not None
         if self.graph.loss.terms:  # which the graph computes, where nothing is frozen

@@ -47,12 +47,7 @@ class OtherBatch:
 
 
 def other_size(samples: int, microbatches: int, least: int) -> int:
-    """A number of samples close to the example's, which micro-batches share unevenly if they can.
-
-    Args:
-        samples: of the example.
-        least: samples that a micro-batch has to have.
-    """
+    """A number of samples close to the example's, which micro-batches had better share unevenly."""
     fewer = samples - 1
     return fewer if fewer >= max(microbatches, 2) * least else samples + 1
 

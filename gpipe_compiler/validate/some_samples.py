@@ -31,12 +31,7 @@ SAMPLES, PARTS = 6, ((4, 0), (1, 2, 3, 5))
 def mixing_among(
     graph: Graph, count: int, other: Mapping[str, torch.Tensor], ends: Collection[str] | None = None
 ) -> Op | None:
-    """The first op that makes wrong rows for a number of samples.
-
-    Args:
-        other: as for `values_of`.
-        ends: as for `first_mixing`.
-    """
+    """The first op that makes wrong rows for a number of samples."""
     parts = PARTS if count == SAMPLES else (PARTS[1], range(1, count))
     return first_mixing(values_of_parts(graph, other, count, parts), ends)
 
@@ -71,11 +66,7 @@ def values_of_parts(
 
 @dataclass(frozen=True, eq=False)
 class BothRuns:
-    """The values of a graph for all samples, and for a part of them.
-
-    Attributes:
-        samples: how many there are.
-    """
+    """The values of a graph for all samples, and for a part of them."""
 
     graph: Graph
     whole: Mapping[str, Any]
@@ -155,7 +146,6 @@ def values_of(
 
     Args:
         other: tensors in place of the graph's own; in 64 bits for training.
-        rows: the samples.
         samples: of which these are some.
     """
 

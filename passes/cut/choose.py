@@ -55,7 +55,6 @@ class Cut:
         bottleneck_s: the longest stage, transfers included (`Objective.BOTTLENECK`).
         slots: for every device of the pipeline, which of the setting's slots it is.
         excess_bytes: for every device of the pipeline, by how much its memory is too small.
-        objective: what was to be short.
     """
 
     stage_of: tuple[int, ...]

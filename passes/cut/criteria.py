@@ -34,7 +34,6 @@ class FillDrain(Criterion):
 
     Attributes:
         again: for every stage, 1 where it recomputes, else 0.
-        updates: whether updates take time.
     """
 
     microbatches: int
@@ -182,7 +181,6 @@ class Sends(Criterion):
     if all links are equal, as `Row.times` has that.
 
     Attributes:
-        values: those in the labels.
         live: whether each crosses each down-set, shape (down-sets, values).
         taken: how many of its readers are in each, likewise.
     """

@@ -43,8 +43,6 @@ class DeviceOrder:
         slots: which slot of the setting each device of the pipeline is; empty for the best of all
             in every place, which no order is slower or smaller than.
         devices: the same slots themselves.
-        placement: the device of every stage.
-        links: between any two devices.
         loads: of every device; empty where memory does not matter.
         again: for every stage, 1 where its times count with computing again, else 0.
         split: whether the weights' part of a backward comes later.

@@ -183,7 +183,6 @@ class Sweep:
 
     Attributes:
         steps: what became of the labels, node by node.
-        finished: the down-sets found.
         own: compute of every node, in units.
         cost: of every value that lies across the border, in units.
         numbers: `_numbers` of several counts.

@@ -65,7 +65,6 @@ class Ground:
     """One problem.
 
     Attributes:
-        graph: contracted.
         known: where the grounds of other problems are.
     """
 

@@ -25,7 +25,6 @@ class ModuleNodes:
     """One call of a module.
 
     Attributes:
-        nodes: ascending.
         depth: as above; 0 for a container.
     """
 

@@ -68,7 +68,6 @@ class Ordered(Criterion):
     with every arrival in turn; the matrix of no stages gives back what it gets.
 
     Attributes:
-        orders: one per stage.
         again: for every stage, 1 where it recomputes every micro-batch, else 0.
         redone: the backwards before which a stage runs its forward again.
         split: whether the weights' part of a backward comes later.

@@ -51,7 +51,6 @@ class CutSetting:
         stages: how many there are to be; none is empty.
         slots: the devices there are, at least as many as the pipeline has. Which of them it has,
             and in which order, is for the cut to find where they differ.
-        links: between any two slots.
         devices: of the pipeline; None for as many as the schedule needs.
         recompute: for every stage, whether it runs its forward again before a backward.
         objective: the quantity to minimise, among cuts that fit into memory.

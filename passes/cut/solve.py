@@ -53,7 +53,6 @@ class Solver:
     """The best cut so far, and the searches that better it.
 
     Args:
-        device_orders: the orders of devices.
         repeats: for every stage, how many micro-batches it computes again.
         total_s: computing of the whole graph once, on the fastest devices.
         work: numbers worked out, about, by all searches whose length is not known beforehand.

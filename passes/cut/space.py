@@ -30,7 +30,6 @@ class Space:
     Index 0 is the empty set, the last index the whole graph.
 
     Attributes:
-        masks: the down-sets.
         inside: seconds of computing inside each down-set, shape (kinds + 1, 3, down-sets), the
             last kind the fastest of all for every node; the rows as of `Contracted.seconds`.
         moving: of every value, the columns `sends` to `gradient_bytes` of `Movable`.

@@ -66,10 +66,6 @@ _Visit: TypeAlias = tuple[int, list[_Sight]]
 def expanded(traces: StageTraces, gap: Gap, ops: Sequence[str]) -> StageTraces | None:
     """The traces of the whole part.
 
-    Args:
-        traces: of the shortened one.
-        ops: the names of all ops of the part.
-
     Returns:
         None where the blocks in the middle are not seen to be alike.
     """

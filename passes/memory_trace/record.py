@@ -173,7 +173,6 @@ class _Traces:
 
     Args:
         lasting: the blocks that were alive after the first micro-batch.
-        gradients: those of parameters.
     """
 
     def __init__(

@@ -33,7 +33,6 @@ class Gap:
 
     Attributes:
         start: the position of the first of the blocks that stay.
-        period: ops in a block.
         removed: how many are left out, after the first two.
     """
 

@@ -54,10 +54,7 @@ class StorageWatch(PlainDispatchMode):
     kernel takes and gives back within itself is not seen.
 
     Attributes:
-        events: in order.
-        born: of every block, by number.
         op: position of the running op; None in a backward, where it follows from the node.
-        sums: which sums the backward's engine makes (`EngineSums`).
     """
 
     def __init__(self) -> None:
@@ -77,11 +74,7 @@ class StorageWatch(PlainDispatchMode):
         self._node = ""
 
     def start(self, position: int, *, adds_in_place: bool) -> None:
-        """An op of a forward begins: the nodes that autograd makes from here on are its own.
-
-        Args:
-            adds_in_place: see `unwatched.adds_in_place`.
-        """
+        """An op of a forward begins: the nodes that autograd makes from here on are its own."""
         self._settle_views()
         self.sums.begin()
         self._adds_in_place = adds_in_place

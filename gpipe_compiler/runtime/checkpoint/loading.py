@@ -48,7 +48,6 @@ def load_checkpoint(
     Args:
         optimizer: None to take over the weights alone.
         path: the folder of one checkpoint, as `latest` gives it.
-        scheduler: made for `optimizer`.
         scaler: stays as it is when none was in use.
 
     Returns:

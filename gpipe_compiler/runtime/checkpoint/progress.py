@@ -27,7 +27,6 @@ class RandomState:
     """The generators of a process that data is shuffled and augmented with.
 
     Attributes:
-        torch_cpu: torch's generator on the CPU.
         torch_cuda: torch's generators on the GPUs that this process has used, in order.
         python: as `random.getstate` gives it.
         numpy: as `numpy.random.get_state` gives it, its array as a tuple; None without numpy.

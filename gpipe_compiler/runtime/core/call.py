@@ -24,7 +24,6 @@ class CallArgs:
         outputs: whether what the model returns is wanted.
         key: what random ops depend on.
         loss_scale: gradients are those of the loss times this.
-        read: the checksum of the mini-batch that this is a replica's share of (`Call`).
     """
 
     work: RunRequest
@@ -45,12 +44,10 @@ class Call:
         training: whether the stages are in training mode.
         samples: in each micro-batch; none where the inputs were refused, or where this replica's
             share of the mini-batch is empty.
-        sizes: of each micro-batch.
         listed: whether the micro-batches were passed as a list.
         loss_weights: of each micro-batch, what the terms of its loss are means over; () without a
             loss.
         refusal: the problem and the hint, where the inputs are wrong.
-        wanted: the inputs whose gradients the caller wants.
         read: a checksum of the whole mini-batches that this replica has taken its share of since
             the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.

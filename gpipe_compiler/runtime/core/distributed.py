@@ -47,7 +47,6 @@ class Network:
         members: their global ranks. Everything else here numbers them from 0, in this order;
             messages name global ranks.
         rank: this process's number among them.
-        device: where this rank computes.
         timeout_s: seconds until a value that does not come is given up.
         by_host: whether tensors travel through host memory.
         peers: the ranks that are reached in memory that they share with this one.

@@ -47,9 +47,7 @@ class Engine:
 
     Attributes:
         modules: the stages it holds, by number.
-        device: where its stages compute.
         loss_name: the value that is the loss, where the pipeline has one.
-        options: how its stages compute.
         gather: joins statistics with those of the other replicas.
     """
 

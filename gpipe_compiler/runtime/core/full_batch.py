@@ -78,7 +78,6 @@ class ActionBatch:
 
     Attributes:
         microbatches: their numbers; under the first of them is kept what there is one of.
-        samples: in each.
     """
 
     microbatches: tuple[int, ...]

@@ -44,9 +44,6 @@ class PipelineScaler(torch.amp.GradScaler):
         pipe.scaler.update()
 
     Disabled it does nothing but `optimizer.step()`, so the same loop serves every precision.
-
-    Args:
-        world: all ranks.
     """
 
     def __init__(self, world: Network, *, enabled: bool) -> None:

@@ -35,8 +35,6 @@ class BoundCall:
         calls: the mini-batch as it was passed, or every micro-batch.
         wholes: the tensors of each call.
         parts: the tensors of every micro-batch.
-        samples: in each micro-batch.
-        sizes: of each micro-batch.
         listed: whether it was passed as a list of micro-batches.
     """
 

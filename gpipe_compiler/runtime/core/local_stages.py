@@ -127,7 +127,6 @@ class LocalStages:
     """The stages of a process.
 
     Attributes:
-        modules: by the stage's number.
         shared: parameters that several stages own, at least one of them here.
     """
 

@@ -96,7 +96,6 @@ class LossWeigher:
 
         Args:
             counts: as `weigh` gives them; none where no loss is made.
-            total: their sums over the whole mini-batch.
         """
         if not counts:
             return ()
@@ -136,8 +135,6 @@ def total_of(
     """The terms of the mini-batch's loss; one of weight 0 is left out, it may be nan.
 
     Args:
-        losses: the terms of each micro-batch.
-        shares: the weights of each micro-batch's terms.
         empty: what each is where nothing counts.
     """
     if not losses:

@@ -22,11 +22,7 @@ from .nest import Path
 
 
 def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
-    """An output of the mini-batch from those of the micro-batches.
-
-    Args:
-        samples: in each of them.
-    """
+    """An output of the mini-batch from those of the micro-batches."""
     first = pieces[0]
     if leaf.joined is Joined.STACKED:
         return torch.stack(list(pieces))
@@ -60,13 +56,7 @@ def rebuild(
     sizes: Sizes,
     training: bool,
 ) -> object:
-    """The structure that the pipeline returns, with a tensor at every leaf.
-
-    Args:
-        samples: in each micro-batch.
-        sizes: of all of them.
-        training: in train mode.
-    """
+    """The structure that the pipeline returns, with a tensor at every leaf."""
 
     def inner(item: Structure) -> object:
         return rebuild(item, values, samples, sizes, training)

@@ -122,9 +122,6 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         numbers: the number of each random op in the whole model, in the order they run. Ops beyond
             the end are numbered on from the last.
         shared: the numbers of those whose draw has no batch dimension.
-
-    Attributes:
-        position: how many random ops have run.
     """
 
     def __init__(

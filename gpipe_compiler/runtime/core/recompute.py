@@ -113,7 +113,6 @@ class Received:
     """What is kept of a micro-batch in place of all that autograd saves.
 
     Attributes:
-        arguments: what the stage received.
         state: the written buffers before the first forward; the second one uses them up.
     """
 
@@ -185,9 +184,7 @@ class SecondRun:
     """What autograd saves in one run of a segment: how to make it again, and what was made.
 
     Args:
-        again: runs the segment once more, gradients on.
         keeps: whether a tensor that was asked for may be asked for again.
-        name: of the segment, for messages.
         drawn: how many random ops have run.
     """
 
@@ -375,7 +372,6 @@ class _Start:
     Attributes:
         versions: how often each tensor of the arguments had been written to.
         state: the values of the buffers it reads or writes, of those that the stage writes to.
-        random: how many random ops had run.
     """
 
     arguments: tuple[object, ...]

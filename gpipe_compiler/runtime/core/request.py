@@ -46,8 +46,6 @@ class StepRequest:
     """One run of a program: what to compute, and what to keep of it.
 
     Attributes:
-        samples: in each micro-batch.
-        sizes: of each micro-batch.
         inputs: the pipeline's inputs for every micro-batch; only the first device reads them.
         loss_weights: for each micro-batch, the weights of its loss's terms (mostly one) in those
             of the mini-batch; none where no loss is made. A term of weight 0 sends no gradient

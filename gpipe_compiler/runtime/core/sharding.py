@@ -36,7 +36,6 @@ def share_of(
     batch whose tensors do not fit together comes back as it is, which it refuses too.
 
     Args:
-        call: inputs and target.
         microbatches: those of each replica.
     """
     inputs, target = call

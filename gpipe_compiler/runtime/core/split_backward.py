@@ -89,7 +89,6 @@ def split_backward(
 
     Args:
         roots: what the forward made.
-        gradients: one for each root.
         leaves: what was received; without any, the first part runs what lies between the layers.
 
     Returns:
@@ -229,11 +228,7 @@ class _Parts:
         given: Sequence[tuple[Edge, torch.Tensor]],
         arrived: Mapping[Edge, torch.Tensor | None],
     ) -> list[Branch]:
-        """The second part, from the outputs on.
-
-        Args:
-            given: the gradients of the outputs.
-        """
+        """The second part, from the outputs on."""
         kept: dict[Node | None, list[tuple[Edge, torch.Tensor]]] = {}
         if None in self.parameters:
             kept[None] = [pair for pair in given if pair[0][0] not in self.graph.carriers]

@@ -29,7 +29,6 @@ class Computed:
 
     Attributes:
         leaves: the arguments whose gradients are wanted, by value name.
-        outputs: by value name.
         losses: the terms of the loss where the stage makes it.
     """
 
@@ -43,7 +42,6 @@ class Root:
     """What a forward made and a gradient comes back to; its memory is not held.
 
     Attributes:
-        edge: where the gradient arrives.
         like: of its shape and type, with a single element in memory.
     """
 
@@ -157,8 +155,6 @@ class StageRun:
 
         Args:
             roots: of the graph of this micro-batch: what gradients have come for.
-            gradients: one for each root.
-            leaves: of the graph.
         """
         if self._stage.split:
             found, self._weights[microbatch] = split_backward(roots, gradients, leaves)

@@ -84,10 +84,8 @@ class Topology:
     Attributes:
         placement: the device of each stage, by its number in the pipeline.
         devices: where this process computes: all devices of the pipeline, or its own one.
-        world: all ranks.
         pipeline: those of this replica, in the order of its devices.
         peers: those that hold the same device in every replica, in the order of replicas.
-        collectives: among the peers.
     """
 
     placement: tuple[int, ...]
@@ -241,11 +239,7 @@ def join_process_group(device: torch.device, timeout_s: float) -> None:
 
 
 def _agreed_backend(store: distributed_c10d.Store, rank: int, size: int, gpu: str) -> str:
-    """The backend of all ranks, which NCCL is no way for where two of them share a GPU.
-
-    Args:
-        gpu: this rank's (`identity`).
-    """
+    """The backend of all ranks, which NCCL is no way for where two of them share a GPU."""
     store.set(f"pipeline/gpu/{rank}", gpu)
     if rank == 0:
         gpus = {store.get(f"pipeline/gpu/{other}").decode() for other in range(size)}

@@ -216,7 +216,6 @@ class DistributedEndpoint:
 
     Args:
         samples: in each micro-batch of this run.
-        sizes: of each micro-batch.
     """
 
     def __init__(

@@ -289,9 +289,6 @@ def replay(tensor: torch.Tensor, name: str, steps: Steps, seed: int) -> None:
 
     What is drawn depends on `seed`, the tensor's name in the model and the kind of device, not on
     which stage or process draws it. The state of the global generators is used up: callers fork.
-
-    Args:
-        name: the canonical name of the tensor.
     """
     torch.manual_seed(seed_of(name, seed))
     results: list[Any] = []

@@ -80,9 +80,7 @@ class Crossing:
         """The shape in a micro-batch.
 
         Args:
-            samples: in the micro-batch.
             microbatch_size: the samples that `shape` is for.
-            sizes: of the micro-batch, by name.
         """
         shape = list(shape_at(self.shape, sizes))
         if self.batch_dim is not None:

@@ -33,7 +33,6 @@ def prove(
     """Run the programs abstractly and make sure that every device reaches its end.
 
     Args:
-        programs: each device's actions.
         placement: the device of each stage; when given, it is also checked that every stage runs
             on its device, for every micro-batch, with all its inputs and gradients present.
         crossings: what must be present.

@@ -24,7 +24,6 @@ def gpipe(placement: Sequence[int], microbatches: int, joint: Collection[int] = 
 
     Args:
         placement: the device of each stage; a device holds consecutive stages.
-        joint: the stages that take all micro-batches as one (`together.Joint`).
 
     Raises:
         ValueError: for a placement or a number of micro-batches that makes no sense.
@@ -55,11 +54,6 @@ def forward_only(
     A device with several stages takes each micro-batch through all of them at a time, those that
     are joint apart. Where its stages do not follow each other, it takes what would come first if
     every stage took one unit of time.
-
-    Args:
-        placement: the device of each stage.
-        joint: the stages that take all micro-batches as one (`together.Joint`); with them, a device
-            holds consecutive stages.
 
     Raises:
         ValueError: for a placement or a number of micro-batches that makes no sense.

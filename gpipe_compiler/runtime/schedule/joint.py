@@ -17,7 +17,6 @@ class Joint:
     last of them has ended. The same holds for its backwards.
 
     Attributes:
-        stages: the joint ones.
         order: the micro-batches of every stage's forwards, and of its backwards, in the order in
             which its device takes them.
     """
@@ -84,7 +83,6 @@ def waiting(order: Iterable[Compute], joint: Collection[int] = ()) -> frozenset[
 
     Args:
         order: the actions of one device; a pair without a backward waits for nothing.
-        joint: the stages that take all micro-batches as one (`together.Joint`).
     """
     started: dict[tuple[int, int], int] = {}
     newest: int | None = None  # the latest action's micro-batch; below 0 those of a joint stage

@@ -41,10 +41,9 @@ def lower(
 
     Args:
         orders: each device's compute actions; transfers of gradients follow where it has backwards.
-        placement: the device of each stage.
         shared: parameters owned by several stages, by name; their gradients are summed over the
             devices of the owners after the last backward of all owners, both parts of it.
-        joint: the stages that take all micro-batches as one (`together.Joint`).
+        joint: the stages that take all micro-batches as one (`schedule.joint`).
 
     Raises:
         DeadlockError: when the orders contradict the crossings.

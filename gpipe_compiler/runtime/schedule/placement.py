@@ -6,11 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For every device, the stages it holds, in order.
-
-    Args:
-        placement: the device of each stage.
-    """
+    """For every device, the stages it holds, in order."""
     if not placement:
         raise ValueError("a pipeline has at least one stage")
     held: dict[int, list[int]] = {}

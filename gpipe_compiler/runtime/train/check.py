@@ -75,7 +75,6 @@ def check_pipeline(
     Under torchrun each rank compares what it holds.
 
     Args:
-        weights: the folder that the pipeline's weights came from.
         inputs, target: the batch of every reference that brings none along.
         references: results of the original model; none for those of the stages in a row.
     """

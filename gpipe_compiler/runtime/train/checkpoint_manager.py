@@ -55,7 +55,6 @@ class Attempt:
 
     Attributes:
         again: whether torchrun has restarted it after a failure.
-        job: torchrun's run id.
     """
 
     again: bool = False

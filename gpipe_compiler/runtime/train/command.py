@@ -46,7 +46,6 @@ def main(
     """Run the command and return its exit code.
 
     Args:
-        directory: the package's folder.
         weights: the folder of its weights; None for stages that initialise themselves.
         hooks: the user's own file, or the name of a module, that offers what `UserHooks` names.
 

@@ -57,8 +57,6 @@ class Row:
     """How one kind of tensor compares.
 
     Attributes:
-        compared: how many tensors.
-        largest_difference: the largest absolute difference of any.
         relative: the largest difference as a share of what its tensor was measured by.
         tolerance: what `relative` may be at most, for the coarsest type among the tensors.
         worst: the name of the tensor with the largest `relative`.

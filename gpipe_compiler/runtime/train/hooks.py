@@ -27,7 +27,6 @@ class UserHooks:
     """What the user's file offers, under the names of these attributes; None for what it does not.
 
     Attributes:
-        name: of the file.
         train_data: gives an iterable of (inputs, target) batches, anew at every call: one pass.
         eval_data: the same, for evaluation.
         make_optimizer: gives an optimizer for some parameters.

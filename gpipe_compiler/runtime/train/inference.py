@@ -56,7 +56,6 @@ def bench(
     """Time steps (or inference, where there is no loss).
 
     Args:
-        report: JSON to write.
         stages: whether to time each stage, too.
     """
     inputs, target = call_on(pipe.spec, directory, choice) if pipe.rank == 0 else (None, None)
@@ -163,7 +162,6 @@ def measure_stages(pipe: Pipeline, step: Callable[[], None], steps: int) -> list
     """The stages of a pipeline; every rank calls it and gets all of them.
 
     Args:
-        step: makes one step of the pipeline.
         steps: of which the medians are taken.
     """
     execution = pipe.execution

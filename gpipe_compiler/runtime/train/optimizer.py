@@ -103,9 +103,6 @@ def make_scheduler(
 ) -> LRScheduler | None:
     """The scheduler that is stepped after every step of the optimizer; None for a constant rate.
 
-    Args:
-        steps: in all, None where it is not known.
-
     Raises:
         UsageError: when the warm-up leaves no steps, or their number is missing.
         PipelineError: when the user's code raises, or gives no scheduler.

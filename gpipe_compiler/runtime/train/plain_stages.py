@@ -36,9 +36,6 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
     """The expected results of a pipeline: outputs, and all that a training step changes.
 
     On the CPU; in 16 bits where the pipeline computes, as autocast differs between devices.
-
-    Args:
-        weights: the folder that the pipeline's weights came from.
     """
     spec, device = pipe.spec, torch.device("cpu")
     if pipe.options.precision is not Precision.FP32:

@@ -49,9 +49,6 @@ class TrainOptions:
 def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: TrainOptions) -> int:
     """Train on the user's data, or else on the example batch over and over.
 
-    Args:
-        directory: of the package.
-
     Returns:
         The number of the signal that has ended it; 0 where it came to its own end.
 
@@ -73,8 +70,6 @@ class _Training:
 
     Attributes:
         batches: None on ranks that read no data.
-        step: steps that are done.
-        passes: that have ended.
     """
 
     def __init__(
