@@ -18,7 +18,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from gpipe_compiler.plan import Plan, Stage
-from gpipe_compiler.plan.timeline import timeline
+from gpipe_compiler.plan.plan import timeline
 from gpipe_compiler.report.gantt import LEFT, WIDTH, gantt
 from gpipe_compiler.text.units import format_bytes, format_seconds
 

@@ -18,7 +18,7 @@ from gpipe_compiler import plan, trace
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import devices_named
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.op_table import list_ops
+from gpipe_compiler.plan.stages import list_ops
 
 ROOT = Path(__file__).parents[1]
 

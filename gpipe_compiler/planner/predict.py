@@ -11,7 +11,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import Cut
 from gpipe_compiler.plan import Prediction, Stage
-from gpipe_compiler.plan.timeline import recomputing
+from gpipe_compiler.plan.plan import recomputing
 from gpipe_compiler.planner.stage_table import StageTable
 from gpipe_compiler.runtime.schedule.actions import Orders
 from gpipe_compiler.runtime.spec import Remat

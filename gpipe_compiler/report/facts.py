@@ -9,8 +9,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.text import Text
 
 from gpipe_compiler.plan import Plan, Stage
-from gpipe_compiler.plan.op_table import OpNote
-from gpipe_compiler.plan.timeline import crossing_bytes
+from gpipe_compiler.plan.plan import crossing_bytes
+from gpipe_compiler.plan.stages import OpNote
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision
 from gpipe_compiler.runtime.wording import counted, printable, printable_lines
 from gpipe_compiler.text import units

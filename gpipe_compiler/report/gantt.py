@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.timeline import timeline
+from gpipe_compiler.plan.plan import timeline
 from gpipe_compiler.simulate.step import Lane, Simulation, Span
 from gpipe_compiler.text.units import format_seconds
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, MemoryPoint
-from gpipe_compiler.plan.timeline import timeline
+from gpipe_compiler.plan.plan import timeline
 from gpipe_compiler.report.facts import (
     boundaries,
     device_bytes,

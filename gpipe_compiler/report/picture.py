@@ -1,6 +1,6 @@
 """Draws a plan as SVG: the stages with what crosses between them, or the ops of one stage.
 
-Drawn from the notes of the plan and not from a stage's file, see `gpipe_compiler.plan.op_table`.
+Drawn from the notes of the plan and not from a stage's file, see `gpipe_compiler.plan.stages`.
 The layout is Sugiyama's, by grandalf: pure Python, so that a picture needs no program besides.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.plan import Plan, Stage
-from gpipe_compiler.plan.op_table import OpNote
+from gpipe_compiler.plan.stages import OpNote
 from gpipe_compiler.report.facts import Boundary, boundaries, modules_of, render
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_seconds, format_source, format_type

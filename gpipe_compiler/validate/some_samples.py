@@ -49,17 +49,23 @@ def first_mixing(runs: Sequence[BothRuns], ends: Collection[str] | None) -> Op |
 
 
 def values_of_parts(
-    graph: Graph, other: Mapping[str, torch.Tensor], count: int, parts: Sequence[Sequence[int]]
+    graph: Graph,
+    other: Mapping[str, torch.Tensor],
+    count: int,
+    parts: Sequence[Sequence[int]],
+    *,
+    training: bool = False,
 ) -> list[BothRuns]:
     """The values for a number of samples beside those for parts of them; none where the graph does
     not run on them."""
+
+    def values(rows: Sequence[int]) -> Mapping[str, Any]:
+        return values_of(graph, other, rows, count, training=training)
+
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-            whole = values_of(graph, other, range(count), count)
-            return [
-                BothRuns(graph, whole, values_of(graph, other, part, count), part, count)
-                for part in parts
-            ]
+            whole = values(range(count))
+            return [BothRuns(graph, whole, values(part), part, count) for part in parts]
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
         return []
 

@@ -12,7 +12,7 @@ import torch
 from gpipe_compiler.cli import arguments as machine_arguments
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.plan import Plan, Prediction, Stage
-from gpipe_compiler.plan.op_table import OpNote
+from gpipe_compiler.plan.stages import OpNote
 from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 

@@ -24,7 +24,7 @@ from gpipe_compiler.ir import (
     Value,
     ValueKind,
 )
-from gpipe_compiler.plan.op_table import OpNote, list_ops
+from gpipe_compiler.plan.stages import OpNote, list_ops
 
 WEIGHT = State("fc.weight", StateKind.PARAMETER, (2, 3), torch.float32)
 REGION = RegionCall(NoGrad(), RegionBody(("i",), (), (Ref("i"),)), (Ref("a"),))

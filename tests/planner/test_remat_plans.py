@@ -20,7 +20,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import LossChoice, Policy, RematChoice
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.timeline import stage_times
+from gpipe_compiler.plan.plan import stage_times
 from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.stage_table import tabulate

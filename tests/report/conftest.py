@@ -7,7 +7,7 @@ import torch
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.plan import Plan, Prediction, Stage
-from gpipe_compiler.plan.op_table import OpNote
+from gpipe_compiler.plan.stages import OpNote
 from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.runtime.spec import Crossing, ScheduleKind
 

@@ -13,7 +13,7 @@ import pytest
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.timeline import stage_times, timeline
+from gpipe_compiler.plan.plan import stage_times, timeline
 from gpipe_compiler.report.facts import (
     boundaries,
     boundary_bytes,
