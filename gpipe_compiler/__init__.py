@@ -46,38 +46,27 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
     from gpipe_compiler.validate.package import Validation
 
-_HOMES = {
-    "Auto": "options",
-    "BareGraph": "graph_json.file",
-    "BareOp": "graph_json.file",
-    "BarePlan": "graph_json.plan",
-    "BareSetting": "graph_json.stages",
-    "BatchNorm": "runtime.spec",
-    "CompileOptions": "options",
-    "Compiled": "compile",
-    "Constraints": "options",
-    "GPipeCompilerError": "errors",
-    "Graph": "ir",
-    "LossChoice": "options",
-    "Objective": "options",
-    "OptimizerKind": "runtime.spec",
-    "Plan": "plan",
-    "Policy": "options",
-    "Precision": "runtime.spec",
-    "RematChoice": "options",
-    "ScheduleKind": "runtime.spec",
-    "Subject": "frontend.subject",
-    "Validation": "validate.package",
-    "compile": "compile",
-    "emit": "codegen.package",
-    "format_plan": "report.text",
-    "parse_graph": "graph_json.file",
-    "plan": "compile",
-    "plan_graph": "graph_json.plan",
-    "read_graph": "graph_json.file",
-    "trace": "compile",
+_EXPORTS = {
+    "codegen.package": ("emit",),
+    "compile": ("Compiled", "compile", "plan", "trace"),
+    "errors": ("GPipeCompilerError",),
+    "frontend.subject": ("Subject",),
+    "graph_json.file": ("BareGraph", "BareOp", "parse_graph", "read_graph"),
+    "graph_json.plan": ("BarePlan", "plan_graph"),
+    "graph_json.stages": ("BareSetting",),
+    "ir": ("Graph",),
+    "options": (
+        *("Auto", "CompileOptions", "Constraints", "LossChoice", "Objective", "Policy"),
+        "RematChoice",
+    ),
+    "plan": ("Plan",),
+    "report.text": ("format_plan",),
+    "runtime.spec": ("BatchNorm", "OptimizerKind", "Precision", "ScheduleKind"),
+    "validate.package": ("Validation",),
 }
-"""Where what is exported is defined."""
+"""What is exported, by the module that defines it."""
+
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
 __all__ = [
     "Auto",

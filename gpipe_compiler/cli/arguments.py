@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from gpipe_compiler.cli.search import positive, search_arguments, setting_arguments
+from gpipe_compiler.cli.search import search_arguments, setting_arguments
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
-from gpipe_compiler.runtime.core.typed import natural, path, seed
+from gpipe_compiler.runtime.core.typed import natural, path, positive, seed
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.targets import TARGETS
 

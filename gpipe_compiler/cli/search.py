@@ -7,11 +7,8 @@ import math
 import re
 
 from gpipe_compiler.options import CUT_INSIDE, Auto, Constraints, Objective
-from gpipe_compiler.runtime.core.typed import shown
+from gpipe_compiler.runtime.core.typed import positive, shown
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
-
-_DIGITS = 9
-"""Of a number of things."""
 
 
 def setting_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,14 +115,6 @@ def constraints_of(arguments: argparse.Namespace) -> Constraints:
 def schedule_of(arguments: argparse.Namespace) -> ScheduleKind | Auto:
     named: str = arguments.schedule
     return Auto.AUTO if named == Auto.AUTO.value else ScheduleKind(named)
-
-
-def positive(text: str) -> int:
-    if len(text) > _DIGITS:
-        raise argparse.ArgumentTypeError(f"{shown(text)} has more than {_DIGITS} digits")
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def count_or_auto(text: str) -> int | Auto:

@@ -176,9 +176,9 @@ class TestCompileArguments:
             ("--stages 2", "the following arguments are required: MODEL"),
             (
                 "model.py --stages 0",
-                "argument -k/--stages: '0' is not a whole number of at least 1",
+                "argument -k/--stages: '0' is no whole number from 1",
             ),
-            ("model.py --stages two", "'two' is not a whole number of at least 1"),
+            ("model.py --stages two", "'two' is no whole number from 1"),
             ("model.py --stages 2 --microbatches -1", "argument -m/--microbatches"),
             ("model.py --stages 2 --bandwidth fast", "write bytes/s, such as 12.5G"),
             ("model.py --stages 2 --bandwidth 0", "'0' is no bandwidth"),

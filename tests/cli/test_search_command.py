@@ -99,7 +99,10 @@ class TestAuto:
     @pytest.mark.parametrize("words", ["-k automatic", "-k 2 -m none", "-k 0"])
     def test_what_is_neither_is_refused(self, words: str, capsys: Printed) -> None:
         assert run(words) == 2
-        assert "is not a whole number of at least 1, and it is not auto" in capsys.readouterr().err
+        assert (
+            "is no whole number from 1 to 2,147,483,647, and it is not auto"
+            in capsys.readouterr().err
+        )
 
     @pytest.mark.parametrize(
         ("words", "free"),

@@ -6,8 +6,7 @@ from .gpipe import forward_only, gpipe
 from .interleaved import interleaved
 from .joint import Joint
 from .lowering import lower
-from .one_f_one_b import one_f_one_b
-from .zb_h1 import zb_h1
+from .one_f_one_b import one_f_one_b, zb_h1
 from .zbv import zbv
 
 __all__ = [

@@ -10,9 +10,8 @@ from ..wording import counted
 from .actions import Orders
 from .gpipe import gpipe
 from .interleaved import interleaved
-from .one_f_one_b import one_f_one_b
+from .one_f_one_b import one_f_one_b, zb_h1
 from .placement import in_blocks, in_rounds, in_v
-from .zb_h1 import zb_h1
 from .zbv import zbv
 
 

@@ -31,10 +31,7 @@ def gpipe(placement: Sequence[int], microbatches: int, joint: Collection[int] = 
     check_microbatches(microbatches)
     orders = []
     for stages in consecutive_stages_of(placement):
-        runs = runs_of(stages, joint)
-        forward = [
-            Compute(s, Phase.FORWARD, m) for run in runs for m in range(microbatches) for s in run
-        ]
+        forward = _forwards(stages, microbatches, joint)
         backward = [
             Compute(action.stage, Phase.BACKWARD, action.microbatch) for action in reversed(forward)
         ]
@@ -60,18 +57,18 @@ def forward_only(
     """
     check_microbatches(microbatches)
     if joint:
-        return tuple(
-            tuple(
-                Compute(s, Phase.FORWARD, m)
-                for run in runs_of(stages, joint)
-                for m in range(microbatches)
-                for s in run
-            )
-            for stages in consecutive_stages_of(placement)
-        )
+        held = consecutive_stages_of(placement)
+        return tuple(_forwards(stages, microbatches, joint) for stages in held)
     held = stages_of(placement)
     pace = max(map(len, held))
     return tuple(_in_order_of_coming(stages, microbatches, pace) for stages in held)
+
+
+def _forwards(
+    stages: Sequence[int], microbatches: int, joint: Collection[int]
+) -> tuple[Compute, ...]:
+    runs, numbers = runs_of(stages, joint), range(microbatches)
+    return tuple(Compute(s, Phase.FORWARD, m) for run in runs for m in numbers for s in run)
 
 
 def _in_order_of_coming(stages: Sequence[int], microbatches: int, pace: int) -> tuple[Compute, ...]:
