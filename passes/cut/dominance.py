@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gpipe_compiler.passes.cut.pairs import BLOCK
-from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers
+from gpipe_compiler.passes.cut.space import BLOCK, Booleans, Floats, Integers
 
 TOLERANCE = 1e-10
 """Relative: cuts closer together than this count as equally good."""

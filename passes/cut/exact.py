@@ -17,7 +17,6 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, excess_of
-from gpipe_compiler.passes.cut.pairs import StageRow
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import (
@@ -32,6 +31,7 @@ from gpipe_compiler.passes.cut.space import (
     Floats,
     Integers,
     Space,
+    StageRow,
 )
 from gpipe_compiler.passes.cut.tables import tails
 from gpipe_compiler.runtime.spec import ScheduleKind

@@ -18,15 +18,16 @@ import numpy as np
 
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.dominance import TOLERANCE, undominated
-from gpipe_compiler.passes.cut.pairs import BLOCK, Pairs
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,
+    BLOCK,
     FORWARD,
     GRADIENT,
     RECEIVE,
     UPDATE,
     Floats,
     Integers,
+    Pairs,
     Space,
 )
 from gpipe_compiler.passes.cut.tables import BoundTables

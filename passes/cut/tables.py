@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, StageRates
-from gpipe_compiler.passes.cut.pairs import StageRow
-from gpipe_compiler.passes.cut.space import Floats, Space
+from gpipe_compiler.passes.cut.space import Floats, Space, StageRow
 
 EXACT_PAIRS = 1_500_000
 """Up to this number of pairs of down-sets the tables are computed exactly."""
