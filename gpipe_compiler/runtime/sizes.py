@@ -13,24 +13,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-__all__ = [
-    "Dim",
-    "Expression",
-    "Operation",
-    "Operator",
-    "Relation",
-    "Requirement",
-    "Shape",
-    "Size",
-    "Sizes",
-    "example_shape",
-    "larger",
-    "shape_at",
-    "sizes_in",
-    "smaller",
-    "value_at",
-]
-
 
 class Operator(Enum):
     """How two numbers make one; the values are as Python writes them."""
