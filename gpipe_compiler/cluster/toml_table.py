@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TypeVar
 
@@ -68,6 +69,7 @@ class Faults:
         return best
 
 
+@dataclass(eq=False)
 class Table:
     """A table, whose keys are taken one by one; what is left over is a fault.
 
@@ -75,11 +77,10 @@ class Table:
         path: where in the file it stands; empty for the whole of it.
     """
 
-    def __init__(self, content: Mapping[str, object], path: str, faults: Faults) -> None:
-        self._content = content
-        self._path = path
-        self._faults = faults
-        self._known: list[str] = []
+    _content: Mapping[str, object]
+    _path: str
+    _faults: Faults
+    _known: list[str] = field(default_factory=list, init=False)
 
     def wrong(self, key: str, problem: str) -> None:
         """Notes what is wrong with a key; with the table itself where the key is empty."""

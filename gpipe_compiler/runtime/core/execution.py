@@ -282,7 +282,10 @@ class Execution:
         return DistributedEndpoint(
             topology.pipeline,
             prepared.placement,
-            [dataclasses.replace(one, dtype=dtypes[one.value]) for one in prepared.crossings],
+            {
+                one.value: dataclasses.replace(one, dtype=dtypes[one.value])
+                for one in prepared.crossings
+            },
             request.samples,
             request.sizes,
             self._spec.microbatch_size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import UsageError
 from ..schedule import forward_only, lower, orders_for, prove
@@ -41,6 +41,7 @@ class PreparedSchedule:
         return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
 
 
+@dataclass(eq=False)
 class ProgramCache:
     """The schedules of a pipeline, each made and proved when it is first asked for.
 
@@ -49,23 +50,14 @@ class ProgramCache:
         owners: trainable parameters of several stages, and these.
     """
 
-    def __init__(
-        self,
-        spec: PipelineSpec,
-        topology: Topology,
-        schedule: ScheduleKind,
-        batchnorm: BatchNorm,
-        owners: Mapping[str, Sequence[int]],
-    ) -> None:
-        self._spec = spec
-        self._placement = topology.placement
-        self._replicas = topology.replicas
-        self._schedule = schedule
-        self._batchnorm = batchnorm
-        self._owners = owners
-        self._known: dict[
-            tuple[RunRequest, int, frozenset[int], frozenset[str]], PreparedSchedule
-        ] = {}
+    _spec: PipelineSpec
+    _topology: Topology
+    _schedule: ScheduleKind
+    _batchnorm: BatchNorm
+    _owners: Mapping[str, Sequence[int]]
+    _known: dict[tuple[RunRequest, int, frozenset[int], frozenset[str]], PreparedSchedule] = field(
+        default_factory=dict, init=False
+    )
 
     def of(
         self,
@@ -86,7 +78,7 @@ class ProgramCache:
             ScheduleError, DeadlockError: when the package's own orders are wrong.
         """
         exact = self._batchnorm is BatchNorm.EXACT and training
-        joint = joint_stages(self._spec.stages, self._replicas) if exact else frozenset()
+        joint = joint_stages(self._spec.stages, self._topology.replicas) if exact else frozenset()
         loss = self._spec.loss
         if loss is not None and loss.over_batch and work.makes_loss and not joint:
             if training and microbatches > 1:
@@ -106,7 +98,7 @@ class ProgramCache:
     def _prepared(
         self, work: RunRequest, microbatches: int, joint: frozenset[int], wanted: frozenset[str]
     ) -> PreparedSchedule:
-        spec, placement = self._spec, self._placement
+        spec, placement = self._spec, self._topology.placement
         crossings = crossings_for(spec, work, wanted)
         orders = self._orders(work, microbatches, joint)
         sums = self._owners if work is RunRequest.TRAIN else {}
@@ -117,7 +109,7 @@ class ProgramCache:
         return PreparedSchedule(placement, crossings, wiring, steps)
 
     def _orders(self, work: RunRequest, microbatches: int, joint: frozenset[int]) -> Orders:
-        spec, schedule, placement = self._spec, self._schedule, self._placement
+        spec, schedule, placement = self._spec, self._schedule, self._topology.placement
         if microbatches < 1:
             raise UsageError(f"{microbatches} micro-batches: at least one is needed")
         in_a_row = list(placement) == sorted(placement)

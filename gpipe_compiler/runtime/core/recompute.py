@@ -22,7 +22,7 @@ import contextlib
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -180,47 +180,40 @@ class _Slot(SegmentTensor):
         self.run.made.pop(self.number, None)
 
 
+@dataclass(eq=False)
 class SecondRun:
     """What autograd saves in one run of a segment: how to make it again, and what was made.
 
-    Args:
+    Attributes:
         keeps: whether a tensor that was asked for may be asked for again.
         drawn: how many random ops have run.
     """
 
-    def __init__(
-        self,
-        again: Callable[[], object],
-        name: str,
-        *,
-        keeps: bool = False,
-        drawn: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self.made: dict[int, torch.Tensor] = {}
-        self._again = again
-        self._keeps = keeps
-        self._name = name
-        self._drawn = drawn
-        self._count = 0
-        self._drawn_at_last = 0
-        self._stops = True
+    again: Callable[[], object]
+    name: str
+    keeps: bool = False
+    drawn: Callable[[], int] = lambda: 0
+    made: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
+    _count: int = field(default=0, init=False)
+    _drawn_at_last: int = field(default=0, init=False)
+    _stops: bool = field(default=True, init=False)
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         # A random op may fill, when it runs, what was saved before (the noise of rrelu).
-        self._stops = self._drawn() == self._drawn_at_last
+        self._stops = self.drawn() == self._drawn_at_last
 
     def _pack(self, tensor: torch.Tensor) -> _Slot:
         self._count += 1
-        self._drawn_at_last = self._drawn()
+        self._drawn_at_last = self.drawn()
         return _Slot(self, self._count - 1)
 
     def _unpack(self, slot: _Slot) -> torch.Tensor:
         if slot.number not in self.made:
             self._make()
-        return self.made[slot.number] if self._keeps else self.made.pop(slot.number)
+        return self.made[slot.number] if self.keeps else self.made.pop(slot.number)
 
     def _make(self) -> None:
         found: list[torch.Tensor] = []
@@ -236,10 +229,10 @@ class SecondRun:
             torch.enable_grad(),
             saved_tensors_hooks(pack, _as_it_is),
         ):
-            self._again()
+            self.again()
         if len(found) < self._count:
             raise RuntimeError(
-                f"the second run of {self._name} saved {len(found)} tensors and the first one "
+                f"the second run of {self.name} saved {len(found)} tensors and the first one "
                 f"{self._count}: what it computes depends on more than it is given; run without "
                 "rematerialisation"
             )

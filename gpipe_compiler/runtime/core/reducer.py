@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ class _Started:
     work: Any
 
 
+@dataclass(eq=False)
 class Reducer:
     """Averages the gradients of one device over the replicas.
 
@@ -39,33 +40,23 @@ class Reducer:
     What is reduced is all that has been accumulated. So a mean that is reduced a second time, with
     another step added to it, remains right.
 
-    Args:
+    Attributes:
         stages: the parameters of each stage of this device that no other stage owns.
         shared: those with other owners.
         owners: the devices that own each of those, in order.
         limit: bytes after which a row of gradients is reduced.
-
-    Attributes:
         paused: whether gradients are left as they are for now.
     """
 
-    def __init__(
-        self,
-        topology: Topology,
-        stages: Mapping[int, Sequence[nn.Parameter]],
-        shared: Sequence[SharedParameter],
-        owners: Mapping[str, Sequence[int]],
-        limit: int = BUCKET_BYTES,
-    ) -> None:
-        self.topology = topology
-        self.stages = stages
-        self.shared = shared
-        self.owners = owners
-        self.limit = limit
-        self.paused = False
-        self._waiting: list[int] = []
-        self._ended: set[int] = set()
-        self._started: list[_Started] = []
+    topology: Topology
+    stages: Mapping[int, Sequence[nn.Parameter]]
+    shared: Sequence[SharedParameter]
+    owners: Mapping[str, Sequence[int]]
+    limit: int = BUCKET_BYTES
+    paused: bool = field(default=False, init=False)
+    _waiting: list[int] = field(default_factory=list, init=False)
+    _ended: set[int] = field(default_factory=set, init=False)
+    _started: list[_Started] = field(default_factory=list, init=False)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

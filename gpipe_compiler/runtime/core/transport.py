@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ Inbox: TypeAlias = "queue.SimpleQueue[_Message]"
 """Where a worker finds what the others hand it."""
 
 
+@dataclass(eq=False)
 class LocalEndpoint:
     """One worker's inbox, and the way to the others'.
 
@@ -65,18 +67,11 @@ class LocalEndpoint:
     writes to a value that has crossed, so both sides may hold the same memory.
     """
 
-    def __init__(
-        self,
-        index: int,
-        inboxes: Sequence[Inbox],
-        devices: Sequence[torch.device],
-        placement: Sequence[int],
-    ) -> None:
-        self.inbox = inboxes[index]
-        self.inboxes = inboxes
-        self.devices = devices
-        self.placement = placement
-        self.arrived: dict[Transfer, torch.Tensor | None] = {}
+    index: int
+    inboxes: Sequence[Inbox]
+    devices: Sequence[torch.device]
+    placement: Sequence[int]
+    arrived: dict[Transfer, torch.Tensor | None] = field(default_factory=dict, init=False)
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
         """Hand a tensor to the receiver, on the receiver's device."""
@@ -94,7 +89,7 @@ class LocalEndpoint:
     def take(self, transfer: Transfer) -> torch.Tensor | None:
         """Wait for a tensor; others that come first are laid aside."""
         while transfer not in self.arrived:
-            message = self.inbox.get()
+            message = self.inboxes[self.index].get()
             if message is None:
                 raise _AbortedError("another worker has failed")
             self.arrived[message[0]] = message[1]
@@ -208,6 +203,7 @@ def _stop(
             thread.join()
 
 
+@dataclass(eq=False)
 class DistributedEndpoint:
     """One rank's transfers for one run of its program.
 
@@ -218,26 +214,16 @@ class DistributedEndpoint:
         samples: in each micro-batch of this run.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        placement: Sequence[int],
-        crossings: Sequence[Crossing],
-        samples: Sequence[int],
-        sizes: Sequence[Sizes],
-        microbatch_size: int,
-        sum_gradients: Callable[[SharedSum], None],
-    ) -> None:
-        self.network = network
-        self.placement = placement
-        self.crossings = {crossing.value: crossing for crossing in crossings}
-        self.samples = samples
-        self.sizes = sizes
-        self.microbatch_size = microbatch_size
-        self.sum_gradients = sum_gradients
-        self.sent: list[tuple[Any, torch.Tensor, Transfer]] = []
-        self.posted: dict[Transfer, tuple[Any, torch.Tensor]] = {}
-        self.tags: dict[tuple[int, int], int] = {}
+    network: Network
+    placement: Sequence[int]
+    crossings: Mapping[str, Crossing]
+    samples: Sequence[int]
+    sizes: Sequence[Sizes]
+    microbatch_size: int
+    sum_gradients: Callable[[SharedSum], None]
+    sent: list[tuple[Any, torch.Tensor, Transfer]] = field(default_factory=list, init=False)
+    posted: dict[Transfer, tuple[Any, torch.Tensor]] = field(default_factory=dict, init=False)
+    tags: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
         shape, dtype = self._facts(transfer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from .actions import (
     Action,
@@ -95,22 +96,22 @@ class _Sent:
                     )
 
 
+@dataclass(eq=False)
 class _Sum:
     """The gradient of a value on its way back from a device, to which several stages may add."""
 
-    def __init__(self, value: str, source: int, target: int, summands: int) -> None:
-        self.value = value
-        self.source = source
-        self.target = target
-        self._summands = summands
-        self._added: dict[int, int] = {}
+    value: str
+    source: int
+    target: int
+    summands: int
+    _added: dict[int, int] = field(default_factory=dict, init=False)
 
     def complete(self, microbatch: int) -> bool:
         """Count one more summand in; whether it was the last one."""
         added = self._added.pop(microbatch, 0) + 1
-        if added < self._summands:
+        if added < self.summands:
             self._added[microbatch] = added
-        return added == self._summands
+        return added == self.summands
 
 
 class _Sums:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -103,6 +103,7 @@ def _was_refused(directory: Path, job: str) -> bool:
         return False
 
 
+@dataclass(eq=False)
 class CheckpointManager:
     """Writes the checkpoints of a run, and reads the one that it resumes from.
 
@@ -110,20 +111,15 @@ class CheckpointManager:
         last: the newest checkpoint of this run, for messages; None before the first.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
-        options: CheckpointOptions,
-    ) -> None:
-        self.pipe = pipe
-        self.optimizer = optimizer
-        self.scheduler = scheduler
-        self.options = options
-        self.last: Path | None = None
-        self._saved: tuple[int, int] | None = None
-        self._lock = contextlib.ExitStack()
+    pipe: Pipeline
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
+    options: CheckpointOptions
+    last: Path | None = field(default=None, init=False)
+    _saved: tuple[int, int] | None = field(default=None, init=False)
+    _lock: contextlib.ExitStack[bool | None] = field(
+        default_factory=contextlib.ExitStack, init=False
+    )
 
     def resume(self) -> Progress | None:
         path, newest = self._agreed()

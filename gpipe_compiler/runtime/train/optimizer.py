@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -126,6 +126,7 @@ def make_scheduler(
     return LambdaLR(optimizer, rate_factor(shape, choice.warmup, steps))
 
 
+@dataclass(eq=False)
 class Rate:
     """Steps a learning-rate scheduler after the optimizer or after evaluations.
 
@@ -134,9 +135,8 @@ class Rate:
             evaluation, any other with every step of the optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> None:
-        self.optimizer = optimizer
-        self.scheduler = scheduler
+    optimizer: torch.optim.Optimizer
+    scheduler: LRScheduler | None
 
     @property
     def now(self) -> float:
@@ -181,6 +181,7 @@ class StepResult:
     skipped: bool
 
 
+@dataclass(eq=False)
 class Update:
     """Makes steps of an optimizer: that of the plain loop
 
@@ -193,18 +194,11 @@ class Update:
         clip_norm: the largest 2-norm of all gradients together; None for any.
     """
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        rate: Rate,
-        clip_norm: float | None = None,
-    ) -> None:
-        self.pipe = pipe
-        self.optimizer = optimizer
-        self.rate = rate
-        self.clip_norm = clip_norm
-        self._skipped = 0
+    pipe: Pipeline
+    optimizer: torch.optim.Optimizer
+    rate: Rate
+    clip_norm: float | None = None
+    _skipped: int = field(default=0, init=False)
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Step on some mini-batches.
