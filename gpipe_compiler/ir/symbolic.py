@@ -68,7 +68,7 @@ def _same(left: Any, right: Any) -> bool:
     known = [item for item in (left, right) if isinstance(item, torch.SymInt)]
     if not known:
         return bool(left == right)
-    environment = known[0].node.shape_env
+    environment: Any = known[0].node.shape_env  # torch says since 2.14 that there may be none
     sides = [expression_of(n) if isinstance(n, torch.SymInt) else n for n in (left, right)]
     relied_on = {environment.replace(guard.expr) for guard in environment.guards}
     return sides[0] == sides[1] or not relied_on.isdisjoint(

@@ -148,7 +148,7 @@ class Network:
             targets: the others; None for all.
 
         Point to point: a collective of gloo runs on a thread, which must end before the interpreter
-        does (`replicas.Collectives`).
+        does (`topology.Collectives`).
         """
         if self.rank == source:
             if targets is None:

@@ -135,7 +135,7 @@ class Topology:
         peers = [range(device, world.size, devices) for device in range(devices)]
         collectives = Collectives(owns_world=owns_world)
         if replicas > 1:
-            collectives.join(peers, world.rank, world.timeout_s)
+            collectives.join(peers, world.timeout_s)
         pipeline = world.among(range(replica * devices, (replica + 1) * devices))
         mine = (world.device,)
         return cls(placement, mine, world, pipeline, world.among(peers[own]), collectives)
@@ -298,14 +298,14 @@ class Collectives:
         self._groups: list[dist.ProcessGroup] = []
         self._finalizer = weakref.finalize(self, _leave, self._groups)
 
-    def join(self, groups: Sequence[Sequence[int]], own: int, timeout_s: float) -> None:
-        """Make the groups of these ranks; of the first with the rank `own`, this one is a member.
+    def join(self, groups: Sequence[Sequence[int]], timeout_s: float) -> None:
+        """Make the groups of these ranks, and keep the one that this rank is a member of.
 
         All ranks call it with the same groups.
         """
         for ranks in groups:
             made = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
-            if own in ranks:
+            if isinstance(made, dist.ProcessGroup):  # else a mark that says: not a member
                 self._groups.append(made)
 
     def all_reduce(self, tensor: torch.Tensor) -> Any:

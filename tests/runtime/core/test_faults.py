@@ -100,9 +100,15 @@ def failing_spec():
     return spec_of([first, last], crossings, spec.inputs, Leaf("y"), spec.loss)
 
 
+def stage_threads() -> set[threading.Thread]:
+    """Those of all pipelines of this process, of other tests' too."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("stage-")}
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_an_error_in_a_stage_stops_all_workers(schedule):
     """It names stage, micro-batch and action, keeps the traceback, and nothing hangs."""
+    before = stage_threads()
     x = torch.zeros(8, WIDTH)
     target = torch.ones(8, WIDTH)
     bad = target.clone()
@@ -116,17 +122,19 @@ def test_an_error_in_a_stage_stops_all_workers(schedule):
         pipe.stages[0].l0.bias.data.fill_(0.1)
         pipe.zero_grad()
         assert torch.isfinite(pipe.step(x, target))
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("stage-")]
+    assert stage_threads() <= before
 
 
 def test_a_forgotten_pipeline_ends_its_threads():
     """Without close(), its threads end with it."""
+    before = stage_threads()
     pipe = Pipeline(skip_spec(), None)
     pipe.step(*data_for("skip", 8)[:2])
+    assert not stage_threads() <= before
     del pipe
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        if not [thread for thread in threading.enumerate() if thread.name.startswith("stage-")]:
+        if stage_threads() <= before:
             return
         time.sleep(0.01)
     raise AssertionError("threads are left")
