@@ -8,7 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpipe_compiler.ir import Graph, Op, Ref, StateRef, ValueKind, called
+from gpipe_compiler.ir import (
+    FunctionCall,
+    Graph,
+    MethodCall,
+    Op,
+    Ref,
+    StateRef,
+    ValueKind,
+    called,
+    ops_within,
+)
 from gpipe_compiler.ir.sizes import LARGEST_BATCH, SampleRule, in_order
 
 _COMPARING = frozenset(
@@ -38,6 +48,21 @@ def all_rules(graph: Graph) -> tuple[SampleRule, ...]:
     found = ((number, op.source) for op in graph.ops for number in _compared(graph, op))
     rules = (SampleRule(int(n) + 1, line) for n, line in found if 0 < n <= LARGEST_BATCH)
     return in_order((*graph.sample_rules, *rules))
+
+
+def takes_several(graph: Graph) -> bool:
+    """Whether one sample is not computed as it is among others: by a rule, or since its batch
+    dimension is squeezed."""
+    return bool(graph.alone) or any(
+        _squeezes_any(inner) for op in graph.ops for inner in ops_within(op)
+    )
+
+
+def _squeezes_any(op: Op) -> bool:
+    """Whether an op takes out every dimension of one."""
+    call = op.call
+    plain = isinstance(call, MethodCall | FunctionCall) and len(call.args) == 1 and not call.kwargs
+    return plain and called(call) in ("squeeze", "squeeze_")
 
 
 def _compared(graph: Graph, op: Op) -> Iterator[float]:

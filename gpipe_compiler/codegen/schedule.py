@@ -23,7 +23,8 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
-from gpipe_compiler.ir.sizes import UNKNOWN_LINE
+from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule
+from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.loss_counts import per_sample
@@ -236,6 +237,8 @@ def _pipeline(
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
         "limits": tuple(_limits(graph)),
+        "alone": {training: _where(rule) for training, rule in graph.alone.items()},
+        "several": takes_several(graph),
         "classes": graph.classes,
     }
     try:
@@ -248,8 +251,11 @@ def _limits(graph: Graph) -> Iterator[SampleLimit]:
     """Of the samples in a mini-batch, below the rules for which none was tried."""
     for rule, in_pieces in ((graph.untried, False), (graph.untried_in_pieces, True)):
         if rule is not None:
-            where = UNKNOWN_LINE if rule.source is None else rule.source.brief
-            yield SampleLimit(rule.samples - 1, where, in_pieces)
+            yield SampleLimit(rule.samples - 1, _where(rule), in_pieces)
+
+
+def _where(rule: SampleRule) -> str:
+    return UNKNOWN_LINE if rule.source is None else rule.source.brief
 
 
 def _unless_in_order(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -27,7 +27,12 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summary
-from gpipe_compiler.frontend.comparable_runs import EvenDraws, larger_batch, may_be_tried
+from gpipe_compiler.frontend.comparable_runs import (
+    EvenDraws,
+    larger_batch,
+    may_be_tried,
+    with_other_weights,
+)
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
 from gpipe_compiler.frontend.locate import calling_line, line_of
@@ -46,7 +51,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.ir.sizes import SampleRule, other_sizes
+from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, other_sizes
 from gpipe_compiler.runtime.core.nest import tensors_of
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.wording import text_of
@@ -84,9 +89,9 @@ def differences(graph: Graph, subject: Subject) -> list[str]:
     return compared(graph, subject)[0]
 
 
-def compared(graph: Graph, subject: Subject) -> tuple[list[str], SampleRule | None]:
-    """How the graph differs from the model, in words; and the first of the numbers of samples at
-    which the model may be another that takes too long to be compared at.
+def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
+    """How the graph differs from the model, in words; and the graph, which now says for which
+    numbers of samples it is not the model, or was not compared.
 
     The comparison ends with the first mode and size that differ. The subject's model stays as it
     is.
@@ -98,6 +103,7 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], SampleRule | No
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     others = other_sizes(graph.sizes, graph.requires)
     slow, untried = False, None
+    alone: dict[bool, SampleRule] = {}
     modes = (True, False) if subject.training else (False,)
     entries = [make_entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
@@ -116,12 +122,15 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], SampleRule | No
             longest = max(longest, time.process_time() - started)
             slow = slow or longest > _SLOW_S
             if found:
-                return found, None
+                return found, graph
         if training:
             refuse_late_checkpoints(graph, subject, entry, sizes[0][0])
         few, seconds = max(sizes[-1]), longest
         many = larger_batch(few, longest) if len(sizes) > 1 else 0
         rules = {many: None, **{rule.samples: rule for rule in graph.sample_rules}}
+        of_one = rules.pop(SMALLEST, None)
+        if of_one is not None and _is_another_alone(graph, subject, training, outputs):
+            alone[training] = of_one
         for samples in sorted(rules.keys() - {0}):
             if samples != many and not may_be_tried(samples, few, seconds):
                 untried = rules[samples]
@@ -131,8 +140,25 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], SampleRule | No
             found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             few, seconds = samples, time.process_time() - started
             if found:
-                return found, None
-    return found, untried
+                return found, graph
+    return found, graph.replace(untried=untried, alone=alone)
+
+
+def _is_another_alone(graph: Graph, subject: Subject, training: bool, outputs: bool) -> bool:
+    """Whether the model computes something else of one sample than the graph.
+
+    With other weights: those that a normalisation begins with hide it.
+    """
+    moved = with_other_weights(subject.model)
+    if moved is not None:
+        subject = dataclasses.replace(subject, model=moved)
+        weights = dict(moved.named_parameters(remove_duplicate=False))
+        graph = graph.replace(tensors={n: weights.get(n, t) for n, t in graph.tensors.items()})
+    entry = make_entry(subject, training, reduces=False)
+    try:
+        return any(_compare(graph, subject, entry, (1,), (entry.signature,), outputs))
+    except ModelError:  # it takes no single sample
+        return False
 
 
 def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:

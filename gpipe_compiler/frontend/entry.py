@@ -282,7 +282,9 @@ class Entry(nn.Module):
         dims = self._dims(output, count, structure)
         trees = output, target
         if any(leaf.is_meta for leaf in pick(output, structure)):
-            trees, count = _stand_ins(trees, count, dims, structure), 2
+            largest = max((leaf.numel() for leaf in pick(output, structure)), default=0)
+            few = count if largest <= _LARGEST_STAND_IN else 2
+            trees, count = _stand_ins(trees, count, few, dims, structure), few
 
         def loss(first: int, last: int) -> torch.Tensor:
             part, of_target = (
@@ -347,13 +349,13 @@ class Entry(nn.Module):
 
 
 def _stand_ins(
-    trees: tuple[object, object], count: int, dims: tuple[Dims, Dims], structure: Template
+    trees: tuple[object, object], count: int, few: int, dims: tuple[Dims, Dims], structure: Template
 ) -> tuple[object, object]:
-    """Two samples of output and target with made-up numbers, on which a loss can be tried.
+    """A few samples of output and target with made-up numbers, on which a loss can be tried.
 
     Where they would take too much memory, they stay on meta.
     """
-    output, target = (samples_of(*pair, count, 0, 2) for pair in zip(trees, dims, strict=True))
+    output, target = (samples_of(*pair, count, 0, few) for pair in zip(trees, dims, strict=True))
     if max((leaf.numel() for leaf in pick(output, structure)), default=0) > _LARGEST_STAND_IN:
         return output, map_tensors(on_meta, target)
     with torch.random.fork_rng():

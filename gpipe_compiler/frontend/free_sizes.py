@@ -84,11 +84,13 @@ class NotedSizes:
         fixed: by the symbol of a size, the line that turned it into a number.
         guards: by what they compared.
         asked: what the user's own code compared, and no function that it called.
+        settled: of that, with its lines, what torch answers without a guard.
     """
 
     fixed: dict[Any, SourceLocation] = field(default_factory=dict)
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
     asked: set[Any] = field(default_factory=set)
+    settled: dict[Any, SourceLocation | None] = field(default_factory=dict)
 
     def line_of(self, size: Any) -> SourceLocation | None:
         """The line that fixed a size, by itself or together with others."""
@@ -109,6 +111,7 @@ def noting_sizes() -> Iterator[NotedSizes]:
     """Collects the user's lines that look at sizes, while it is open."""
     noted = NotedSizes()
     replaced, logged = ShapeEnv._set_replacement, ShapeEnv._log_guard
+    evaluated = ShapeEnv.evaluate_expr
 
     def replace(environment: ShapeEnv, symbol: Any, value: Any, *rest: Any) -> None:
         where = calling_line() if value.is_number else None
@@ -124,9 +127,15 @@ def noting_sizes() -> Iterator[NotedSizes]:
             noted.asked.add(guard)
         logged(environment, prefix, guard, *rest, **named)
 
+    def evaluate(environment: ShapeEnv, asked: Any, *rest: Any, **named: Any) -> Any:
+        if asked.is_Relational and asked.free_symbols and is_asked_by_user():
+            noted.settled.setdefault(asked, calling_line())
+        return evaluated(environment, asked, *rest, **named)
+
     with (
         mock.patch.object(ShapeEnv, "_set_replacement", replace),
         mock.patch.object(ShapeEnv, "_log_guard", log),
+        mock.patch.object(ShapeEnv, "evaluate_expr", evaluate),
     ):
         yield noted
 

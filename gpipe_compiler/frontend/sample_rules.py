@@ -52,7 +52,15 @@ def sample_rules(
             numbers = {int(number) for number in condition.atoms(sympy.Integer)}
         where = noted.guards.get(guard.expr)
         found.extend(SampleRule(n, where) for n in numbers if SMALLEST < n <= LARGEST_BATCH)
+    for question, where in noted.settled.items():
+        condition = environment.replace(question)
+        if condition.free_symbols <= symbols and _holds(condition, 1) != _holds(condition, SMALLEST):
+            found.append(SampleRule(SMALLEST, where))
     return in_order(found)
+
+
+def _holds(condition: Any, samples: int) -> bool:
+    return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
 
 
 def _turning_points(condition: Any) -> set[int]:
@@ -63,13 +71,11 @@ def _turning_points(condition: Any) -> set[int]:
     steps = condition.has(FloorDiv, Mod, PythonMod)
     own = {int(number) + 1 for number in condition.atoms(sympy.Integer)} if steps else set()
 
-    def holds(samples: int) -> bool:
-        return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
-
     least, most = SMALLEST, LARGEST_BATCH
-    if holds(least) == holds(most):
+    last = _holds(condition, most)
+    if _holds(condition, least) == last:
         return own
     while most - least > 1:
         middle = (least + most) // 2
-        least, most = (least, middle) if holds(middle) == holds(most) else (middle, most)
+        least, most = (least, middle) if _holds(condition, middle) == last else (middle, most)
     return {most, *own}

@@ -55,7 +55,9 @@ USED: Mapping[str, tuple[str, ...]] = {
         "track_tensor_tree",
     ),
     "torch.fx.experimental": ("_config",),
-    "torch.fx.experimental.symbolic_shapes.ShapeEnv": ("_log_guard", "_set_replacement"),
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv": (
+        *("_log_guard", "_set_replacement", "evaluate_expr"),
+    ),
     "torch.nn.modules.module": ("BackwardHook", "_global_buffer_registration_hooks"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),

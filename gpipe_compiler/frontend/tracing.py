@@ -59,7 +59,7 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
         TraceError: when it cannot be traced, or the graph differs from it.
     """
     graph = unchecked(subject, precision)
-    wrong, untried = compared(graph, subject)
+    wrong, graph = compared(graph, subject)
     if wrong and graph.sizes and not subject.free.must:
         return trace_whole(subject.with_free(Wish()), precision)
     if wrong:
@@ -73,7 +73,7 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
             "on the number of samples, Python values taken from tensors, global state, or random "
             "numbers not drawn by torch",
         )
-    return graph.replace(untried=untried)
+    return graph
 
 
 def unchecked(subject: Subject, precision: Precision) -> Graph:
@@ -172,8 +172,8 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one decides.
         return None
-    wrong, untried = compared(graph, subject)
-    return None if wrong else graph.replace(untried=untried)
+    wrong, graph = compared(graph, subject)
+    return None if wrong else graph
 
 
 _KNOWN: tuple[tuple[str, str, str], ...] = (

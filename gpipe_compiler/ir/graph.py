@@ -30,7 +30,7 @@ _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
-        "untried_in_pieces",
+        *("untried_in_pieces", "alone"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -260,6 +260,8 @@ class Graph:
             compared theirs with while it was traced; in order.
         untried: the first of these for which no batch was tried.
         untried_in_pieces: the first of those in the graph for which none was tried in pieces.
+        alone: by mode (training or not), the rule by which the model computes something else of one
+            sample than this graph.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
@@ -287,6 +289,7 @@ class Graph:
     sample_rules: tuple[SampleRule, ...] = ()
     untried: SampleRule | None = None
     untried_in_pieces: SampleRule | None = None
+    alone: Mapping[bool, SampleRule] = field(default_factory=dict)
     whole_batch: str = ""
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -19,6 +19,7 @@ from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
 from gpipe_compiler.passes.remat import FEW, MANY
+from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
@@ -110,7 +111,10 @@ class Planner:
         Raises:
             ModelError: naming the op that cannot run on the samples of any.
         """
-        counts = likely_microbatches(self.batch_size // policy.data_parallel, stages)
+        samples = self.batch_size // policy.data_parallel
+        counts = likely_microbatches(samples, stages)
+        if takes_several(self.graph):
+            counts = [count for count in counts if 2 * count <= samples] or counts
         if self.analysis is not None:
             return counts[0]
         met: list[ModelError] = []
@@ -132,6 +136,8 @@ class Planner:
             PlanError, UsageError: when the batch does not split into that many.
         """
         size = microbatch_size(self.batch_size, microbatches, policy.data_parallel)
+        if size == 1 and self.graph.alone:
+            raise _another_alone(self.graph, policy.data_parallel)
         key = size, policy.precision, policy.in_place
         if key not in self._prepared:
             if self.analysis is not None:
@@ -273,6 +279,16 @@ def _opened(builder: CandidateBuilder, candidate: Candidate) -> tuple[str, ...]:
     return tuple(dict.fromkeys(module.path for module in found if module.depth))
 
 
+def _another_alone(graph: Graph, replicas: int) -> ModelError:
+    """The error for micro-batches of one sample, of which the model computes something else."""
+    most = graph.batch_size // (2 * replicas)
+    return ModelError(
+        "the model computes something else of a single sample, which micro-batches would have",
+        location=next(iter(graph.alone.values())).source,
+        hint=f"use at most {most} micro-batches" if most else "give an example of two samples",
+    )
+
+
 def _check_outputs(graph: Graph, microbatches: int) -> None:
     """Makes sure that the outputs of a batch are those of its micro-batches put together."""
     if microbatches == 1:
@@ -290,6 +306,14 @@ def _check_outputs(graph: Graph, microbatches: int) -> None:
                     "them; or compile with --microbatches 1",
                 )
             maker = graph.producer.get(name)
+            if graph.batch_size == 1 and takes_several(graph):
+                raise PlanError(
+                    f"the output {name} of shape {value.shape} for a single sample has no row for "
+                    "it: squeeze() takes out every dimension of one, the batch too",
+                    location=maker.source if maker else None,
+                    hint=f"say which dimension, as squeeze(-1); or use at most {microbatches // 2} "
+                    "micro-batches",
+                )
             raise PlanError(
                 f"the output {name} of shape {value.shape} for {graph.batch_size} samples pairs "
                 "samples with one another: micro-batches cannot give that of the batch",

@@ -319,6 +319,10 @@ class PipelineSpec:
         classes: of the model's own, in what it returns.
         requires: what the model demands of the sizes of a call.
         limits: of the samples in a mini-batch, where one of any number could not be tried.
+        alone: by mode (training or not), the line by which the model computes something else of
+            one sample than the stages.
+        several: whether one sample is not computed as in a larger batch, so that micro-batches have
+            two or more.
     """
 
     name: str
@@ -342,6 +346,8 @@ class PipelineSpec:
     classes: tuple[OutputClass, ...] = ()
     requires: tuple[Requirement, ...] = ()
     limits: tuple[SampleLimit, ...] = ()
+    alone: Mapping[bool, str] = field(default_factory=dict)
+    several: bool = False
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

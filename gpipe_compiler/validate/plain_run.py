@@ -22,6 +22,7 @@ from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import buffers_restored
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
@@ -76,7 +77,8 @@ def batch_of(
 def least_samples(plan: Plan) -> int:
     """The samples that each micro-batch of the plan's package has at least."""
     assert plan.graph is not None
-    return 2 if plan.microbatch_size > 1 and mixing_ops(plan.graph) else 1
+    several = takes_several(plan.graph) or mixing_ops(plan.graph)
+    return 2 if plan.microbatch_size > 1 and several else 1
 
 
 Shares: TypeAlias = Sequence[tuple[float, ...]]

@@ -19,7 +19,7 @@ from .engine import DeviceResult, Engine
 from .inputs import BoundCall, bind_call, give_back, wanted_of
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
-from .options import ExecutionOptions, refuse_parts, refuse_untried
+from .options import ExecutionOptions, refuse_alone, refuse_parts, refuse_untried
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
@@ -223,6 +223,7 @@ class Execution:
                 may_be_empty=replicas > 1,
             )
             refuse_parts(self._spec, len(bound.samples))
+            refuse_alone(self._spec, bound.samples, training=training)
             together = max if bound.listed else sum
             samples, parts = together(bound.samples or (0,)), len(bound.samples)
             refuse_untried(self._spec, replicas * samples, replicas * parts)

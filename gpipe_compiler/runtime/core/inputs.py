@@ -185,10 +185,11 @@ def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
 def microbatch_count(spec: PipelineSpec, samples: int, most: int) -> int:
     """How many micro-batches a number of samples makes: fewer than `most` for a small batch.
 
-    Each has a sample at least; two, where a stage normalises over them, unless one was planned.
+    Each has a sample at least; two, where a stage normalises over them or computes something else
+    of one, unless one was planned.
     """
-    normalises = any(stage.mixes for stage in spec.stages)
-    least = 2 if normalises and spec.microbatch_size > 1 else 1
+    several = spec.several or any(stage.mixes for stage in spec.stages)
+    least = 2 if several and spec.microbatch_size > 1 else 1
     return max(1, min(most, samples // least))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -107,6 +108,23 @@ def refuse_untried(spec: PipelineSpec, samples: int, parts: int) -> None:
                 hint="pass fewer samples at once; or have the model not ask how many there are"
                 + one,
             )
+
+
+def refuse_alone(spec: PipelineSpec, samples: Sequence[int], *, training: bool) -> None:
+    """Makes sure that no micro-batch is of one sample where that is computed otherwise.
+
+    Args:
+        samples: in each micro-batch.
+
+    Raises:
+        UsageError: naming the line that treats one sample differently.
+    """
+    if 1 in samples and training in spec.alone:
+        raise UsageError(
+            f"{spec.name} takes two samples or more: the model computes something else of a single "
+            f"one, {spec.alone[training]}",
+            hint="pass more samples at once; or have the model not ask whether there is one",
+        )
 
 
 def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
