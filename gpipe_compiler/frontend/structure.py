@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.runtime.core.nest import Path
+from gpipe_compiler.runtime.core.outputs import of_class
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
 
 Template: TypeAlias = Any
@@ -55,9 +56,7 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: object) ->
         items = [map_tensors(change, item) for item in tree]
         if isinstance(tree, tuple) and hasattr(tree, "_make"):
             return tree._make(items)
-        if _is_torchs(tree):
-            return type(tree)(items)
-        return items if isinstance(tree, list) else tuple(items)
+        return of_class(type(tree), items if isinstance(tree, list) else tuple(items))
     if type(tree) is dict:
         return {key: map_tensors(change, item) for key, item in tree.items()}
     fields = _fields(tree)
@@ -103,7 +102,8 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
         return
     cls, fields = type(output), _fields(output)
     named = tuple(getattr(output, "_fields", ())) if hasattr(output, "_make") else ()
-    if named or _is_torchs(output) or (fields is not None and cls is not dict):
+    holds = fields is not None or isinstance(output, tuple | list)
+    if holds and cls not in (tuple, list, dict):
         factory = output.default_factory if isinstance(output, collections.defaultdict) else None
         where = (getattr(factory, "__module__", ""), getattr(factory, "__qualname__", ""))
         made_by = where if factory is not None else ()
@@ -112,11 +112,6 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
         fields = dict(enumerate(output))
     for key, item in (fields or {}).items():
         yield from classes_in(item, (*path, key))
-
-
-def _is_torchs(item: object) -> bool:
-    """Whether it is one of torch's own tuples, as `topk` returns them."""
-    return type(item).__module__ == "torch.return_types"
 
 
 def _fields(item: object) -> dict[Any, object] | None:

@@ -143,8 +143,8 @@ def _made(known: OutputClass, held: Any) -> object:
         named = name if name.isidentifier() and not iskeyword(name) else "Output"
         plain: Any = collections.namedtuple(named, known.fields)  # type: ignore[misc]  # made at run time
         return plain(*held)
-    if isinstance(held, tuple):  # one of torch.return_types
-        return held if cls is None else cls(held)
+    if isinstance(held, tuple | list):
+        return held if cls is None else of_class(cls, held)
     if cls is types.SimpleNamespace:
         return cls(**held)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
@@ -157,6 +157,17 @@ def _made(known: OutputClass, held: Any) -> object:
     factory = _imported(*known.factory) if known.factory else None
     lacking = cls is None or (known.factory and factory is None)
     return Fields(held) if lacking else _mapping(cls, held, factory)
+
+
+def of_class(cls: Any, held: Sequence[Any]) -> Any:
+    """The same items in a tuple or list of another class, such as torch.Size; as they are where it
+    does not take them so."""
+    try:
+        made = cls(held)
+        alike = (a is b or (isinstance(a, int) and a == b) for a, b in zip(made, held, strict=True))
+        return made if all(alike) else held
+    except Exception:  # noqa: BLE001  # whatever the user's class raises
+        return held
 
 
 def _dataclass(cls: Any, held: Mapping[str, Any]) -> Any:
