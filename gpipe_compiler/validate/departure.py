@@ -122,18 +122,30 @@ def departure(
     what = "a training step" if entry.training else f"the output {' and '.join(outputs)}"
     op = where_parted(graph, entry, batch, draws, outputs=outputs)
     cause = "it takes the samples of a batch together"
-    if op is not None:
-        cause = f"{op.name} gives another result for a micro-batch than for its share of the batch"
-    elif written := effects(graph).state_writes:
-        op = next(op for op in graph.ops if op.name in written)
-        states = ", ".join(sorted(written[op.name]))
+    if writer := _writer(graph, op):
+        op = writer
+        states = ", ".join(sorted(effects(graph).state_writes[op.name]))
         cause = f"{op.name} writes to {states} for each micro-batch"
+    elif op is not None:
+        cause = f"{op.name} gives another result for a micro-batch than for its share of the batch"
     return UnsplittableError(
         f"what the model makes of the mini-batch ({what}) is not what its {len(batch.sizes)} "
         f"micro-batches come to: {cause}",
         location=None if op is None else op.source,
         hint=HINT,
     )
+
+
+def _writer(graph: Graph, parted: Op | None) -> Op | None:
+    """The op that writes to the state because of which results part; None where none does.
+
+    Args:
+        parted: the op at which they do. Where it makes scalars alone, these may be means that are
+            put together by their weights.
+    """
+    written = effects(graph).state_writes
+    scalars = parted is None or not any(graph.values[name].shape for name in parted.outputs)
+    return next((op for op in graph.ops if op.name in written), None) if scalars else None
 
 
 def _where(
