@@ -20,6 +20,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
+from gpipe_compiler.passes.written_weights import refuse_written_weights
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
@@ -90,6 +91,8 @@ class TorchStages:
         made = dataclasses.replace(made, optimizer=self.optimizer)
         assert made.graph is not None
         refuse_overlaps(made.graph, self.found.subject.model)
+        if made.microbatches > 1:
+            refuse_written_weights(made.graph)
         if not self.options.per_microbatch:
             refuse_mixing(self.found, made)
             refuse_apart(made)
@@ -100,6 +103,8 @@ class TorchStages:
 
     def _refuse_parts(self, plan: Plan) -> None:
         """Raises ModelError where micro-batches do not give the batch's."""
+        assert plan.graph is not None
+        refuse_written_weights(plan.graph)
         refuse_mixing(self.found, plan)
         refuse_unsplit(plan)
         if self.options.validate:
