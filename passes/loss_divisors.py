@@ -11,7 +11,8 @@ import torch
 
 from gpipe_compiler.ir import Argument, FunctionCall, Graph, MethodCall, Op, Ref, called
 from gpipe_compiler.passes.loss_functions import Targets
-from gpipe_compiler.passes.loss_terms import LAST, Division, Guarded, Selected, Step, Term, Terms
+from gpipe_compiler.passes.loss_summands import LAST, Division, Guarded, Selected, Step, Term
+from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.selections import mask_behind
 from gpipe_compiler.passes.verbs import (
     counted_above_zero,

@@ -8,6 +8,7 @@ torch, at divisions, and at everything that it does not know.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,96 +36,22 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
-from gpipe_compiler.passes.loss_functions import Targets, mean_over_targets, reduction_of
+from gpipe_compiler.passes.loss_functions import mean_over_targets, reduction_of
+from gpipe_compiler.passes.loss_summands import (
+    LAST,
+    ConstantTerm,
+    Division,
+    Guarded,
+    Other,
+    Selected,
+    Step,
+    Summand,
+)
 from gpipe_compiler.passes.selections import mask_of_mean
 from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb
 from gpipe_compiler.runtime.sizes import Expression
 
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """A sum over samples, or their mean, divided by a value that depends on the batch.
-
-    Attributes:
-        total: whether it is known to be a sum (True) or a mean (False).
-    """
-
-    op: Op
-    divisor: str
-    total: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantTerm:
-    """What depends on no sample, such as the size of the weights: it counts once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Other:
-    """Anything else.
-
-    Attributes:
-        kind: whether it is known to be a sum over samples, or their mean; None where unknown.
-    """
-
-    op: Op | None
-    kind: Reduction | None
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The mean over what a mask selects.
-
-    Attributes:
-        mask: a value of booleans.
-    """
-
-    op: Op
-    mask: Ref
-
-
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A term that counts only where something has been counted: `where(n > 0, term, 0)`.
-
-    Attributes:
-        counted: the scalar that has to be above 0; None for what the term itself is a mean over,
-            without which it is no number: `where(term.isfinite(), term, 0)`.
-    """
-
-    op: Op
-    counted: str | None
-    inner: Summand
-
-
-Term = Targets | Division | Selected | Guarded | ConstantTerm | Other
-
 _Divisor: TypeAlias = tuple[str, tuple[tuple[str, Argument], ...]]
-
-Step = FunctionCall | MethodCall
-LAST = Ref("")
-"""In a step, its operand."""
-
-
-def put(args: Argument, last: Argument) -> Argument:
-    """The arguments of a step that is done to this."""
-    return map_argument(lambda leaf: last if leaf == LAST else leaf, args)
-
-
-@dataclass(frozen=True, slots=True)
-class Summand:
-    """A term, and how it goes into the loss.
-
-    Attributes:
-        value: the name of its scalar in the graph, or a number.
-        scale: what the loss does to it besides adding it: what it does to sums of terms.
-        mode: in which it goes into the loss.
-    """
-
-    term: Term
-    value: str | float
-    scale: tuple[Step, ...] = ()
-    mode: Mode = Mode.ALWAYS
 
 
 @dataclass
@@ -252,6 +179,8 @@ class Terms:
                 yield from self._divided(op, *args)
             case "sum" | "mean" if isinstance(args[0], Ref):
                 yield from self._reduced(op, args[0].name)
+            case "dot" if len(args) == 2 and (row := self._each("mul", *args)) is not None:
+                yield from self._all_of(op, row)
             case "where" if len(args) == 3:
                 yield self._guarded(op, *args)
             case "nan_to_num" if args[1:] in ((), (0,)) and not op.call.kwargs:
@@ -307,7 +236,7 @@ class Terms:
     def _added(self, op: Op, left: Argument, right: Argument) -> Iterator[Summand]:
         self.adding.append(op)
         yield from self._summands_of(left)
-        steps = [] if verb(op) == "add" else [FunctionCall(operator.neg, (LAST,))]
+        steps = [] if verb(op) == "add" else [_NEGATED]
         factor = op.call.kwargs.get("alpha", 1)
         if factor != 1:
             steps.append(FunctionCall(operator.mul, (LAST, factor)))
@@ -360,8 +289,9 @@ class Terms:
             yield from self._scaled(op, Ref(value))
         elif maker is None:
             yield self._other(op)
-        elif verb(maker) == "stack" and isinstance(maker.call.args[0], tuple | list):
-            yield from self._stacked(op, maker, maker.call.args[0])
+        elif (row := self._row(Ref(value))) is not None:
+            share = FunctionCall(operator.truediv, (LAST, len(row)))
+            yield from self._all_of(op, row, () if verb(op) == "sum" else (share,))
         elif len(divided := [*self._divisors(value)]) == 1 and divided[0][0]:
             ((divisor, factors),) = divided
             kind: Reduction | None = Reduction.SUM if verb(op) == "sum" else Reduction.MEAN
@@ -395,16 +325,78 @@ class Terms:
                 inner.extend(self._divisors(item.name))
         yield from ((divisor, (*factors, *own)) for divisor, factors in inner)
 
-    def _stacked(self, op: Op, maker: Op, items: Sequence[Argument]) -> Iterator[Summand]:
-        """The sum or the mean of scalars in a row."""
-        if not all(self.is_scalar(item) for item in items):
-            yield self._other(op)
-            return
-        self.adding += [op, maker]
-        share = () if verb(op) == "sum" else (FunctionCall(operator.truediv, (LAST, len(items))),)
-        for item in items:
-            for summand in self._summands(item.name):
-                yield dataclasses.replace(summand, scale=(*summand.scale, *share))
+    def _all_of(
+        self, op: Op, row: Sequence[Sequence[Summand]], steps: tuple[Step, ...] = ()
+    ) -> Iterator[Summand]:
+        """The terms of the sum that an op makes of scalars in a row, each with more steps."""
+        self.adding.append(op)
+        for summand in itertools.chain(*row):
+            yield dataclasses.replace(summand, scale=(*summand.scale, *steps))
+
+    def _row(self, argument: Argument) -> list[list[Summand]] | None:
+        """The terms of each of some scalars in a row, scaled and shifted by what is the same for
+        every micro-batch; None for anything else."""
+        op = self.graph.producer.get(argument.name) if isinstance(argument, Ref) else None
+        if op is None:
+            return None
+        before, found = len(self.adding), None
+        self.adding.append(op)
+        match verb(op), op.call.args:
+            case "stack" | "cat", (tuple() | list() as items, *_) if all(
+                map(self.is_scalar, items)
+            ):
+                found = [list(self._summands(item.name)) for item in items]
+            case "neg", (inner,):
+                found = self._each("mul", inner, -1)
+            case "add" | "sub" | "mul" | "div" as name, (left, right) if not op.call.kwargs:
+                found = self._each(name, left, right)
+        if found is None:
+            del self.adding[before:]
+        return found
+
+    def _each(self, name: str, left: Argument, right: Argument) -> list[list[Summand]] | None:
+        """The same for what is done, element by element, to such a row and to what is the same for
+        every micro-batch; None where these are something else."""
+        row, other = self._row(left), right
+        first = row is not None
+        if row is None:
+            row, other = self._row(right), left
+        length = self._length(other)
+        if row is None or length not in (0, 1, len(row)) or not (first or name != "div"):
+            return None
+        made = []
+        for place, summands in enumerate(row):
+            at = place if length == len(row) else 0
+            taken = (FunctionCall(operator.getitem, (LAST, at)),) if length else ()
+            steps: tuple[Step, ...] = ()
+            if name in ("mul", "div"):
+                steps = (FunctionCall(_FUNCTIONS[name], (LAST, other)), *taken)
+            elif name == "sub" and not first:
+                steps = (_NEGATED,)
+            scaled = [dataclasses.replace(s, scale=(*s.scale, *steps)) for s in summands]
+            if name in ("add", "sub"):
+                value = other.name if isinstance(other, Ref) else other
+                turned = (_NEGATED,) if name == "sub" and first else ()
+                scaled.append(Summand(ConstantTerm(), value, (*taken, *turned)))
+            made.append(scaled)
+        return made
+
+    def _length(self, argument: Argument) -> int | None:
+        """Of what is the same for every micro-batch: its elements in a row, 0 for a scalar; None
+        for anything else."""
+        known = self.value(argument)
+        if isinstance(argument, ByMode) or not self.same_for_all(argument):
+            return None
+        shape: Sequence[int] = ()
+        if isinstance(argument, StateRef):
+            shape = self.graph.state[argument.name].shape
+        elif known is not None and known.kind is ValueKind.TENSOR:
+            shape = known.shape
+        return None if len(shape) > 1 else sum(shape)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {"mul": operator.mul, "div": operator.truediv}
+_NEGATED = FunctionCall(operator.neg, (LAST,))
 
 
 _OUT_OF_PLACE: Mapping[Callable[..., object], Callable[..., object]] = {

@@ -20,10 +20,12 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
+    StateRef,
     Value,
 )
+from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_terms import Summand, put
+from gpipe_compiler.passes.loss_summands import Summand, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +60,10 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     assert graph.loss is not None
     adding = {op.name for op in added}
     summands = [summand for group in groups for summand in group.summands]
-    values = [summand.value for summand in summands]
+    scales = [step.args for summand in summands for step in summand.scale]
+    needed = {summand.value for summand in summands} | {*value_names(tuple(scales))}
     dropped = _unread(graph, adding)
-    dropped |= _only_for(graph, dropped, frozenset(values))
+    dropped |= _only_for(graph, dropped, frozenset(needed))
     kept = [op for op in graph.ops if op.name not in dropped]
     lasting = [op for op in graph.ops if op.name in adding - dropped]
     if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
@@ -76,13 +79,20 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     if len(terms) == 1:
         reduction, weight = terms[0].reduction, terms[0].weight
         loss = dataclasses.replace(loss, reduction=reduction, weight=weight, terms=())
-    made = graph.replace(ops=(*kept, *tail.made), values=tail.values, loss=loss)
+    known = tail.values if all(map(_is_scalar, summands)) else {}
+    made = graph.replace(ops=(*kept, *tail.made), values=known, loss=loss)
     before = min(
         (graph.ops.index(graph.op_of[name]) for name in adding | dropped), default=len(graph.ops)
     )
     if all(stretch.end <= before for stretch in graph.repeats):
         made = dataclasses.replace(made, repeats=graph.repeats)
     return made
+
+
+def _is_scalar(summand: Summand) -> bool:
+    """Whether a term is a scalar from the first step on, and no element of a tensor."""
+    elements = (getattr(step, "function", None) is operator.getitem for step in summand.scale)
+    return not isinstance(summand.value, StateRef) and not any(elements)
 
 
 def _unread(graph: Graph, names: set[str]) -> set[str]:
@@ -97,7 +107,7 @@ def _unread(graph: Graph, names: set[str]) -> set[str]:
         found -= more
 
 
-def _only_for(graph: Graph, dropped: set[str], kept: frozenset[str | float]) -> set[str]:
+def _only_for(graph: Graph, dropped: set[str], kept: frozenset[str | float | StateRef]) -> set[str]:
     """The ops whose results nothing reads but those that are dropped.
 
     Args:
@@ -187,7 +197,9 @@ class Tail:
 
     def _scaled(self, summand: Summand) -> str:
         value, mode = summand.value, summand.mode
-        if not isinstance(value, str):
+        if isinstance(value, StateRef):
+            value = self._new(MethodCall("clone", (value,)), "number", self.like[mode], mode)
+        elif not isinstance(value, str):
             value = self._number(value, mode)
         for step in summand.scale:
             scaled = dataclasses.replace(step, args=put(step.args, Ref(value)))

@@ -54,7 +54,8 @@ def sample_rules(
         found.extend(SampleRule(n, where) for n in numbers if SMALLEST < n <= LARGEST_BATCH)
     for question, where in noted.settled.items():
         condition = environment.replace(question)
-        if condition.free_symbols <= symbols and _holds(condition, 1) != _holds(condition, SMALLEST):
+        known = condition.free_symbols <= symbols
+        if known and _holds(condition, 1) != _holds(condition, SMALLEST):
             found.append(SampleRule(SMALLEST, where))
     return in_order(found)
 

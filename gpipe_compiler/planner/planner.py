@@ -12,6 +12,7 @@ from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
+from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
@@ -19,7 +20,6 @@ from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
 from gpipe_compiler.passes.remat import FEW, MANY
-from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
