@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import (
     Argument,
+    Call,
     FunctionCall,
     Graph,
     LossWeight,
@@ -24,6 +25,7 @@ from gpipe_compiler.ir import (
     Ref,
     RegionCall,
     ValueKind,
+    called,
 )
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
@@ -80,7 +82,7 @@ def terms_of_loss(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
     what follows from the inputs alone. Anything else counts as a mean over samples, unless it is
     known to be a sum.
     """
-    terms, numbers = Terms(graph), _Numbers(graph)
+    terms, numbers, plain = Terms(graph), _Numbers(graph), _reading_no_forms(graph)
     found: dict[object, TermGroup] = {}
     constants = []
     taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
@@ -92,7 +94,7 @@ def terms_of_loss(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
         key: object = None if count is None else numbers.of(count)
         weight = found[key].weight if key in found else None
         if count is not None and weight is None:
-            weight = _weight(graph, count, taken)
+            weight = _weight(plain, count, taken)
         summand = _unguarded(terms, written, weight)
         kind: Reduction | None = Reduction.MEAN
         if weight is None:
@@ -229,6 +231,34 @@ def _own_ops(graph: Graph, count: Count, taken: set[str]) -> list[Op]:
         made.append(Op(wish, dataclasses.replace(step, args=put(step.args, last)), wish))
         last = Ref(wish)
     return made
+
+
+def _reading_no_forms(graph: Graph) -> Graph:
+    """The graph, in which nothing of the loss reads a tensor for its shape or its type alone: what
+    counts may be given those of an output, and depends on the inputs alone for all that."""
+
+    def plain(op: Op) -> Op:
+        known = [graph.values.get(getattr(item, "name", "")) for item in op.call.args]
+        if op.name not in graph.loss_only or len(known) != 2 or op.call.kwargs:
+            return op
+        own, other = known
+        if own is None or other is None or other.dtype is None:
+            return op
+        call: Call = op.call
+        if called(op.call) in ("type_as", "to"):
+            call = MethodCall("to", (op.call.args[0], other.dtype))
+        elif called(op.call) == "expand_as":
+            added = len(other.dims) - len(own.dims)
+            sizes = [
+                -1 if n >= added and own.dims[n - added] == size else size
+                for n, size in enumerate(other.dims)
+            ]
+            fixed = [n for n, size in enumerate(sizes) if size != -1]
+            if other.batch_dim not in fixed and all(isinstance(sizes[n], int) for n in fixed):
+                call = MethodCall("expand", (op.call.args[0], *sizes))
+        return op if call is op.call else dataclasses.replace(op, call=call)
+
+    return graph.replace(ops=tuple(map(plain, graph.ops)))
 
 
 def _ops_before(

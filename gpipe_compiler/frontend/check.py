@@ -194,6 +194,8 @@ def _compare(
         mode = f"{'train' if entry.training else 'eval'} mode, batch {batch}"
         try:
             actual = _run_graph(graph, entry, batch)
+        except ModelError:
+            raise
         except Exception as error:  # a graph may call anything
             yield f"{mode}: the graph raises {summary(error)}"
             return
@@ -232,7 +234,7 @@ def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
         with torch.set_grad_enabled(entry.has_loss), activations_kept():
             return tuple(entry(*given))
 
-    refuse_remembered(entry.model, call)
+    refuse_remembered(entry.model, entry.loss_fn, call)
 
 
 def _first_run(
@@ -294,7 +296,7 @@ def _run_model(
         entry.model.double()
     leaves, inputs = _inputs(entry, batch, double=double)
     before = dict(entry.model.named_buffers())
-    attributes = python_state(entry.model)
+    attributes = python_state(entry.model, entry.loss_fn)
     sizes = {name: tensor.shape for name, tensor in before.items()}
     torch.manual_seed(_SEED)
     with (
@@ -321,7 +323,7 @@ def _run_model(
     return dataclasses.replace(
         run,
         assigned=frozenset(f"buffer {name}" for name in assigned),
-        remembers=bool(changed(attributes, python_state(entry.model))),
+        remembers=bool(changed(attributes, python_state(entry.model, entry.loss_fn))),
     )
 
 

@@ -110,6 +110,7 @@ class Entry(nn.Module):
         self.squared = subject.loss is LossChoice.SUM_OF_SQUARES
         self.loss_fn: Any = None if self.squared or not subject.training else subject.loss_fn
         if isinstance(self.loss_fn, nn.Module):
+            _refuse_weights(self.loss_fn)
             self.loss_fn = isolated(self.loss_fn)
         self.training = training
         self.input_gradients = True
@@ -346,6 +347,19 @@ class Entry(nn.Module):
             )
 
         return reduction_of(loss, count)
+
+
+def _refuse_weights(loss_fn: nn.Module) -> None:
+    """Raises a ModelError for a loss that is to be trained itself."""
+    trained = [name for name, item in loss_fn.named_parameters() if item.requires_grad]
+    if trained:
+        raise ModelError(
+            f"loss_fn is a {type(loss_fn).__name__} with parameters of its own, {trained[0]}: they "
+            "are none of the model, and no stage would hold and train them",
+            location=line_of_forward(loss_fn),
+            hint="make it part of the model, whose forward takes the target too and returns a dict "
+            "with the loss under 'loss'",
+        )
 
 
 def _stand_ins(

@@ -70,11 +70,20 @@ _CAUSES = (
         "register that for it, by torch.library.register_fake",
     ),
     _Cause(
+        r"\bgenerator\s*=",
+        "the model draws from a torch.Generator of its own",
+        "draw without generator=: a package draws from the seed of its pipeline",
+    ),
+    _Cause(
         r"torch\.utils\.checkpoint",
         "the model recomputes activations with torch.utils.checkpoint",
         "turn its checkpointing off: a pipeline recomputes by itself",
     ),
 )
+
+
+_ONE_BY_ONE = re.compile(r"\bfor\b|\brange\(|\bunbind\(|\b(?:list|tuple|zip|enumerate)\(")
+"""How a line reads that takes the samples of a batch one after the other."""
 
 
 def explained(error: Exception, transform: SourceLocation | None = None) -> TraceError:
@@ -131,12 +140,16 @@ def refuse_fixed_batch(
         if transform is not None:
             raise transformed(source_of(transform))
         where = line_of_size(size) or _fixing_line(value)
+        one_by_one = where is not None and _ONE_BY_ONE.search(where.code)
         code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
             f"the model works for a batch of {int(size)} only{code}: dimension "
             f"{source.batch_dim} of {_spoken(source.path)} cannot vary",
             location=where,
-            hint="take the batch size from the input (x.shape[0]) and compute with it as it is: "
+            hint="compute on all samples at once, as torch's ops do, and number them by "
+            "torch.arange(len(x)): a trace has as many rounds of a loop as the example has samples"
+            if one_by_one
+            else "take the batch size from the input (x.shape[0]) and compute with it as it is: "
             "int(), float() and torch.tensor() make a constant of it; compare it with nothing, and "
             "leave -1 for it in view and reshape",
         )

@@ -104,10 +104,13 @@ def check_scalar(loss: object, what: str) -> None:
     """Raises a ModelError for a loss that is not one number."""
     if isinstance(loss, torch.Tensor) and loss.ndim == 0:
         return
-    shape = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+    tensor = isinstance(loss, torch.Tensor)
+    shape = f"a tensor of shape {tuple(loss.shape)}" if tensor else f"a {type(loss).__name__}"  # type: ignore[attr-defined]
     raise ModelError(
         f"{what} {shape} where a loss is expected",
-        hint="a loss is one number: reduce it with .mean() or .sum()",
+        hint="a loss is one number: reduce it with .mean() or .sum()"
+        if tensor
+        else "return the loss alone, a tensor of one number; metrics can be outputs of the model",
     )
 
 

@@ -49,9 +49,10 @@ _MOST_ENTRIES = 1000
 """Entries of a container that is looked into; larger ones are data."""
 
 
-def python_state(model: nn.Module) -> PythonState:
-    """What forward can read besides tensors at the moment, parameters and buffers apart."""
-    return {name: _seen(place.value) for name, place in _places(model).items()}
+def python_state(model: nn.Module, loss_fn: object) -> PythonState:
+    """What forward and a loss can read besides tensors at the moment, parameters and buffers
+    apart."""
+    return {name: _seen(place.value) for name, place in _places(model, loss_fn).items()}
 
 
 def _seen(value: object) -> object:
@@ -62,14 +63,16 @@ def _seen(value: object) -> object:
     return id(value) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _places(model: nn.Module) -> dict[str, _Place]:
-    """Where a model keeps such state, by what it is called."""
+def _places(model: nn.Module, loss_fn: object) -> dict[str, _Place]:
+    """Where a model and its loss keep such state, by what it is called."""
     found: dict[str, _Place] = {}
     seen: set[int] = set()
     classes: dict[type, None] = {}
-    for path, module in model.named_modules():
+    modules = dict(model.named_modules(prefix="self"))
+    if isinstance(loss_fn, nn.Module):
+        modules |= loss_fn.named_modules(prefix="loss_fn")
+    for prefix, module in modules.items():
         classes |= dict.fromkeys(type(module).__mro__)
-        prefix = ".".join(filter(None, ("self", path)))
         for name, value in vars(module).items():
             if name not in _OWN:
                 place = _Place(value, type(module).forward, partial(setattr, module, name))
@@ -80,7 +83,7 @@ def _places(model: nn.Module) -> dict[str, _Place]:
             if not name.startswith("__") and not callable(value):
                 place = _Place(value, vars(cls).get("forward", cls), partial(setattr, cls, name))
                 found |= _within(f"{cls.__qualname__}.{name}", place, seen)
-    for function in _functions(own):
+    for function in _functions(own, loss_fn):
         for name, place in _names(function):
             found |= _within(name, place, seen)
     return found
@@ -108,9 +111,10 @@ def _within(name: str, place: _Place, seen: set[int]) -> dict[str, _Place]:
     return found
 
 
-def _functions(classes: Sequence[type]) -> Iterator[types.FunctionType]:
-    """The functions of these classes, and those of the user's that they call by their names."""
-    pending = [item for cls in classes for item in vars(cls).values()]
+def _functions(classes: Sequence[type], *others: object) -> Iterator[types.FunctionType]:
+    """The functions of these classes, others, and those of the user's that they call by their
+    names."""
+    pending = [*others, *(item for cls in classes for item in vars(cls).values())]
     known: set[int] = set()
     while pending:
         item = pending.pop()
@@ -144,7 +148,9 @@ def changed(before: PythonState, after: PythonState) -> list[str]:
     return [key for key, value in after.items() if value != before.get(key)]
 
 
-def refuse_remembered(model: nn.Module, call: Callable[[float], Sequence[Any]]) -> None:
+def refuse_remembered(
+    model: nn.Module, loss_fn: object, call: Callable[[float], Sequence[Any]]
+) -> None:
     """Makes sure that further calls give what the first one gives, parameters and buffers alike.
 
     Args:
@@ -165,14 +171,14 @@ def refuse_remembered(model: nn.Module, call: Callable[[float], Sequence[Any]]) 
         leaves = enumerate(call(times))
         return {str(n): x.detach().clone() for n, x in leaves if isinstance(x, torch.Tensor)}
 
-    places = _places(model)
-    states = [python_state(model)]
+    places = _places(model, loss_fn)
+    states = [python_state(model, loss_fn)]
     counters: list[str] = []
     try:
         first = again()
-        states.append(python_state(model))
+        states.append(python_state(model, loss_fn))
         again(times=2.0)
-        states.append(python_state(model))
+        states.append(python_state(model, loss_fn))
         later = again()
         counters = [key for key in states[2] if _counts([state.get(key) for state in states])]
         if _alike(first, later) and counters:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import (
@@ -112,6 +113,13 @@ class Interpreter:
             return self.call(op.call, environment)
 
         returned = execute() if observer is None else observer(op, execute)
+        if isinstance(op.result, tuple) and len(op.result) != len(returned):
+            raise ModelError(
+                f"{op.name} cuts the samples of a batch into pieces: how many there are goes with "
+                "their number",
+                location=op.source,
+                hint="compute on all samples at once, or cut along another dimension",
+            )
         bind(op.result, returned, environment)
 
     def call(self, call: Call, environment: Mapping[str, Any]) -> Any:
