@@ -283,7 +283,6 @@ CASES = (
         features,
         sizes=(8,),
         manners=FP32_ONLY,
-        quick=True,
         expect=Refused(
             ("takes the samples of a batch together",),
             ("--per-microbatch", "--microbatches 1"),

@@ -274,6 +274,5 @@ CASES = (
         "while_on_data",
         WhileOnData,
         expect=Refused(("values of a tensor",), ("torch.where",)),
-        quick=True,
     ),
 )

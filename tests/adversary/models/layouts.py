@@ -188,6 +188,20 @@ class Centred(nn.Module):
         return self.last(x - x.mean(0))  # refused: centred
 
 
+class InPieces(Centred):
+    """To save memory, as people do who have not yet seen a pipeline."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = x.split(4)  # refused: in_pieces
+        return torch.cat([self.last(self.first(piece).tanh()) for piece in pieces])
+
+
+class OneByOne(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        made = [self.last(self.first(row).tanh()) for row in x]  # refused: one_by_one
+        return torch.stack(made)
+
+
 class Images(nn.Module):
     """Channels-last memory, channels-first shape."""
 
@@ -337,6 +351,22 @@ CASES = (
         sizes=(8,),
         manners=FP32_ONLY,
         expect=MIXES,
+    ),
+    Case(
+        "in_pieces",
+        InPieces,
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(("into pieces",), ("all samples at once",)),
+    ),
+    Case(
+        "one_by_one",
+        OneByOne,
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(("a batch of 8 only",), ("all samples at once",)),
     ),
     Case(
         "channels_last",

@@ -135,6 +135,16 @@ class Decided(Two):
         return out, out.argmax(1), out > 0, out.topk(2).indices
 
 
+class Row(list[Tensor]):
+    """A list of the user's."""
+
+
+class OwnSequences(Two):
+    def forward(self, x: Tensor) -> tuple[Row, torch.Size]:
+        output = self.last(self.first(x).tanh())
+        return Row([output, output * 2]), self.first.weight.shape
+
+
 class Ranked(Two):
     """What torch returns under names of its own: `values` and `indices`."""
 
@@ -338,6 +348,7 @@ CASES = (
         classes,
     ),
     Case("constants", Constants, rows, first, classes),
+    Case("own_sequences", OwnSequences, rows, options="--mode infer"),
     Case("ranked", Ranked, rows, options="--mode infer", manners=({}, {"microbatches": 3})),
     Case("caches", Caching, rows, lambda y, t: F.cross_entropy(y[0].logits, t), classes),
     Case("in_namespace", InNamespace, rows, options="--mode infer"),

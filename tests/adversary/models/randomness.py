@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case
+from adversary.case import FP32_ONLY, Case, Refused
 from torch import Tensor, nn
 
 
@@ -30,6 +30,18 @@ class ZeroDropout(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.drop(F.dropout(self.first(x).tanh(), 0.0, True)))
+
+
+class OwnGenerator(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.training:
+            x = x + torch.randn(x.shape, generator=self.own)  # refused: own_generator
+        return self.last(x)
 
 
 class DeadDropout(Two):
@@ -186,6 +198,14 @@ CASES = (
     Case("dropout_inference", Dropped, rows, options="--mode infer"),
     Case("dropout_of_nothing", ZeroDropout, rows, F.cross_entropy, classes),
     Case("dropout_of_everything", DeadDropout, rows, F.cross_entropy, classes),
+    Case(
+        "own_generator",
+        OwnGenerator,
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(("a torch.Generator of its own",), ("without generator=",)),
+    ),
     Case(
         "noise_in_training",
         NoisyTraining,

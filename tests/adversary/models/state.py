@@ -335,6 +335,39 @@ class MakesParameter(Remembers):
         return self.last(self.first(x * self.scale).tanh())
 
 
+class Clips(Counting):
+    """The clipping of a Wasserstein critic, in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.last.weight.clamp_(-0.2, 0.2)  # refused: clips_weights
+        return self.last(self.first(x).tanh())
+
+
+class ClipsTable(Counting):
+    """The same of a table, of whose rows a backward keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.table.weight.clamp_(-0.5, 0.5)
+        return self.last(self.first(x + self.table((x[:, 0] > 0).long())).tanh())
+
+
+class Corrected(Counting):
+    """Corrects the bias of a mean by the number of calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1  # refused: corrects_by_calls
+        return self.last(self.first(x).tanh()) * (1 - 0.9 ** self.seen.clamp(min=1))
+
+
 REMEMBERS = Refused(("another call of the model", "which forward changes"), ("register_buffer",))
 
 
@@ -512,6 +545,23 @@ CASES = (
     simple("reads_within", ReadsWithin, options="--stages 1"),
     Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
     simple("counting", Counting),
+    simple(
+        "clips_weights",
+        Clips,
+        manners=({}, {"precision": "bf16"}),
+        expect=Refused(
+            ("last.weight", "is trained", "another micro-batch"),
+            ("--microbatches 1",),
+            accept="--microbatches 1",
+            reference="whole",
+        ),
+    ),
+    simple("clips_a_table", ClipsTable),
+    simple(
+        "corrects_by_calls",
+        Corrected,
+        expect=Refused(("writes to seen for each micro-batch",), ("--microbatches 1",)),
+    ),
     simple("scales_by_calls", ScalesByCalls, expect=REMEMBERS),
     simple("warms_up", WarmsUp, expect=REMEMBERS),
     simple("keeps_means", KeepsMeans, expect=REMEMBERS),
