@@ -85,7 +85,8 @@ def _apply(cls: Any, *args: Any) -> Any:
     tracer: Any = mode.tracer
     given = tree_map(tracer.unwrap_proxy, args)
     proxy = tracer.create_proxy("call_function", carried, given, {})
-    with disable_proxy_modes_tracing():
+    # A trace would note, of what is done in here, that gradients are turned on or off.
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
         made = plain(*args)
     return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
 

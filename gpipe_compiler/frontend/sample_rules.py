@@ -60,8 +60,12 @@ def sample_rules(
     return in_order(found)
 
 
-def _holds(condition: Any, samples: int) -> bool:
-    return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
+def _holds(condition: Any, samples: int) -> bool | None:
+    """Whether it does for so many samples; None where that is no number, as with a part of one."""
+    try:
+        return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
+    except ZeroDivisionError:
+        return None
 
 
 def _turning_points(condition: Any) -> set[int]:

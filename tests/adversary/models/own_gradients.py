@@ -199,6 +199,28 @@ class InPlace(Two):
         return self.last(hidden.tanh())
 
 
+class ByAutograd(torch.autograd.Function):
+    """Differentiates by autograd what it has computed in forward, as solvers of equations do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            start = x.detach().requires_grad_()
+            end = start.sin() * start
+        ctx.save_for_backward(start, end)
+        return end.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        start, end = ctx.saved_tensors
+        return torch.autograd.grad(end, start, gradient, retain_graph=True)[0]
+
+
+class Solves(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(ByAutograd.apply(self.first(x)))
+
+
 class Bounded(torch.autograd.Function):
     """Bounds the norm of all gradients, which those of the example do not exceed."""
 
@@ -328,6 +350,7 @@ CASES = (
     simple("keeps_in_context", KeepsInContext),
     simple("writes_in_place", InPlace),
     simple("in_blocks", Blocks),
+    simple("by_autograd", Solves),
     Case("in_the_loss", Two, rows, through, classes, manners=FP32_ONLY),
     simple("per_tensor", PerTensor, sizes=(8,), expect=MIXES),
     simple(
