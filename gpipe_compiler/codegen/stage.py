@@ -32,7 +32,7 @@ from gpipe_compiler.codegen.segments import buffers_of, modules_run_again, path_
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.codegen.variables import names_apart
-from gpipe_compiler.ir import Graph, Op, StateKind
+from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.blocks import BlockCall
 from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.plan import Plan, Stage
@@ -249,9 +249,10 @@ def _bodies(
 
 
 def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:
-    """The buffers and constants of a stage: its own names to the model's."""
+    """The buffers, constants and frozen parameters of a stage: its own names to the model's."""
     state = graph.state
-    return {o: model for o, model in own.items() if state[model].kind is not StateKind.PARAMETER}
+    trained = {name for name, known in state.items() if known.requires_grad}
+    return {o: model for o, model in own.items() if model not in trained}
 
 
 def _written(facts: CodeFacts, ops: Sequence[Op], buffers: Mapping[str, str]) -> tuple[str, ...]:

@@ -213,8 +213,8 @@ class StageSpec:
             no batch dimension: all micro-batches of a mini-batch share it.
         initial: for a model without weights: by the model's names, how the state begins; `*` in
             them stands for the number of a layer.
-        writes: the buffers, by own names, that a forward in training mode writes to; a module
-            stands for all its buffers.
+        writes: the buffers and frozen parameters, by own names, that a forward in training mode
+            writes to; a module stands for all of its.
         mixes: whether a sample's result in training mode depends on the other samples of its
             micro-batch, as with BatchNorm.
         remat: what is kept between forward and backward, as planned.

@@ -38,7 +38,8 @@ Copies = tuple[torch.Tensor, ...]
 
 
 class WrittenBuffers:
-    """The buffers that a stage's forward writes to, and how others stand in for them.
+    """The buffers and frozen parameters that a stage's forward writes to, and how others stand in
+    for them.
 
     What stands in takes the buffer's place in the module; the buffer itself is not touched.
 
@@ -49,8 +50,13 @@ class WrittenBuffers:
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
         held = dict(module.named_buffers(remove_duplicate=False))
+        parameters = module.named_parameters(remove_duplicate=False)
+        held |= {name: item for name, item in parameters if not item.requires_grad}
         split = [name.rpartition(".") for name in held if covers(names, name)]
-        self._places = tuple((submodule(module, path), key) for path, _, key in split)
+        owners = [(submodule(module, path), key) for path, _, key in split]
+        self._places: tuple[tuple[dict[str, Any], str], ...] = tuple(
+            (own._buffers if key in own._buffers else own._parameters, key) for own, key in owners
+        )
 
     def copies(self) -> Copies:
         """The values of now. Names of one tensor get one copy."""
@@ -89,11 +95,11 @@ class WrittenBuffers:
             self._place(before)
 
     def _held(self) -> Copies:
-        return tuple(module._buffers[key] for module, key in self._places)  # type: ignore[misc]  # named_buffers has given it, so it is no None
+        return tuple(table[key] for table, key in self._places)
 
     def _place(self, tensors: Copies) -> None:
-        for (module, key), tensor in zip(self._places, tensors, strict=True):
-            module._buffers[key] = tensor
+        for (table, key), tensor in zip(self._places, tensors, strict=True):
+            table[key] = tensor
 
 
 @torch.no_grad()

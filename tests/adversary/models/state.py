@@ -542,6 +542,12 @@ CASES = (
         expect=Refused(("samples of a batch together",), ("--microbatches 1",)),
     ),
     simple("moving_target", MovingTarget, options="--microbatches 1"),
+    simple(
+        "moving_target_exact",
+        MovingTarget,
+        options="--batchnorm exact",
+        manners=({}, {"remat": "full"}),
+    ),
     simple("reads_within", ReadsWithin, options="--stages 1"),
     Case("tied_transposed", TiedTransposed, rows, F.mse_loss, rows),
     simple("counting", Counting),
