@@ -23,7 +23,7 @@ from gpipe_compiler.cli.graph_json import is_graph, plan_file
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.no_gc import importing
 from gpipe_compiler.runtime.train.process import exit_code_of, keep_memory
-from gpipe_compiler.runtime.wording import printable_lines
+from gpipe_compiler.runtime.wording import printable_message
 from gpipe_compiler.text.units import format_source
 from gpipe_compiler.validate.launching import fresh, spare
 
@@ -94,9 +94,9 @@ def _obey(
 
 def _report(error: GPipeCompilerError, as_json: bool) -> int:
     where = f"{format_source(str(error.location))}: " if error.location else ""
-    print(printable_lines(f"error: {where}{error.problem}"), file=sys.stderr)
+    print(printable_message(f"error: {where}{error.problem}"), file=sys.stderr)
     if error.hint:
-        print(printable_lines(f"  hint: {error.hint}"), file=sys.stderr)
+        print(printable_message(f"  hint: {error.hint}"), file=sys.stderr)
     if as_json:
         document = {
             "problem": error.problem,

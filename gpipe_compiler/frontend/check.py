@@ -21,10 +21,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summary
 from gpipe_compiler.frontend.comparable_runs import (
@@ -35,8 +33,14 @@ from gpipe_compiler.frontend.comparable_runs import (
 )
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
-from gpipe_compiler.frontend.locate import calling_line, line_of
-from gpipe_compiler.frontend.python_state import changed, python_state, refuse_remembered
+from gpipe_compiler.frontend.locate import line_of
+from gpipe_compiler.frontend.python_state import (
+    buffer_assigned,
+    changed,
+    no_new_parameters,
+    python_state,
+    refuse_remembered,
+)
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
 from gpipe_compiler.frontend.result_differences import (
     GRADIENT,
@@ -60,14 +64,12 @@ _SEED = 20260
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
 
+_BUFFER = "buffer "
+"""What the names of buffers begin with."""
+
 _SLOW_S = 5.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
 mode at the first, eval mode at the second."""
-
-_ASSIGNED = (
-    " (the model assigns another tensor to it, which no tracer sees: write into it instead, "
-    "with copy_ or another operation in place)"
-)
 
 
 @dataclass(frozen=True)
@@ -204,8 +206,10 @@ def _compare(
         if found and (is_noise(*given) or is_rounding(*given, lower_dtype(graph.traced_in))):
             found = _in_double(graph, subject, entry, batch)
     for name, text in found.items():
+        if name in expected.assigned:
+            raise buffer_assigned(graph, name.removeprefix(_BUFFER), f"{mode}: {text}")
         if outputs or not name.startswith("output"):
-            yield f"{mode}: {text}{_ASSIGNED if name in expected.assigned else ''}"
+            yield f"{mode}: {text}"
 
 
 def refuse_late_checkpoints(graph: Graph, subject: Subject, entry: Entry, batch: int) -> None:
@@ -302,7 +306,7 @@ def _run_model(
     with (
         torch.set_grad_enabled(entry.has_loss),
         keeping or activations_kept(),
-        _no_new_parameters(),
+        no_new_parameters(),
     ):
         returned = entry(*inputs)
     loss = returned.pop(0) if entry.has_loss else None
@@ -319,36 +323,12 @@ def _run_model(
                 hint="call the model once in build_model(), as observers of quantisation ask for",
             )
     run = _results(entry.outputs(returned), loss, parameters, buffers, leaves)
-    assigned = [name for name, tensor in buffers.items() if before.get(name) is not tensor]
+    assigned = [n for n in {**before, **buffers} if before.get(n) is not buffers.get(n)]
     return dataclasses.replace(
         run,
-        assigned=frozenset(f"buffer {name}" for name in assigned),
+        assigned=frozenset(f"{_BUFFER}{name}" for name in assigned),
         remembers=bool(changed(attributes, python_state(entry.model, entry.loss_fn))),
     )
-
-
-@contextlib.contextmanager
-def _no_new_parameters() -> Iterator[None]:
-    """Refuses a model whose forward makes parameters, in place of others that it had.
-
-    Raises:
-        ModelError: naming the line.
-    """
-    register = nn.Module.register_parameter
-
-    def watched(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if name in module._parameters and parameter is not module._parameters[name]:
-            raise ModelError(
-                f"forward assigns another tensor to the parameter {name} of a "
-                f"{type(module).__name__}, which no stage and no optimizer would follow",
-                location=calling_line(),
-                hint="write into it instead, under torch.no_grad(): "
-                f"self.{name}.copy_(...) or .lerp_(...)",
-            )
-        register(module, name, parameter)
-
-    with mock.patch.object(nn.Module, "register_parameter", watched):
-        yield
 
 
 def _run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -> _Run:
@@ -414,7 +394,7 @@ def _results(
     for name, tensor in parameters.items():
         found[f"{GRADIENT}{name}"] = tensor.grad
     for name, tensor in buffers.items():
-        found[f"buffer {name}"] = tensor
+        found[f"{_BUFFER}{name}"] = tensor
     for name, tensor in leaves.items():
         found[f"{GRADIENT}the input {name}"] = tensor.grad
     return _Run({name: None if t is None else t.detach() for name, t in found.items()})

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, TraceError
+from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.own_code import is_installed
 from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
 
@@ -220,4 +223,40 @@ def _remembers(keys: Sequence[str], places: Mapping[str, _Place], forward: objec
         location=definition(reader),
         hint="keep it in a buffer (register_buffer) that forward writes in place, or set it "
         "outside of forward",
+    )
+
+
+@contextlib.contextmanager
+def no_new_parameters() -> Iterator[None]:
+    """Refuses a model whose forward makes parameters, in place of others that it had.
+
+    Raises:
+        ModelError: naming the line.
+    """
+    register = nn.Module.register_parameter
+
+    def watched(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if name in module._parameters and parameter is not module._parameters[name]:
+            raise ModelError(
+                f"forward assigns another tensor to the parameter {name} of a "
+                f"{type(module).__name__}, which no stage and no optimizer would follow",
+                location=calling_line(),
+                hint="write into it instead, under torch.no_grad(): "
+                f"self.{name}.copy_(...) or .lerp_(...)",
+            )
+        register(module, name, parameter)
+
+    with mock.patch.object(nn.Module, "register_parameter", watched):
+        yield
+
+
+def buffer_assigned(graph: Graph, name: str, difference: str) -> TraceError:
+    """The error that the graph differs from the model in a buffer that forward assigns to."""
+    users = [op.source for op in graph.ops if name in op.states(graph.modules)]
+    return TraceError(
+        f"forward assigns another tensor to the buffer {name} of which it has other "
+        f"uses: the graph writes into it, and differs from the model ({difference})",
+        location=users[-1] if users else None,
+        hint="write into it instead, with copy_ or another operation in place, and take a clone of "
+        "what is read afterwards",
     )

@@ -111,7 +111,7 @@ def _is_in(state: State, paths: Sequence[str]) -> bool:
 
 
 def _without_ops(graph: Graph, name: str) -> str:
-    """That a module computes nothing, and which of those near it do."""
+    """That a module's forward is not called, and which of those near it are."""
     if not name:
         return "'' is the whole model, and not a part of it"
     parent = name.rpartition(".")[0]
@@ -121,7 +121,10 @@ def _without_ops(graph: Graph, name: str) -> str:
     near = [".".join(path.split(".")[:depth]) for path in _modules(graph)]
     inside = dict.fromkeys(path for path in near if not parent or path.startswith(f"{parent}."))
     others = ", ".join(inside) or parent
-    return f"the module {name} computes nothing here: name one of {others}"
+    return (
+        f"the module {name} computes nothing here: no op is of its forward, or reads what "
+        f"it holds; name one of {others}"
+    )
 
 
 @dataclass(frozen=True)

@@ -50,3 +50,10 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same of every line of a text."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def printable_message(text: str) -> str:
+    """The same of a message, whose further lines are indented: none of them, which a name may hold,
+    looks like a line of its own."""
+    first, *others = map(printable, text.split("\n"))
+    return "\n".join([first, *(ln if ln.startswith("  ") else f"    {ln}" for ln in others)])

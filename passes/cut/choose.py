@@ -126,10 +126,11 @@ def cut(
     )
     graph = ground.graph
     if graph.parts < stages:
+        asked = bool(problem.pinned or problem.apart)
         raise PlanError(
             f"{stages} stages are more than the {graph.parts} parts that the model's "
-            f"{len(problem.nodes)} ops can be cut into",
-            hint=f"ask for at most {graph.parts}",
+            f"{len(problem.nodes)} ops can be cut into" + ", pinned and split as is asked" * asked,
+            hint=f"ask for at most {graph.parts}" + ", or pin and split less" * asked,
         )
     return _Cutter(ground, setting, work).best(hint, prove=prove, search=search)
 

@@ -3,7 +3,7 @@ why there is none, where they contradict each other.
 
 Pins bound the stages of what must lie together from both sides, data flow and pairs apart bound
 them from below: such a system of differences can be met where the least solution keeps to every
-upper bound. That no stage stays empty is for the cut to see.
+upper bound. Stages that no node may lie in are seen too; that no other is empty is for the cut.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class StageRanges:
         self.faults += self._too_early()
         self.most = self._latest()
         self.faults += self._together_after_all()
+        self.faults += self._empty()
 
     @classmethod
     def of(cls, problem: CutProblem, stages: int, words: ConstraintWords) -> StageRanges:
@@ -197,6 +198,14 @@ class StageRanges:
             ):
                 stage = self.most[one]
                 yield f"{self._apart(pair)}: {self._names(pair)} can only lie in stage {stage}"
+
+    def _empty(self) -> Iterator[str]:
+        """Stages that pins leave to no node."""
+        bounds = {node: (least.stage, self.most[node]) for node, least in self.least.items()}
+        for stage in range(self.stages) if self.pins and not self.faults else ():
+            if not any(first <= stage <= last for first, last in bounds.values()):
+                words = dict.fromkeys(words for _, _, words in self.pins.values())
+                yield f"{', '.join(words)}: nothing is left for stage {stage}"
 
     def _reach(self, start: Iterable[int]) -> set[int]:
         found = set(start)

@@ -259,3 +259,22 @@ def test_pictures_and_traces_stay_in_this_folder(made: Made, tmp_path: Path) -> 
             assert cli.inspect_command(["trace", str(file)]) == 0
 
     assert len([*(tmp_path / "here").iterdir()]) == 8
+
+
+def test_no_line_of_an_error_is_one_that_a_name_makes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.py").write_text(
+        "from torch import nn, ones\n"
+        "class Said(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        raise RuntimeError('a\\nerror: b\\x1b[2J\\r')\n"
+        "build_model, example_inputs = Said, lambda: ones(2)\n"
+    )
+
+    assert cli.compile_command(["model.py", "--stages", "2"]) == 1
+
+    said = capsys.readouterr().err
+    assert said.replace("\n", "").isprintable()
+    assert [line[:6] for line in said.splitlines() if not line.startswith("  ")] == ["error:"]

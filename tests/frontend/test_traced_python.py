@@ -56,6 +56,27 @@ class Swapped(nn.Module):
         return y + self.kept
 
 
+class Rotating(nn.Module):
+    """Two buffers change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("now", torch.zeros(6))
+        self.register_buffer("old", torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.now, self.old = self.old, self.now
+        return x * 2
+
+
+class Joined(Rotating):
+    """Two buffers become one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.now = self.old = x.detach().mean(0)
+        return x * 2
+
+
 def subject(model: nn.Module) -> Subject:
     return Subject("m", model, (torch.randn(4, 6),), loss=LossChoice.SUM_OF_SQUARES)
 
@@ -85,3 +106,13 @@ def test_the_memory_of_another_tensor_is_refused_with_its_line():
 
     assert caught.value.location.file == __file__
     assert "self.kept.data = " in caught.value.location.code
+
+
+@pytest.mark.parametrize("model", [Rotating, Joined])
+def test_a_buffer_that_becomes_another_one_is_refused_with_its_line(model):
+    with pytest.raises(TraceError, match="assigns another tensor to the buffer old") as caught:
+        trace(subject(model()))
+
+    assert caught.value.location.file == __file__
+    assert "self.old" in caught.value.location.code
+    assert "copy_" in caught.value.hint

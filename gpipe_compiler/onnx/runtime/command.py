@@ -18,7 +18,7 @@ import numpy as np
 
 from ...runtime.core.typed import natural, positive, whole
 from ...runtime.errors import PipelineError, UsageError
-from ...runtime.wording import printable, printable_lines
+from ...runtime.wording import printable, printable_lines, printable_message
 from .arrays import arrays_of, random_arrays, write_arrays
 from .check import Closeness, compare, format_rows
 from .pipeline import OnnxPipeline
@@ -72,7 +72,7 @@ def _obey(spec: OnnxPipelineSpec, folder: Path, arguments: argparse.Namespace) -
         )
         return int(arguments.work(pipe, folder, arguments))
     except (PipelineError, OSError) as error:
-        print(printable_lines(f"error: {error}"), file=sys.stderr)
+        print(printable_message(f"error: {error}"), file=sys.stderr)
         return error.exit_code if isinstance(error, PipelineError) else 1
     finally:
         if pipe is not None:

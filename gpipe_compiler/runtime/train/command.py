@@ -18,7 +18,7 @@ from ..core.topology import replicas_by_default
 from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec
-from ..wording import printable_lines
+from ..wording import printable_message
 from .arguments import input_choice, parser_for, train_options
 from .check import check_pipeline, format_rows, write_rows
 from .data import example_call
@@ -85,7 +85,7 @@ def _reporting(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
             said = str(error)
             if isinstance(error, OSError) and error.filename:
                 said = f"{error.filename}: {error.strerror}"
-            print(printable_lines(f"{who}error: {said}"), file=sys.stderr, flush=True)
+            print(printable_message(f"{who}error: {said}"), file=sys.stderr, flush=True)
             if isinstance(error, StageError):
                 print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
         else:
