@@ -42,7 +42,7 @@ class SourceLocation:
     @property
     def brief(self) -> str:
         """The file's own name, the line, and what stands there, on one line."""
-        where = f"{PurePath(self.file).name}:{self.line}"
+        where = PurePath(self.file).name + (f":{self.line}" if self.line else "")
         return printable(f"{where}: {self.code}" if self.code else where)
 
 

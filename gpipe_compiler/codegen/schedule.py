@@ -236,9 +236,10 @@ def _pipeline(
         "unlike": _unlike(plan),
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
-        "limits": tuple(_limits(graph)),
         "alone": {training: _where(rule) for training, rule in graph.alone.items()},
         "several": takes_several(graph),
+        "limits": tuple(sample_limits(graph)),
+        "left_out": graph.left_out,
         "classes": graph.classes,
     }
     try:
@@ -247,7 +248,7 @@ def _pipeline(
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
 
 
-def _limits(graph: Graph) -> Iterator[SampleLimit]:
+def sample_limits(graph: Graph) -> Iterator[SampleLimit]:
     """Of the samples in a mini-batch, below the rules for which none was tried."""
     for rule, in_pieces in ((graph.untried, False), (graph.untried_in_pieces, True)):
         if rule is not None:

@@ -209,5 +209,23 @@ def check_batch(call: Call, target: object, origin: str, location: SourceLocatio
         raise ModelError(
             f"{origin} has {targets} targets, but the example has {samples} samples",
             location=location,
-            hint="give both the same batch size, or add example_target() to match",
+            hint="give both the same batch size, or add example_target() to match"
+            + samples_in_a_list(call),
         )
+
+
+def samples_in_a_list(call: object) -> str:
+    """A further hint for whoever gives the samples of a batch as a list, as detection models ask
+    for; "" for a call without a list of several things."""
+    match call:
+        case tuple() | dict():
+            items = call.values() if isinstance(call, dict) else call
+            return next(filter(None, map(samples_in_a_list, items)), "")
+        case list() if len(call) > 1:
+            return (
+                f"; if the {len(call)} things in the list are the samples, pad them to one size, "
+                "stack them into a tensor, and pass their sizes as another: a batch is a dimension "
+                "of tensors"
+            )
+        case _:
+            return ""

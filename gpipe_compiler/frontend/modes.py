@@ -45,6 +45,7 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import map_result, with_arguments
 from gpipe_compiler.ir.sizes import in_order
 from gpipe_compiler.runtime.spec import Unreturned
+from gpipe_compiler.runtime.wording import listed
 
 
 def merge(train: Graph, evaluation: Graph) -> Graph:
@@ -83,6 +84,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         unlike=unlike,
         requires=requires,
         sample_rules=rules,
+        left_out=merging.left_out,
     )
     return check(merged, after="merging train and eval mode")
 
@@ -119,6 +121,7 @@ class _Merging:
     def __init__(self, train: Graph, evaluation: Graph) -> None:
         self._train, self._evaluation = train, evaluation
         self.different = False
+        self.left_out = ""
         self.selections: list[Op] = []
         self.new_state: dict[str, State] = {}
         self.new_tensors: dict[str, torch.Tensor] = {}
@@ -256,25 +259,26 @@ class _Merging:
         self.different = True
         made = {name: op.mode for op in self._train.ops for name in op.outputs}
         if all(name in made or name in self._inputs for name in value_names(theirs)):
-            self._say_what_is_left_out(train, theirs)
+            self.left_out = self._left_out(train, theirs)
+            problem = (
+                f"the model does not return in eval mode what it returns in training, "
+                f"{self.left_out}: the loss is computed of that, but step_with_outputs refuses to "
+                "return it"
+            )
+            warnings.warn(Notice(problem), stacklevel=2)
             return theirs
         raise TraceError(
             "the model returns different structures in train and in eval mode",
             hint="return the same tuple or dict in both modes, with None for what is missing",
         )
 
-    def _say_what_is_left_out(self, train: Argument, evaluation: Argument) -> None:
-        """Warns of what is returned in train mode alone (auxiliary heads): only the loss has it."""
+    def _left_out(self, train: Argument, evaluation: Argument) -> str:
+        """What is returned in train mode alone (auxiliary heads), with its line."""
         kept = {*value_names(evaluation)}
         names = [name for name in dict.fromkeys(value_names(train)) if name not in kept]
         lines = (op.source for op in self._train.ops if not {*names}.isdisjoint(op.outputs))
-        where = next((f"{line.brief}: " for line in lines if line is not None), "")
-        what = f"{', '.join(names)} in training alone" if names else "another structure in training"
-        problem = (
-            f"{where}the model returns {what}: its loss is computed of that, but what "
-            "step_with_outputs of the package returns is of the structure of eval mode"
-        )
-        warnings.warn(Notice(problem), stacklevel=2)
+        where = next((f", {line.brief}" for line in lines if line is not None), "")
+        return f"{listed(names) if names else 'another structure'}{where}"
 
     @property
     def _inputs(self) -> frozenset[str]:

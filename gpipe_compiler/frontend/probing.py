@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.errors import ModelError, SourceLocation
+from gpipe_compiler.frontend.examples import samples_in_a_list
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.structure import Template, TensorSlot, map_tensors, slots
 from gpipe_compiler.ir import Reduction
@@ -148,7 +149,7 @@ def user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {text_of(error)}",
             location=line_of(error),
-            hint=_way_out(text_of(error)) or hint or _FREE,
+            hint=_way_out(text_of(error)) or hint or f"{_FREE}{samples_in_a_list((args, kwargs))}",
         ) from error
 
 

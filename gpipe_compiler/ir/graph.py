@@ -30,7 +30,7 @@ _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
-        *("untried_in_pieces", "alone"),
+        *("untried_in_pieces", "alone", "left_out"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -259,6 +259,7 @@ class Graph:
         sample_rules: numbers of samples for which the model may be another program, by what it
             compared theirs with while it was traced; in order.
         untried: the first of these for which no batch was tried.
+        left_out: what the model returns in training alone, where `outputs` have no place for it.
         untried_in_pieces: the first of those in the graph for which none was tried in pieces.
         alone: by mode (training or not), the rule by which the model computes something else of one
             sample than this graph.
@@ -287,6 +288,7 @@ class Graph:
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     requires: tuple[Requirement, ...] = ()
     sample_rules: tuple[SampleRule, ...] = ()
+    left_out: str = ""
     untried: SampleRule | None = None
     untried_in_pieces: SampleRule | None = None
     alone: Mapping[bool, SampleRule] = field(default_factory=dict)

@@ -36,6 +36,7 @@ from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.package import Validation
 from gpipe_compiler.validate.reference import reference_of
+from gpipe_compiler.validate.sample_trials import with_limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ class ExportedStages:
         """As in `Target`."""
         made, frontier = plan_as_asked(self.planner, self.options, progress)
         self._refuse_parts(made)
-        return in_one_piece(made, self._refuse), frontier
+        return with_limit(in_one_piece(made, self._refuse)), frontier
 
     def _refuse(self, plan: Plan) -> None:
         """Raises ModelError where micro-batches do not give the batch's."""

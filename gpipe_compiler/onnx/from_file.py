@@ -12,11 +12,13 @@ from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.onnx.codegen.package import write_onnx
 from gpipe_compiler.onnx.frontend.graph import graph_of, unshaped
 from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
+from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_rooflines
 from gpipe_compiler.onnx.passes.measure import onnx_measured
@@ -71,13 +73,27 @@ class OnnxStages:
         except PlanError as error:
             raise _explained(error, self.planner.graph) from error
         _refuse_parts(made)
-        return in_one_piece(made, self._refuse), frontier
+        made = in_one_piece(made, self._refuse)
+        return self._with_limit(made), frontier
+
+    def _with_limit(self, plan: Plan) -> Plan:
+        """The plan whose graph says up to how many samples it can be cut into micro-batches."""
+        graph = plan.graph
+        assert graph is not None
+        rules = sample_rules(self.model.proto.graph).items()
+        above = [SampleRule(n, self.model.at(node)) for n, node in rules if n > plan.batch_size]
+        if self.sizes.fixed or graph.whole_batch or not above:
+            return plan
+        rule: SampleRule | None = above[0]
+        if self.options.validate:
+            rule = refuse_meeting(self.model, self.sizes, plan, above, seed=self.options.seed)
+        return dataclasses.replace(plan, graph=graph.replace(untried_in_pieces=rule))
 
     def _refuse(self, plan: Plan) -> None:
         """Raises ModelError where micro-batches do not give what the batch does."""
         _refuse_parts(plan)
         if self.options.validate and not self.sizes.fixed:
-            refuse_meeting(self.model, self.sizes, plan, seed=self.options.seed)
+            refuse_meeting(self.model, self.sizes, plan, (), seed=self.options.seed)
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
         """As in `Target`."""

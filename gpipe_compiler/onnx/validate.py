@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from gpipe_compiler.errors import ModelError, ValidationError
+from gpipe_compiler.frontend.comparable_runs import may_be_tried
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.onnx.codegen.scripts import closeness
 from gpipe_compiler.onnx.frontend.nodes import draws, is_quantised, node_of, title
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
@@ -237,15 +240,31 @@ def validate_onnx(
     return validate_stages(_whole(model, sizes, plan), plan, directory, calls, model.custom_ops)
 
 
-def refuse_meeting(model: OnnxModel, sizes: InputSizes, plan: Plan, *, seed: int) -> None:
+def refuse_meeting(
+    model: OnnxModel, sizes: InputSizes, plan: Plan, rules: Sequence[SampleRule], *, seed: int
+) -> SampleRule | None:
     """Makes sure that the samples of a batch do not meet in the model.
+
+    Args:
+        rules: by which it may be another for more samples.
+
+    Returns:
+        The first of these that takes too long to be tried.
 
     Raises:
         ModelError: naming the outputs for which they do; also when the model does not run.
     """
-    whole = _whole(model, sizes, plan)
-    for samples in (plan.batch_size, plan.batch_size + 1):
+    whole, few = _whole(model, sizes, plan), plan.batch_size + 1
+    started = time.process_time()
+    for samples in (plan.batch_size, few):
         expected_outputs(whole, plan, samples, random_inputs(sizes, samples, seed))
+    seconds = time.process_time() - started
+    for rule in rules:
+        samples = 2 * rule.samples + 1
+        if not may_be_tried(samples, few, seconds):
+            return rule
+        expected_outputs(whole, plan, samples, random_inputs(sizes, samples, seed))
+    return None
 
 
 def random_inputs(sizes: InputSizes, samples: int, seed: int) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from .limits import SampleLimit
 from .schedule.actions import Crossing
 from .schedule.choosing import ScheduleKind
 from .sizes import (
@@ -152,20 +153,6 @@ class Input:
         if self.batch_dim is None:
             return tensor
         return tensor.narrow(self.batch_dim, start, min(size, self.samples(tensor) - start))
-
-
-@dataclass(frozen=True, slots=True)
-class SampleLimit:
-    """Up to how many samples in a mini-batch a package was tried.
-
-    Attributes:
-        where: the line of the model that treats larger batches differently.
-        in_pieces: whether it is one only of mini-batches that are cut into micro-batches.
-    """
-
-    samples: int
-    where: str
-    in_pieces: bool = False
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
@@ -323,6 +310,8 @@ class PipelineSpec:
             one sample than the stages.
         several: whether one sample is not computed as in a larger batch, so that micro-batches have
             two or more.
+        left_out: what the model returns in training, where that is no part of `outputs`; "" where
+            it is.
     """
 
     name: str
@@ -348,6 +337,7 @@ class PipelineSpec:
     limits: tuple[SampleLimit, ...] = ()
     alone: Mapping[bool, str] = field(default_factory=dict)
     several: bool = False
+    left_out: str = ""
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

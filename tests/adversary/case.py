@@ -78,7 +78,7 @@ class Case:
         manners: arguments of the `Pipeline`s that are judged; None for three of the usual ones.
         replay: the output of the model for the numbers that the pipeline drew, which are part of
             the output that it returned: `replay(model, inputs, output)`.
-        as_evaluated: what of the output of a training step is there in eval mode too; None for all.
+        as_evaluated: whether outputs are asked for in eval mode alone, as training has others.
         random: whether training draws numbers that nothing can replay. Then manners of computing
             are compared with each other, and only eval mode against the model.
         rounding: whether gradients may differ by what the model's own rounding moves them, for
@@ -101,7 +101,7 @@ class Case:
     reference: str = "whole"
     manners: tuple[Mapping[str, Any], ...] | None = None
     replay: Callable[[nn.Module, object, Any], object] | None = None
-    as_evaluated: Callable[[Any], Any] | None = None
+    as_evaluated: bool = False
     random: bool = False
     rounding: bool = False
     hooks: Mapping[str, object] = field(default_factory=dict)

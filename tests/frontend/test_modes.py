@@ -175,6 +175,7 @@ def test_auxiliary_outputs_of_train_mode_are_no_outputs():
     graph = merged(Returns(lambda y, aux: (y, aux), lambda y, aux: y))
 
     assert Ref("linear") == graph.outputs
+    assert graph.left_out.startswith("aux, test_modes.py:")
 
 
 def test_an_output_that_differs_by_mode_has_one_name():

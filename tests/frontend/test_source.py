@@ -13,6 +13,7 @@ from torch import nn
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.tracing import trace
 
 Loader = Callable[..., Subject]
 
@@ -269,3 +270,31 @@ class TestMeta:
     def test_a_meta_example_of_a_real_model(self, load_text: Loader) -> None:
         with pytest.raises(GPipeCompilerError, match="the example is on the meta device"):
             load_text("def example_inputs(): return torch.ones(4, 3, device='meta')")
+
+
+@pytest.mark.parametrize(
+    "call", ["torch.cat([i.mean((1, 2)) for i in images])", "images[0].sum(3)"]
+)
+def test_samples_in_a_list_are_refused_with_the_way_out(
+    load_text: Loader, workplace: Path, call: str
+) -> None:
+    """As detection models take images of unlike sizes."""
+    subject = load_text(
+        f"""
+        class Model(nn.Module):
+            def forward(self, images):
+                images = [nn.functional.conv2d(i[None], torch.ones(2, 3, 3, 3))[0] for i in images]
+                return {call}
+
+        build_model = Model
+
+        def example_inputs():
+            return ([torch.ones(3, 8, 9), torch.ones(3, 7, 6), torch.ones(3, 5, 5)],)
+        """
+    )
+    with pytest.raises(GPipeCompilerError) as refused:
+        trace(subject)
+
+    assert refused.value.exit_code == ExitCode.MODEL
+    assert refused.value.location.file == str(workplace / "model.py")
+    assert "the 3 things in the list are the samples, pad them to one size" in refused.value.hint

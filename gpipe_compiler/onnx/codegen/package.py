@@ -25,7 +25,14 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 
-_SHARED = ("__init__.py", "errors.py", "wording.py", "core/__init__.py", "core/typed.py")
+_SHARED = (
+    "__init__.py",
+    "errors.py",
+    "limits.py",
+    "wording.py",
+    "core/__init__.py",
+    "core/typed.py",
+)
 """What a package of ONNX stages needs of the runtime of torch stages; none of it imports torch."""
 
 

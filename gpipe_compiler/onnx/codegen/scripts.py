@@ -14,7 +14,7 @@ from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.records import write_record
-from gpipe_compiler.codegen.schedule import schedule_text
+from gpipe_compiler.codegen.schedule import sample_limits, schedule_text
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.staged import staged_file
@@ -77,7 +77,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     """The source of `schedule.py`."""
     graph = plan.graph
     assert graph is not None
-    types = ("ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec")
+    types = ("ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec", "SampleLimit")
     return schedule_text(
         plan, _pipeline(plan, graph, traits), types, home=".runtime.onnx.spec", kind="forward only"
     )
@@ -97,6 +97,7 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         "fixed": traits.fixed,
         "quantised": traits.close.quantised,
         "whole_batch": graph.whole_batch,
+        "limits": tuple(sample_limits(graph)),
         "tolerance": float(f"{traits.close.tolerance:.3g}"),
     }
     return write_record(OnnxPipelineSpec, values, Imports())

@@ -46,7 +46,11 @@ class OnnxModel:
     @property
     def location(self) -> SourceLocation:
         """The file, for messages; nodes have no lines."""
-        return SourceLocation(str(self.path), 0)
+        return self.at()
+
+    def at(self, node: str = "") -> SourceLocation:
+        """The file, and what a node of it is called."""
+        return SourceLocation(str(self.path), 0, code=node)
 
 
 def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:

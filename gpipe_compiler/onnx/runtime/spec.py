@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...runtime.limits import SampleLimit
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayInput:
@@ -67,6 +69,7 @@ class OnnxPipelineSpec:
         fixed: whether micro-batches can be of no other size.
         quantised: whether nodes round to integers, so that last places may show in full.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
+        limits: of the samples in a mini-batch, where one of any number could not be tried.
         tolerance: by how much of its largest entry an output may differ from the whole model's.
     """
 
@@ -83,6 +86,7 @@ class OnnxPipelineSpec:
     quantised: bool = False
     whole_batch: str = ""
     tolerance: float = 1e-4
+    limits: tuple[SampleLimit, ...] = ()
 
     @cached_property
     def crossings(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:

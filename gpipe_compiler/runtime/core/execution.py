@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from ..errors import AgreedError, TransportError, UsageError
+from ..limits import refuse_untried
 from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
@@ -19,7 +20,7 @@ from .engine import DeviceResult, Engine
 from .inputs import BoundCall, bind_call, give_back, wanted_of
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
-from .options import ExecutionOptions, refuse_alone, refuse_parts, refuse_untried
+from .options import ExecutionOptions, refuse_alone, refuse_left_out, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
@@ -226,7 +227,9 @@ class Execution:
             refuse_alone(self._spec, bound.samples, training=training)
             together = max if bound.listed else sum
             samples, parts = together(bound.samples or (0,)), len(bound.samples)
-            refuse_untried(self._spec, replicas * samples, replicas * parts)
+            refuse_untried(self._spec.name, self._spec.limits, replicas * samples, replicas * parts)
+            if args.outputs and training:
+                refuse_left_out(self._spec)
             weighed = work.makes_loss and not self._is_whole(bound.samples)
             weights = self._weigher.weigh(bound) if weighed else ()
             trains = work is RunRequest.TRAIN

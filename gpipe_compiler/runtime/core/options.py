@@ -92,22 +92,14 @@ def refuse_parts(spec: PipelineSpec, parts: int) -> None:
         )
 
 
-def refuse_untried(spec: PipelineSpec, samples: int, parts: int) -> None:
-    """Makes sure that a mini-batch has no more samples than a package was tried with.
-
-    Args:
-        parts: into which it is cut.
-    """
-    for limit in spec.limits:
-        if samples > limit.samples and (parts > 1 or not limit.in_pieces):
-            cut = " in several micro-batches" if limit.in_pieces else ""
-            one = "; run it with microbatches=1" if limit.in_pieces else ""
-            raise UsageError(
-                f"{spec.name} takes up to {limit.samples} samples{cut}, not {samples}: what it "
-                f"does with more took too long to be tried, {limit.where}",
-                hint="pass fewer samples at once; or have the model not ask how many there are"
-                + one,
-            )
+def refuse_left_out(spec: PipelineSpec) -> None:
+    """Makes sure that a call in train mode has what the model returns then."""
+    if spec.left_out:
+        raise UsageError(
+            f"{spec.name} does not give what its model returns in training: {spec.left_out}",
+            hint="call step() or evaluate() for the loss alone, or eval() first; or have the model "
+            "return tensors in the same structure in both modes",
+        )
 
 
 def refuse_alone(spec: PipelineSpec, samples: Sequence[int], *, training: bool) -> None:

@@ -335,3 +335,16 @@ def test_an_optimizer_can_be_made_where_nothing_is_trained():
         assert [parameter.numel() for parameter in pipe.parameters()] == [0]
         assert list(pipe.named_parameters()) == []
         assert pipe.state_dict() == {}
+
+
+def test_outputs_that_training_has_in_another_structure_are_refused_in_train_mode():
+    data = data_for("skip", SAMPLES)
+    with Pipeline(dataclasses.replace(skip_spec(), left_out="aux, model.py:3"), None) as pipe:
+        for call in (pipe, pipe.step_with_outputs, pipe.evaluate_with_outputs):
+            with pytest.raises(UsageError, match=r"aux, model\.py:3") as refused:
+                call(*data[: 1 if call is pipe else 2])
+            assert "return tensors in the same structure in both modes" in refused.value.hint
+        assert all(p.grad is None for p in pipe.parameters())
+        pipe.step(*data[:2])
+        pipe.evaluate(*data[:2])
+        pipe.eval()(data[0])
