@@ -63,10 +63,17 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         f"{first.batch_dim} of {first.name}: outputs for some of them are not those rows of the "
         "outputs for all; no other dimension was found along which they are",
         location=line_of_forward(found.subject.model) if op is None else op.source,
-        hint=f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
+        hint=(_OBSERVING if op is not None and "_obs_" in op.name else "")
+        + f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
         "--batch-dim NAME=none which inputs all samples share; compile with --microbatches 1; or "
         "accept with --per-microbatch that every micro-batch is taken by itself",
     )
+
+
+_OBSERVING = (
+    "freeze observers, which take the range of all samples, once they have seen enough: "
+    "model.apply(torch.ao.quantization.disable_observer); or "
+)
 
 
 def _refuse_gates(graph: Graph) -> None:

@@ -294,6 +294,11 @@ def prepared(model: nn.Module) -> nn.Module:
         return torch.ao.quantization.prepare_qat(model)
 
 
+def frozen() -> nn.Module:
+    """With ranges that stay as they are."""
+    return observed().apply(torch.ao.quantization.disable_observer)
+
+
 def observed() -> nn.Module:
     """With observers that have seen a batch."""
     model = prepared(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)))
@@ -408,11 +413,12 @@ CASES = (
         manners=FP32_ONLY,
         expect=Refused(
             ("fake_quant", "together"),
-            ("--per-microbatch", "--microbatches 1"),
+            ("--per-microbatch", "--microbatches 1", "disable_observer"),
             accept="--per-microbatch",
             at_line=False,
         ),
     ),
+    simple("frozen_observers", frozen, sizes=(8,), manners=FP32_ONLY),
     simple(
         "fresh_observers",
         lambda: prepared(Observed()),
