@@ -36,7 +36,7 @@ from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.package import Validation
 from gpipe_compiler.validate.reference import reference_of
-from gpipe_compiler.validate.sample_trials import with_limit
+from gpipe_compiler.validate.some_samples import with_limit
 
 
 @dataclass(frozen=True, eq=False)
