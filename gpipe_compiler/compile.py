@@ -91,6 +91,7 @@ def trace(
     loss: LossChoice = LossChoice.MODEL,
     batch_dims: Mapping[str, int | None] | None = None,
     free: Sequence[str] = (),
+    fix: Sequence[str] = (),
 ) -> Graph:
     """The graph of a model that is called as `model(*args, **kwargs)`.
 
@@ -103,6 +104,7 @@ def trace(
         batch_dims: by the name of an input as the graph prints it, its dimension that is the batch,
             None for one that all samples share; all others are found out.
         free: the dimensions of inputs that are to stay free, as `--free` names them.
+        fix: those that are to be fixed all the same, as `--fix` names them.
 
     Raises:
         TraceError, ModelError: naming the user's line; also where there is no loss to train on.
@@ -118,7 +120,7 @@ def trace(
         training,
         loss,
         batch_dims=batch_dims or {},
-        free=Wish.parse(free),
+        free=Wish.parse(free, fix),
     )
     return trace_subject(subject)
 
@@ -204,7 +206,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     except FixedSizeError:  # `--free all` is for what can be free; what is named has to be
         if not isinstance(model, Subject) or not model.free.everything:
             raise
-        model = model.with_free(dataclasses.replace(model.free, everything=False))
+        model = model.with_free(model.free.needed)
         target = open_target(model, options, progress, launch)
         made, frontier = target.plan(progress)
     if directory is None:

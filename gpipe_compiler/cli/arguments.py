@@ -121,6 +121,13 @@ def _input_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens=input_ids.1 gives its size a name, and sizes of one name are equal; all: every "
         "dimension that the model takes at any size; repeatable",
     )
+    group.add_argument(
+        "--fix",
+        metavar="INPUT.DIM",
+        action="append",
+        default=[],
+        help="with --free all: take only the size in the example of this dimension; repeatable",
+    )
 
 
 def _cost_arguments(parser: argparse.ArgumentParser) -> None:

@@ -105,7 +105,9 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         )
     subject = load(arguments.model, input_specs=arguments.input, training=training, loss=loss)
     return dataclasses.replace(
-        subject, batch_dims=dict(arguments.batch_dim), free=Wish.parse(arguments.free)
+        subject,
+        batch_dims=dict(arguments.batch_dim),
+        free=Wish.parse(arguments.free, arguments.fix),
     )
 
 
@@ -260,7 +262,7 @@ _MODEL = (
         "loss",
         "loss_over",
     ),
-    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free"),
+    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free", "fix"),
 )
 """Options that say how a package trains, or how a model is traced and transformed."""
 

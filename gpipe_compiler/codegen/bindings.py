@@ -10,6 +10,7 @@ from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.loops import Loop, loop_begun
 from gpipe_compiler.codegen.releases import LettingGo
+from gpipe_compiler.codegen.sizes import usual_name
 from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.uses import Uses
@@ -36,6 +37,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.ops import result_names
+from gpipe_compiler.runtime.sizes import Dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Bindings:
     """Binds the results of the ops of a method.
 
     Attributes:
-        is_batch: whether a value is the number of samples.
+        size_of: the number of samples (1) or the free size that a value is; else None.
         unnoted: the values whose sizes no comment states.
         told: names that values have elsewhere too.
         loop: the innermost one that is being written.
@@ -71,7 +73,7 @@ class Bindings:
     variables: Variables
     uses: Uses
     letting_go: LettingGo
-    is_batch: Callable[[str], bool]
+    size_of: Callable[[str], Dim | None]
     unnoted: Collection[str] = ()
     told: Mapping[str, str] = field(default_factory=dict)
     loop: Loop | None = None
@@ -193,12 +195,13 @@ class Bindings:
         return adds or self.variables.is_numbered(value, wish, position)
 
     def named(self, op: Op, value: str, wish: str | None) -> str | None:
-        """The user's name for a value; `batch` for a batch size that the user gave none."""
-        if not self.is_batch(value):
+        """The user's name for a value; `batch` or `length` for a size that the user gave none."""
+        size = self.size_of(value)
+        if size is None:
             return wish
         statement = statement_at(op.source)
         # Any other statement names what it makes of the size.
-        return wish if statement is not None and statement.names_size and wish else "batch"
+        return wish if statement is not None and statement.names_size and wish else usual_name(size)
 
     def _read_alone(self, result: Result, expression: Expression) -> tuple[Result, Expression]:
         """What is bound of a result: no variable is to hold what is to be let go of at once."""

@@ -49,6 +49,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.forms import states_read
+from gpipe_compiler.runtime.sizes import Dim
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
@@ -98,7 +99,7 @@ def write_body(
     reader.give(method.given, [value for value in method.arguments if value in graph.values])
     reader.give_sizes(sizes)
     scribe = _Scribe(
-        graph, writer, variables, names, uses, releases, method.is_batch, unlike, method.names
+        graph, writer, variables, names, uses, releases, method.size_of, unlike, method.names
     )
     scribe.statements.extend(reader.statements)
     scribe.write(ops)
@@ -170,7 +171,7 @@ class _Scribe:
     names: Identifiers
     uses: Uses
     releases: Releases
-    is_batch: Callable[[str], bool] = lambda _: False
+    size_of: Callable[[str], Dim | None] = lambda _: None
     unnoted: Collection[str] = ()
     told: Mapping[str, str] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
@@ -185,7 +186,7 @@ class _Scribe:
             self.variables,
             self.uses,
             self.letting_go,
-            self.is_batch,
+            self.size_of,
             self.unnoted,
             self.told,
         )

@@ -17,7 +17,7 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.plan import Stage
-from gpipe_compiler.runtime.sizes import Dim, sizes_in
+from gpipe_compiler.runtime.sizes import Dim, Size, sizes_in
 
 _PURE = frozenset({getattr, operator.getitem, len, *BINARY, *UNARY})
 
@@ -42,9 +42,10 @@ class Method:
     given: tuple[ReadSize, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
-    def is_batch(self, value: str) -> bool:
-        """Whether a value is the number of samples."""
-        return self.multiples.get(value) == 1
+    def size_of(self, value: str) -> Dim | None:
+        """The number of samples (1) or the free size that a value is; else None."""
+        size = self.multiples.get(value)
+        return size if size == 1 or isinstance(size, Size) else None
 
 
 def forward_method(facts: CodeFacts, stage: Stage, returns: tuple[str, ...]) -> Method:

@@ -127,7 +127,7 @@ _CALLS: Mapping[Operator, str] = {Operator.SMALLER: "min", Operator.LARGER: "max
 _SUMS = frozenset({Operator.ADD, Operator.SUBTRACT})
 
 
-def _usual_name(dim: Dim) -> str:
+def usual_name(dim: Dim) -> str:
     """What a size is called where the user has no name for it."""
     if isinstance(dim, Size):
         return dim.name if dim.name.isidentifier() else "length"
@@ -271,7 +271,7 @@ class SizeReader:
             values = [item.value for item in items if item.value in self.uses.count]
             wish = self._size_name(items[0])
             if values and (wish or not self._stays(values, self._base(items[0], arguments))):
-                usual = _usual_name(self.multiples.get(values[0], 0))
+                usual = usual_name(self.multiples.get(values[0], 0))
                 variable = self.variables.assign(values[0], wish or usual, -1)
                 self._begin(variable, self.writer.variables[values[0]])
                 self.writer.variables.update((value, name(variable)) for value in values)

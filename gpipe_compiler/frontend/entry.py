@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
+from gpipe_compiler.frontend.free_sizes import NotedSizes
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.modules import turned_into_batchnorm
@@ -97,10 +98,10 @@ class Entry(nn.Module):
         input_gradients: whether the model takes floating inputs that require gradients.
         known: what a run of the model has told.
         must: dimensions of inputs that the model may not fix, such as `input_ids.1`.
-        ties: dimensions of inputs, by the number of the input, that are of one size.
+        sizes: what is noted of sizes while it is traced with some of them free.
     """
 
-    ties: Sequence[Sequence[tuple[int, int]]] = ()
+    sizes: NotedSizes | None = None
 
     def __init__(self, subject: Subject, training: bool, reduces: bool) -> None:
         super().__init__()
@@ -153,12 +154,11 @@ class Entry(nn.Module):
 
     def forward(self, *inputs: Any) -> list[Any]:
         """The loss, where there is one, then every tensor of the model's output."""
-        for (one, dim), *others in filter(None, self.ties):
-            for other, place in others:
-                bool(inputs[one].shape[dim] == inputs[other].shape[place])
+        if self.sizes is not None:
+            self.sizes.begin(inputs, must=bool(self.must))
         args, kwargs, target = self.signature.rebuild(inputs)
         output = self.model(*args, **kwargs)
-        if self.ties:
+        if self.sizes is not None:
             settle_numbers(output, self.structure, self._samples_in(inputs))
         leaves = pick(output, self.known.structure)
         if not self.has_loss:

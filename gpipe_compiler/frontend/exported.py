@@ -72,20 +72,24 @@ def trace_export(subject: Subject, training: bool, precision: Precision = Precis
 
 
 def export_mode(
-    subject: Subject, training: bool, precision: Precision = Precision.FP32
+    subject: Subject,
+    training: bool,
+    precision: Precision = Precision.FP32,
+    free: FreePlaces | None = None,
 ) -> ExportedMode:
     """The model in one mode, as torch.export traces it.
 
     Args:
         precision: one in which the model is another program than in fp32; the graph is for that
             precision alone.
+        free: the dimensions that are to stay free, by default those that the subject's wish names.
 
     Raises:
         TraceError: with the construct that cannot be traced, its line, and what to do about it.
         ModelError: when the model raises on its example inputs.
     """
     entry = make_entry(subject, training)
-    free = wanted(subject.free, entry.signature)
+    free = wanted(subject.free, entry.signature) if free is None else free
     if precision is not Precision.FP32:
         if entry.states.on_meta:
             raise TraceError(
@@ -144,6 +148,8 @@ def _attempt(
     recorder = CallRecorder()
     watch = CastWatch(entry, traced=True)
     with recorder.watching(entry.model, "model"), noting_sizes() as sizes:
+        sizes.ties = ties(entry.signature, free)
+        entry.sizes = sizes if free else None
         numbers = NumbersOnMeta() if entry.states.on_meta else contextlib.nullcontext()
         momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
         with numbers, momentum, ambient(autocast_to, kind_of(entry)):
@@ -228,7 +234,6 @@ def export(entry: Entry, watch: CastWatch, free: FreePlaces, *, gradients: bool)
         }
         for source, example in zip(signature.inputs, examples, strict=True)
     )
-    entry.ties = ties(signature, free) if free else ()
     python = PythonFollowed()
     try:
         with (

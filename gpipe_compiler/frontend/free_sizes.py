@@ -23,6 +23,10 @@ from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE
 from gpipe_compiler.ir.symbolic import InexpressibleError, dim_of, expression_of, requirements
 from gpipe_compiler.runtime.sizes import Dim, Requirement, Size
 
+_LONGEST = 100
+"""Symbols, numbers and operators in a condition on sizes that torch still reasons about: as many
+make a trace a few times slower, and what follows of them no one can read."""
+
 Place: TypeAlias = tuple[str, int]
 """A dimension of an input of the graph: its name, and the number of the dimension."""
 
@@ -45,14 +49,14 @@ def wanted(wish: Wish, signature: Signature) -> FreePlaces:
             if dim != source.batch_dim and size >= SMALLEST
         )
     }
-    for name in wish.places:
-        if name not in able:
+    for option, names in (("--free", wish.must), ("--fix", wish.fixed)):
+        for name in sorted(names - able.keys()):
             raise UsageError(
-                f"--free {name}: no input has such a dimension, which is not the batch and at "
+                f"{option} {name}: no input has such a dimension, which is not the batch and at "
                 f"least {SMALLEST} in the example",
                 hint=f"what can be free: {', '.join(able) or 'nothing'}",
             )
-    every = {name: name for name in able} if wish.everything else {}
+    every = {name: name for name in able if name not in wish.fixed} if wish.everything else {}
     return {able[name]: size for name, size in {**every, **wish.places}.items()}
 
 
@@ -85,12 +89,36 @@ class NotedSizes:
         guards: by what they compared.
         asked: what the user's own code compared, and no function that it called.
         settled: of that, with its lines, what torch answers without a guard.
+        ties: dimensions of inputs, by the number of the input, that are of one size: the batch,
+            and those that are to be free.
     """
 
+    ties: Sequence[Sequence[tuple[int, int]]] = ()
     fixed: dict[Any, SourceLocation] = field(default_factory=dict)
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
     asked: set[Any] = field(default_factory=set)
     settled: dict[Any, SourceLocation | None] = field(default_factory=dict)
+    _examples: Mapping[Any, int] = field(default_factory=dict)
+
+    def begin(self, inputs: Sequence[torch.Tensor], *, must: bool) -> None:
+        """Has torch rely on what is of one size, before a model is run on inputs.
+
+        Args:
+            must: whether sizes have to be free, however long that takes.
+        """
+        for (one, dim), *others in filter(None, self.ties):
+            for other, place in others:
+                bool(inputs[one].shape[dim] == inputs[other].shape[place])
+        sizes: list[Any] = [inputs[i].shape[d] for places in self.ties[1:] for i, d in places]
+        self._examples = {
+            expression_of(n): n.node.hint for n in sizes if is_symbolic(n) and not must
+        }
+
+    def fix_long(self, environment: ShapeEnv, guard: Any) -> None:
+        """Fixes the sizes in a guard that torch would take too long to reason about."""
+        if sum(1 for _ in sympy.preorder_traversal(guard)) > _LONGEST:
+            for symbol in self._examples.keys() & guard.free_symbols:
+                environment._set_replacement(symbol, sympy.Integer(self._examples[symbol]), "long")
 
     def line_of(self, size: Any) -> SourceLocation | None:
         """The line that fixed a size, by itself or together with others."""
@@ -126,6 +154,7 @@ def noting_sizes() -> Iterator[NotedSizes]:
         if is_asked_by_user():
             noted.asked.add(guard)
         logged(environment, prefix, guard, *rest, **named)
+        noted.fix_long(environment, guard)
 
     def evaluate(environment: ShapeEnv, asked: Any, *rest: Any, **named: Any) -> Any:
         if asked.is_Relational and asked.free_symbols and is_asked_by_user():

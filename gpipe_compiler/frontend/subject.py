@@ -60,26 +60,29 @@ class Wish:
     """Which dimensions of the inputs are to stay free, beside the batch.
 
     Attributes:
-        everything: whether all that the model treats generally are.
+        everything: whether all that the model treats generally are, but for those that are fixed.
+        fixed: such as `input_ids.1`.
         places: such as `input_ids.1`, to the name of the size; those of one name are equal.
-        must: the places that the user names, which the model may not fix.
+        must: the places that the user asks to be free, which the model may not fix.
     """
 
     everything: bool = False
+    fixed: frozenset[str] = frozenset()
     places: Mapping[str, str] = field(default_factory=dict)
     must: frozenset[str] = frozenset()
 
     @property
-    def asks(self) -> bool:
-        """Whether any dimension is to be free."""
-        return self.everything or bool(self.places)
+    def needed(self) -> Wish:
+        """Only those that the user asks for by name."""
+        return Wish(False, places={p: self.places[p] for p in self.must}, must=self.must)
 
     @classmethod
-    def parse(cls, texts: Sequence[str]) -> Wish:
-        """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`.
+    def parse(cls, texts: Sequence[str], fixed: Sequence[str] = ()) -> Wish:
+        """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`; and `--fix`.
 
         Raises:
-            UsageError: for a name that no variable of Python's can have, or the same as another's.
+            UsageError: for a name that no variable of Python's can have, or the same as another's;
+                for what both name.
         """
         places: dict[str, str] = {}
         for text in texts:
@@ -99,7 +102,11 @@ class Wish:
                     f"--free: the sizes {one} and {other} would be one variable",
                     hint="give one of them another name, as in tokens=input_ids.1",
                 )
-        return cls("all" in texts, places, frozenset(places))
+        if fixed and "all" not in texts:
+            raise UsageError("--fix is for --free all", hint="leave it out: no other size is free")
+        for both in places.keys() & {*fixed}:
+            raise UsageError(f"--free and --fix both name {both}", hint="leave one of them out")
+        return cls("all" in texts, frozenset(fixed), places, frozenset(places))
 
 
 @dataclass(frozen=True, eq=False)

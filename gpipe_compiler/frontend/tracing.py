@@ -19,7 +19,7 @@ from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
-from gpipe_compiler.frontend.subject import Subject, Wish
+from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
@@ -60,8 +60,8 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
     """
     graph = unchecked(subject, precision)
     wrong, graph = compared(graph, subject)
-    if wrong and graph.sizes and not subject.free.must:
-        return trace_whole(subject.with_free(Wish()), precision)
+    if wrong and graph.sizes and subject.free.everything:
+        return trace_whole(subject.with_free(subject.free.needed), precision)
     if wrong:
         own = own_backward(subject)
         if own is not None:
@@ -127,21 +127,25 @@ def _in_both_modes(subject: Subject, precision: Precision) -> Graph:
     try:
         graphs = _exported(subject, modes, precision)
     except TraceError:
-        if not subject.free.asks or subject.free.must:
+        if not subject.free.everything:
             raise
-        graphs = _exported(subject.with_free(Wish()), modes, precision)
+        graphs = _exported(subject.with_free(subject.free.needed), modes, precision)
     return merge(*graphs) if subject.training else graphs[0]
 
 
 def _exported(subject: Subject, modes: Sequence[bool], precision: Precision) -> list[Graph]:
     """The graphs of these modes by torch.export, in which the same dimensions are free."""
-    traces = [exported.export_mode(subject, training, precision) for training in modes]
-    free: FreePlaces = {}
-    left: FreePlaces = traces[0].trace.free
+    traces: list[exported.ExportedMode] = []
+    left: FreePlaces | None = None
+    for training in modes:
+        traces.append(exported.export_mode(subject, training, precision, left))
+        left = traces[-1].free_among(traces[-1].trace.free)
+    free: FreePlaces | None = None
     while left != free:
         free = left
         for trace in traces:
-            left = trace.free_among(left)
+            left = trace.free_among(left or {})
+    assert free is not None
     return [trace.graph(free) for trace in traces]
 
 

@@ -491,7 +491,7 @@ def test_sizes_that_only_a_formula_tells_are_free_or_fixed(
 def test_a_loss_of_the_next_token_leaves_the_length_free(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = LanguageModel()
-    package = package_of(model, texts(8), next_token_loss, tmp_path / "made", ("all",), stages=2)
+    package = package_of(model, texts(8), next_token_loss, tmp_path / "made", stages=2)
     with package.Pipeline() as pipe:
         for tokens in (3, 8, LONGEST):
             ids, target = texts(tokens)
@@ -537,6 +537,54 @@ def test_names_that_no_variable_can_have_are_refused(free: list[str], told: str)
 def test_all_sizes_have_no_one_name() -> None:
     assert not Wish.parse(["tokens=all"]).everything
     assert Wish.parse(["tokens=all"]).must == {"all"}  # an input that there is not
+
+
+def test_all_sizes_but_some_are_free() -> None:
+    images, target = pictures(16, 12)
+
+    def free(*fix: str, names: tuple[str, ...] = ()) -> list[str]:
+        graph = gpc.trace(
+            Segmenter(),
+            (images,),
+            target=target,
+            loss_fn=F.cross_entropy,
+            free=("all", *names),
+            fix=fix,
+        )
+        return [size.name for size in graph.sizes]
+
+    assert free("x.3") == ["x.2", "target.1", "target.2"]
+    with pytest.raises(GPipeCompilerError, match=r"--fix x\.7"):
+        free("x.7")
+    with pytest.raises(GPipeCompilerError, match="--fix is for --free all"):
+        Wish.parse(["x.2"], ["x.3"])
+    with pytest.raises(GPipeCompilerError, match=r"--free and --fix both name x\.3"):
+        free("x.3", names=("x.3",))
+
+
+class LongCondition(nn.Module):
+    """Compares a size by a formula of a hundred operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if sum(x.shape[1] // part for part in range(2, 40)) == 1:
+            y = 2 * y
+        return self.second(y)
+
+
+def test_a_size_in_a_long_condition_is_free_where_it_is_asked_for() -> None:
+    x = torch.randn(SAMPLES, 8, 4)
+
+    def sizes(*free: str) -> list[str]:
+        graph = gpc.trace(LongCondition(), (x,), target=x.cos(), loss_fn=F.mse_loss, free=free)
+        return [size.name for size in graph.sizes]
+
+    assert sizes("all") == []
+    assert sizes("x.1", "target.1") == ["x.1"]
 
 
 MODEL = """

@@ -298,8 +298,8 @@ def _check_shape(source: Input, tensor: torch.Tensor, sizes: Sizes, spec: Pipeli
     raise UsageError(
         f"{describe_path(source.path)} has shape {_as_text(tensor.shape)}, the model was compiled "
         f"for {_as_text(wanted)}{_where(free, sizes, spec)}",
-        hint=f"pad or cut it, or compile with --free {source.name}.{fixed[0]}, for a model that "
-        "takes any size there"
+        hint=f"pad or cut it; a compile with --free {source.name}.{fixed[0]} names the line of the "
+        "model that fixes this size"
         if fixed and tensor.dim() == len(source.shape)
         else "pass a tensor of such a shape",
     )
