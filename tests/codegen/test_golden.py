@@ -7,6 +7,8 @@ writes the folder anew; read the difference before committing it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,3 +44,15 @@ def test_the_text_of_a_package(
     expected = {path.name: path.read_text() for path in folder.iterdir()}
 
     assert expected == texts
+
+
+def test_ctrl_c_while_a_package_is_imported_is_no_traceback(tmp_path: Path) -> None:
+    golden = Path(__file__).parent / "golden" / "decoder" / "run.py"
+    (tmp_path / "run.py").write_text(golden.read_text())
+    (tmp_path / "__init__.py").write_text("raise KeyboardInterrupt\n")
+
+    done = subprocess.run(
+        [sys.executable, tmp_path / "run.py", "train"], capture_output=True, text=True, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (130, "")

@@ -20,6 +20,9 @@ def load_package():
 
 
 if __name__ == "__main__":
-    package = load_package()
-    command = importlib.import_module(f"{package.__name__}.runtime.train.command")
+    try:
+        package = load_package()
+        command = importlib.import_module(f"{package.__name__}.runtime.train.command")
+    except KeyboardInterrupt:  # as torch is imported
+        sys.exit(130)
     sys.exit(command.main(package.SPEC, DIRECTORY, package.WEIGHTS))
