@@ -118,12 +118,27 @@ FILLED = frozenset(
 def never_additive(graph: Graph) -> Bent | None:
     """Why micro-batches cannot give the loss of an annotated graph; None where that is open."""
     assert graph.loss is not None
-    loss_ops = (op for op in graph.ops if op.name in graph.loss_only)
+    loss_ops = [op for op in graph.ops if op.name in graph.loss_only]
     numbering = next((op for op in loss_ops if takes_by_number(graph, op)), None)
     if numbering is not None:
         return Bent(numbering, "it takes some of what a mask selects, by their numbers")
+    sorting = next((op for op in loss_ops if _sorts_samples(graph, op)), None)
+    if sorting is not None:
+        return Bent(sorting, "it puts numbers of the samples in order, and micro-batches their own")
     last = _dependences(graph).get(graph.loss.value)
     return last if isinstance(last, Bent) else None
+
+
+def _sorts_samples(graph: Graph, op: Op) -> bool:
+    """Whether the sorted numbers of all samples are read: in which place each was is not."""
+    args, kwargs = op.arguments
+    known = graph.values.get(op.outputs[0]) if op.outputs else None
+    if name_of(graph, op) not in ("sort", "msort") or known is None or known.batch_dim is None:
+        return False
+    first = 0 if name_of(graph, op) == "msort" else -1
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else first)
+    read = any(op.outputs[0] in reader.inputs for reader in graph.ops)
+    return read and isinstance(dim, int) and dim % len(known.shape) == known.batch_dim
 
 
 def first_bent(graph: Graph) -> Bent | None:

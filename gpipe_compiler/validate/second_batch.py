@@ -47,9 +47,18 @@ class OtherBatch:
 
 
 def other_size(samples: int, microbatches: int, least: int) -> int:
-    """A number of samples close to the example's, which micro-batches had better share unevenly."""
+    """A number of samples close to the example's, which micro-batches share unevenly if they can.
+
+    One more where the example's begin at even places: what pairs neighbours, or takes every other
+    sample, shows in those that begin at odd ones.
+
+    Args:
+        samples: of the example.
+        least: samples that a micro-batch has to have.
+    """
     fewer = samples - 1
-    return fewer if fewer >= max(microbatches, 2) * least else samples + 1
+    odd = samples // microbatches % 2
+    return fewer if odd and fewer >= max(microbatches, 2) * least else samples + 1
 
 
 def other_batches(

@@ -171,10 +171,21 @@ def _summed_in(pipe: Pipeline, lower: torch.dtype) -> Shares:
     }
 
 
+def _apart(outputs: Mapping[str, torch.Tensor], pipe: Pipeline) -> Mapping[str, torch.Tensor]:
+    """Outputs, those copied that look into the weights, which a step changes."""
+    held = {tensor.untyped_storage().data_ptr() for _, tensor in _state(pipe)}
+    return {
+        name: tensor.clone()
+        if tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in held
+        else tensor
+        for name, tensor in outputs.items()
+    }
+
+
 def run_pipeline(pipe: Pipeline, inputs: Inputs, target: object) -> Tensors:
     """Outputs in eval mode; then loss, gradients, buffers and weights of one training step."""
     with kept_buffers(pipe.stages.values()):
-        outputs = flat_tensors(pipe.eval()(inputs))
+        outputs = _apart(flat_tensors(pipe.eval()(inputs)), pipe)
     results: dict[ComparedKind, Mapping[str, torch.Tensor]] = {ComparedKind.OUTPUT: outputs}
     if pipe.spec.loss is None:
         return results

@@ -360,6 +360,23 @@ def of_the_first_positives(output: Tensor, target: Tensor) -> Tensor:
     return (losses * (rank < 700)).mean()  # refused: of_the_first_positives
 
 
+def every_other(output: Tensor, target: Tensor) -> Tensor:
+    """The same for micro-batches that begin at even places."""
+    return F.cross_entropy(output[::2], target[::2])  # refused: every_other
+
+
+def signed_by_turns(output: Tensor, target: Tensor) -> Tensor:
+    signs = torch.arange(len(output)) % 2 * 2.0 - 1
+    losses = F.cross_entropy(output, target, reduction="none")
+    return (losses * signs).mean()  # refused: signed_by_turns
+
+
+def both_sorted(output: Tensor, target: Tensor) -> Tensor:
+    """At first every output lies below every target, where their order does not matter."""
+    wanted = 9 + target.float().sort().values  # refused: both_sorted
+    return (output[:, 0].sort().values - wanted).abs().mean()  # refused: both_sorted
+
+
 def where_any_is_valid(output: Tensor, target: Tensor) -> Tensor:
     """Negative targets are ignored, as torch takes no others below zero."""
     loss = F.cross_entropy(output, target, ignore_index=-1)
@@ -673,5 +690,20 @@ CASES = (
             (of_the_first_by_mask, "takes the samples of a batch together"),
             (of_the_first_positives, "sets a bound to what is taken over the samples"),
         )
+    ),
+    *(
+        simple(
+            rule.__name__,
+            rule,
+            sizes=(8, 13),
+            manners=FP32_ONLY,
+            expect=Refused(
+                ("micro-batches",),
+                ("--per-microbatch", "--microbatches 1"),
+                accept="--microbatches 1",
+                reference="whole",
+            ),
+        )
+        for rule in (every_other, signed_by_turns, both_sorted)
     ),
 )
