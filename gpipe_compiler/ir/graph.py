@@ -397,6 +397,13 @@ class Graph:
                 found.add(op.name)
         return frozenset(found - self.held)
 
+    @property
+    def loss_inputs(self) -> frozenset[str]:
+        """The values that the ops that serve only the loss take from others."""
+        late = [op for op in self.ops if op.name in self.loss_only]
+        made = {name for op in late for name in op.outputs}
+        return frozenset(name for op in late for name in op.inputs) - made
+
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:
         """Names of the ops that these values are computed from.
 

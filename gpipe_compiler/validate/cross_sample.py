@@ -149,10 +149,9 @@ def _first_in_training(graph: Graph) -> Op | None:
 
     None where they are right, or where that is not seen: where the graph does not run in 64 bits.
     """
-    ends = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
     wide = {name: double(tensor) for name, tensor in graph.tensors.items()}
     runs = values_of_parts(graph, wide, SAMPLES, PARTS, training=True)
-    return next((both.root() for both in runs if any(map(both.is_wrong, ends))), None)
+    return next((both.root() for both in runs if any(map(both.is_wrong, graph.loss_inputs))), None)
 
 
 def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:

@@ -191,12 +191,9 @@ def first_numbering(graph: Graph) -> Op | None:
     trials = _trials(graph)
     if not trials.samples:
         return None
-    return trials.mixing or mixing_among(graph, trials.samples, {}, _ends(graph))
-
-
-def _ends(graph: Graph) -> set[str]:
-    read = {name for op in graph.ops if op.name in graph.loss_only for name in op.inputs}
-    return read.union(graph.output_values)
+    return trials.mixing or mixing_among(
+        graph, trials.samples, {}, graph.loss_inputs.union(graph.output_values)
+    )
 
 
 def _takes_by_number(graph: Graph, op: Op) -> bool:
@@ -249,7 +246,11 @@ def _find_trials(graph: Graph) -> _Trials:
     untried = next((rule for rule in rules if rule not in tried), None)
     if not tried:
         return _Trials(untried=untried)
-    return _Trials(2 * tried[-1].samples, first_mixing(runs, _ends(graph)), untried)
+    return _Trials(
+        2 * tried[-1].samples,
+        first_mixing(runs, graph.loss_inputs.union(graph.output_values)),
+        untried,
+    )
 
 
 def with_limit(plan: Plan) -> Plan:

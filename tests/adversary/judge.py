@@ -218,17 +218,22 @@ def call(model: nn.Module, inputs: object) -> Any:
             return model(inputs)
 
 
-def fresh(item: Any) -> Any:
-    """A copy of inputs, with tensors of their own that ask for gradients as they did."""
+def fresh(item: Any, *, wide: bool = False) -> Any:
+    """A copy of inputs, with tensors of their own that ask for gradients as they did.
+
+    Args:
+        wide: fractions in 64 bits.
+    """
     match item:
         case torch.Tensor():
-            return item.detach().clone().requires_grad_(item.requires_grad)
+            dtype = torch.float64 if wide and item.is_floating_point() else item.dtype
+            return item.detach().to(dtype, copy=True).requires_grad_(item.requires_grad)
         case dict():
-            return {key: fresh(value) for key, value in item.items()}
+            return {key: fresh(value, wide=wide) for key, value in item.items()}
         case tuple() if hasattr(item, "_fields"):
-            return type(item)(*map(fresh, item))
+            return type(item)(*(fresh(value, wide=wide) for value in item))
         case tuple() | list():
-            return type(item)(map(fresh, item))
+            return type(item)(fresh(value, wide=wide) for value in item)
         case _:
             return copy.deepcopy(item)
 
@@ -298,9 +303,11 @@ class CutEvaluator:
         # In one piece nothing is rounded in another order until gradients are summed.
         self.forward = 0.0 if pipe.microbatches == 1 else self.coarse
 
-    def parts(self, inputs: object, target: object, samples: int) -> list[tuple[Any, Any, float]]:
+    def parts(
+        self, inputs: object, target: object, samples: int, reference: str = ""
+    ) -> list[tuple[Any, Any, float]]:
         """What the reference runs, each with its share in the loss."""
-        if self.reference == "whole":
+        if (reference or self.reference) == "whole":
             return [(fresh(inputs), fresh(target), 1.0)]
         count = min(self.pipe.microbatches, samples)
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.model.modules()):
@@ -348,27 +355,40 @@ class CutEvaluator:
         self._state(what, optimizer, own, moved)
 
     def _moved_by_rounding(self, inputs: object, target: object, samples: int) -> dict[str, float]:
-        """By parameter, the most that its gradient moves with all weights one rounding off.
+        """By parameter, the most that its gradient moves by rounding, in plain PyTorch alone.
 
-        In plain PyTorch alone: what iterates or normalises small differences makes much of them.
+        With all weights one rounding off, for what iterates or normalises small differences makes
+        much of them; and micro-batch by micro-batch, where in 64 bits that changes nothing: a
+        maximum may be another's by a rounding.
         """
-        gradients = []
-        for off in (0, 1, -1):
-            model = copy.deepcopy(self.model)
-            with torch.no_grad():
-                for item in model.parameters():
-                    if off and item.is_floating_point():
-                        signs = torch.randint(2, item.shape) * 2 - 1
-                        item.mul_(1 + off * signs * torch.finfo(item.dtype).eps)
-            for x, t, share in self.parts(inputs, target, samples):
-                (loss_of(self.case, call(model, x), t) * share).backward()
-            gradients.append({name: item.grad for name, item in model.named_parameters()})
-        exact, *others = gradients
+        whole = self.parts(inputs, target, samples)
+        exact, *others = (self._gradients(whole, moved=off) for off in (0, 1, -1))
+        pieces = self.parts(inputs, target, samples, "micro-batches")
+        with contextlib.suppress(RuntimeError):  # what does not run in 64 bits shows nothing
+            one, two = (self._gradients(parts, double=True) for parts in (whole, pieces))
+            if all(torch.allclose(two[name], item, 1e-9, 1e-12) for name, item in one.items()):
+                others.append(self._gradients(pieces))
         return {
             name: max(float((other[name] - grad).abs().max()) for other in others)
             for name, grad in exact.items()
-            if grad is not None and all(other[name] is not None for other in others)
         }
+
+    def _gradients(
+        self, parts: list[tuple[Any, Any, float]], moved: int = 0, *, double: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """The gradients of a copy of the model, its weights moved by so many roundings."""
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for item in model.parameters() if moved else ():
+                if item.is_floating_point():
+                    signs = torch.randint(2, item.shape) * 2 - 1
+                    item.mul_(1 + moved * signs * torch.finfo(item.dtype).eps)
+        model = model.double() if double else model
+        for x, t, share in parts:
+            given, expected = (fresh(x, wide=True), fresh(t, wide=True)) if double else (x, t)
+            (loss_of(self.case, call(model, given), expected) * share).backward()
+        found = {name: item.grad for name, item in model.named_parameters()}
+        return {name: item for name, item in found.items() if item is not None}
 
     def returned(self, what: str, found: Any, expected: Any) -> None:
         """Compares what both returned, but for the model's own loss, which comes by itself."""
