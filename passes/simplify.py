@@ -1,8 +1,8 @@
 """Drops ops that change nothing, whatever the batch size, the types and the precision.
 
 `x + 0` of integers, `x * 1.0` of floats, `expand` and `reshape` to the shape that is there, an
-index of the whole tensor, `contiguous()` twice, `where` of a condition on positions that holds
-everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops whose result or
+index of the whole tensor, `contiguous()` twice, `where` and `&` of a condition on positions that
+holds everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops whose result or
 operand is written in place, unless nobody else has the operand, and those that the model returns.
 Inside regions types and shapes are not known: only what follows from the ops there is dropped.
 Attention loses the scale that it would take by itself.
@@ -62,13 +62,13 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     """
     graph = _inside_ops(graph)
     sizes, found = _Sizes(graph), effects(graph)
-    chooses = any(called(op.call) == "where" for op in graph.ops)
+    chooses = any(called(op.call) in ("where", "and_") for op in graph.ops)
     positions = Positions(graph, found) if chooses else None
     idle = {
         op.name: source
         for op in graph.ops
         if isinstance(op.result, str) and op.result not in graph.ends and op.name not in kept
-        for source in _unchanged(graph, sizes, positions, op)
+        for source in _unchanged(graph, found, sizes, positions, op)
     }
     if not idle:
         return graph
@@ -104,12 +104,14 @@ def _is_private(graph: Graph, found: Effects, source: str) -> bool:
     return fresh and not found.state_aliases.get(source) and not graph.values[source].requires_grad
 
 
-def _unchanged(graph: Graph, sizes: _Sizes, positions: Positions | None, op: Op) -> Iterator[str]:
+def _unchanged(
+    graph: Graph, found: Effects, sizes: _Sizes, positions: Positions | None, op: Op
+) -> Iterator[str]:
     """The tensor that an op returns as it is, if it does."""
     call = op.call
     if not isinstance(call, FunctionCall | MethodCall) or not call.args:
         return
-    chosen = _chosen(graph, positions, op)
+    chosen = _chosen(graph, positions, op) or _held(found, positions, op)
     source, result = chosen or call.args[0], graph.values[op.outputs[0]]
     if not isinstance(source, Ref) or result.kind is not ValueKind.TENSOR:
         return
@@ -144,6 +146,19 @@ def _chosen(graph: Graph, positions: Positions | None, op: Op) -> Ref | None:
     taken, other = call.args[1:] if condition else call.args[:0:-1]
     # A tensor in its place might be of a wider type where this one is of 16 bits, or learn.
     return taken if isinstance(taken, Ref) and isinstance(other, int | float) else None
+
+
+def _held(found: Effects, positions: Positions | None, op: Op) -> Ref | None:
+    """The operand of `&` whose partner holds everywhere, at any size.
+
+    Of no view: that may have other strides than the result.
+    """
+    if positions is None or called(op.call) != "and_" or len(op.call.args) != 2:
+        return None
+    for one, other in (op.call.args, op.call.args[::-1]):
+        if isinstance(one, Ref) and positions.element(other) is True:
+            return one if found.alias_set(one.name) <= {one.name} else None
+    return None
 
 
 def _is_neutral(call: Call, dtype: torch.dtype | None) -> bool:

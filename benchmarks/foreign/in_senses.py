@@ -102,6 +102,36 @@ def _captioned(tokens: int) -> Inputs:
     return batch
 
 
+def _answered(samples: int) -> dict[str, Tensor]:
+    """What is asked of a picture, and the answer, told apart."""
+    found = _captioned(16)(samples)
+    answer = torch.arange(found["input_ids"].shape[1]) >= 19
+    return {**found, "token_type_ids": answer.int().expand_as(found["input_ids"]).contiguous()}
+
+
+def _regions(samples: int) -> dict[str, Tensor]:
+    """Words, and the features of the regions of a picture with their boxes."""
+    words = torch.randint(3, 80, (samples, 6))
+    return {
+        "input_ids": words,
+        "attention_mask": torch.ones_like(words),
+        "visual_feats": torch.randn(samples, 5, 24),
+        "visual_pos": torch.rand(samples, 5, 4),
+    }
+
+
+def _seen(samples: int) -> dict[str, Tensor]:
+    """Words, and the features of the regions of a picture."""
+    words = torch.randint(3, 80, (samples, 6))
+    return {
+        "input_ids": words,
+        "attention_mask": torch.ones_like(words),
+        "visual_embeds": torch.randn(samples, 5, 24),
+        "visual_attention_mask": torch.ones(samples, 5, dtype=torch.long),
+        "visual_token_type_ids": torch.ones(samples, 5, dtype=torch.long),
+    }
+
+
 def _packed(samples: int) -> dict[str, Tensor]:
     """The patches of all pictures in one list, as many of each as its grid says."""
     words = _captioned(16)(samples)
@@ -178,6 +208,11 @@ def alike(output: Any, target: Tensor) -> Tensor:
 def depths(output: Any, target: Tensor) -> Tensor:
     """The mean distance of depths."""
     return F.l1_loss(output["predicted_depth"], target)
+
+
+def pictures(output: Any, target: Tensor) -> Tensor:
+    """The mean distance of pictures."""
+    return F.l1_loss(output["reconstruction"], target)
 
 
 def actions(output: Any, target: Tensor) -> Tensor:
@@ -310,7 +345,7 @@ MODELS: dict[str, Model] = {
     ),
     "paligemma": Model(
         "PaliGemmaForConditionalGeneration",
-        {"image_token_index": IMAGE_TOKEN, "projection_dim": 32}, _captioned(16),
+        {"image_token_index": IMAGE_TOKEN, "projection_dim": 32}, _answered,
     ),
     "blip": Model("BlipForConditionalGeneration", {}, _captioning),
     "blip-2": Model(
@@ -333,6 +368,64 @@ MODELS: dict[str, Model] = {
     "smolvlm": Model(
         "Idefics3ForConditionalGeneration", {"image_token_id": IMAGE_TOKEN, "scale_factor": 2},
         lambda n: {**_captioned(4)(n), "pixel_values": torch.randn(n, 1, 3, SIDE, SIDE)},
+    ),
+    "segformer": Model("SegformerForSemanticSegmentation", {
+        "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1], "decoder_hidden_size": 16,
+        "num_attention_heads": [1, 2, 2, 4]}, _labelled,
+    ),
+    "mobilevit": Model(
+        "MobileViTForSemanticSegmentation",
+        {"hidden_sizes": [16, 16, 16], "image_size": 64, "aspp_out_channels": 16},
+        lambda n: {"pixel_values": torch.randn(n, 3, 64, 64),
+                   "labels": torch.randint(2, (n, 64, 64))},
+    ),
+    "beit": Model(
+        "BeitForSemanticSegmentation",
+        {**VISION, "num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "num_labels": 2,
+         "pool_scales": [1, 2], "auxiliary_channels": 16}, _labelled,
+    ),
+    "depth_anything": Model(
+        "DepthAnythingForDepthEstimation",
+        {"backbone_config": {"model_type": "dinov2", "image_size": SIDE, "patch_size": 8,
+                             "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+                             "out_indices": [1, 2, 3, 4], "reshape_hidden_states": False},
+         "reassemble_hidden_size": 32, "patch_size": 8, "neck_hidden_sizes": [8, 8, 16, 16],
+         "fusion_hidden_size": 8, "head_hidden_size": 8},
+        _picture, depths, lambda n: torch.rand(n, SIDE, SIDE),
+    ),
+    "conditional_detr": Model(
+        "ConditionalDetrForObjectDetection",
+        {"backbone_config": RESNET, "num_queries": 6, "num_labels": 3},
+        _picture, boxes, _queries(6),
+    ),
+    "swin2sr": Model(
+        "Swin2SRForImageSuperResolution",
+        {"image_size": SIDE, "patch_size": 1, "embed_dim": 16, "depths": [1, 1],
+         "num_heads": [2, 2], "window_size": 4, "upscale": 2},
+        _picture, pictures, lambda n: torch.rand(n, 3, 2 * SIDE, 2 * SIDE),
+    ),
+    "lxmert": Model(
+        "LxmertForQuestionAnswering",
+        {"visual_feat_dim": 24, "num_qa_labels": 4, "l_layers": 2, "x_layers": 2, "r_layers": 2},
+        lambda n: {**_regions(n), "labels": torch.randint(4, (n,))},
+    ),
+    "visual_bert": Model(
+        "VisualBertForQuestionAnswering", {"visual_embedding_dim": 24, "num_labels": 4},
+        lambda n: {**_seen(n), "labels": torch.rand(n, 4).softmax(-1)},
+    ),
+    "pix2struct": Model(
+        "Pix2StructForConditionalGeneration",
+        {"vision_config": {"patch_embed_hidden_size": 24, "seq_len": 16}},
+        lambda n: {"flattened_patches": torch.cat(
+            [torch.randint(1, 5, (n, 9, 2)).float(), torch.randn(n, 9, 24)], -1),
+            "attention_mask": torch.ones(n, 9),
+            "labels": torch.randint(3, WORDS, (n, 6))},
+    ),
+    "clipseg": Model(
+        "CLIPSegForImageSegmentation",
+        {"extract_layers": [0, 1], "reduce_dim": 16, "projection_dim": 32,
+         "decoder_num_attention_heads": 4, "decoder_intermediate_size": 32},
+        lambda n: {**_beside(n), "labels": torch.rand(n, SIDE, SIDE).round()},
     ),
     "owlvit": Model("OwlViTModel", {}, _beside, alike, torch.rand),
 }  # fmt: skip

@@ -115,6 +115,11 @@ def _match_passed(
     spelled = _spellings(part.path.removeprefix(call.path).removeprefix("."))
     nodes = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
     calls = [node for node in nodes if ast.unparse(node.func) in spelled]
+    if not calls and "()" in part.path:  # a function that the user has by another name
+        sites = next((op.source.callers for op in part.ops if op.source), ())
+        frames = map(place_at, sites)
+        lines = [place.statement for place in frames if place and place.method is method]
+        calls = [node for line in lines for node in ast.walk(line) if node in nodes]
     if len(calls) != 1:
         return
     (made,) = calls

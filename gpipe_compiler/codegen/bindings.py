@@ -22,6 +22,7 @@ from gpipe_compiler.codegen.variables import (
     called_for,
     cast_by,
     is_operand,
+    is_result,
     plain_name,
     reshaped_by,
     wishes,
@@ -86,7 +87,7 @@ class Bindings:
         here = op.name in self.graph.op_of
         inner = here and any(is_operand(self.graph, op, value) for value in op.outputs)
         asked = dict(zip(op.outputs, wishes(op, run), strict=True))
-        if inner:
+        if inner or self._is_cut(op):
             asked = dict.fromkeys(op.outputs)
         elif not here and len(op.outputs) > 1:
             asked = self._sorted(asked)
@@ -107,6 +108,13 @@ class Bindings:
         result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
+
+    def _is_cut(self, op: Op) -> bool:
+        """Whether an op is the call of a module of which another stage has the rest."""
+        call = op.call
+        if op.name in self.graph.op_of or not isinstance(call, ModuleCall):
+            return False
+        return not all(is_result(self.graph, value, call.module) for value in op.outputs)
 
     def _sorted(self, asked: Mapping[str, str | None]) -> dict[str, str | None]:
         """The user's names for the results of a block, which makes them in an order of its own."""
@@ -133,7 +141,9 @@ class Bindings:
         if alias and movable and self.variables.rename(wish, alias, position):
             self.renamed.append((wish, alias))
             return wish
-        return plain_name(op, value) if isinstance(op.call, ModuleCall) else wish
+        if isinstance(op.call, ModuleCall):
+            return plain_name(op, value)
+        return f"{wish}_{self._type(value)}" if cast_by(op.call) else wish
 
     def nests(
         self, op: Op, position: int, ops: Sequence[Op], runs: Mapping[str, StatementRun]
@@ -230,8 +240,10 @@ class Bindings:
         held = self.variables.holder(source) == variable  # a region's own are not held here
         if held and self.variables.free(variable, position):
             return variable
-        known = self.graph.values.get(op.result) if cast_by(op.call) else None
-        return f"{variable}_{str(known.dtype).removeprefix('torch.')}" if known else None
+        return f"{variable}_{self._type(op.result)}" if cast_by(op.call) else None
+
+    def _type(self, value: str) -> str:
+        return str(self.graph.values[value].dtype).removeprefix("torch.")
 
     def _variable(self, value: str, wish: str, position: int) -> str:
         partner = self.uses.partner.get(value)

@@ -158,6 +158,8 @@ class StageBlocks:
         attributes = {slot: own for slot, own in given.names.items() if slot.owner in owners}
         names = {slot: f"self.{own}" for slot, own in attributes.items()}
         ops = self.calls.ops(first.parts, first.outputs, file, names)
+        if hasattr(nn, block.user):  # torch's own lines are no comment, and its names unknown
+            ops = tuple(dataclasses.replace(op, source=None) for op in ops)
         method, passed = self._method(block, ops, names)
         chained = self._is_chain(block)
         file.imports.from_torch("nn")
@@ -244,8 +246,9 @@ class StageBlocks:
         names = (number_name(ops[slot.owner], int(slot.key)) for slot in inside)
         for slot in parameter.slots:
             if slot.owner in self.blocks.of_path and isinstance(slot.key, int):
-                written = self.written[id(self.blocks.of_path[slot.owner])]
-                return list(written.parameters)[slot.key]
+                inner = self.blocks.of_path[slot.owner]
+                written = self.written[id(inner)].parameters.items()
+                return next(own for own, item in written if item is inner.parameters[slot.key])
         return next(filter(None, names), parameter.name)
 
     def _method(
@@ -262,6 +265,11 @@ class StageBlocks:
         ]
         names_of = parameter_names(graph, first)
         order = {value: place for place, value in enumerate(names_of)}
+        told_names = next(iter(self.own.methods.values())).names
+        # What a module makes itself, in another stage, is none of the user's parameters.
+        makers = ((value, graph.producer.get(value)) for value in told_names)
+        parted = {v for v, op in makers if op and is_under(f"{op.module}.", first.path)}
+        inside = {value: told_names[value] for value in parted}
         passed = tuple(
             index
             for index, value in sorted(
@@ -282,7 +290,7 @@ class StageBlocks:
                 for value in given
                 if value in read
             ),
-            names_of,
+            {**told_names, **names_of, **inside},
         )
         return method, passed
 

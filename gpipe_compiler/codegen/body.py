@@ -113,7 +113,9 @@ def write_body(
 
 def _argument(graph: Graph, method: Method, variables: Variables, value: str) -> str:
     """The variable of an argument: the user's name, else that of what makes it."""
-    wish, maker = method.names.get(value) or argument_name(graph, value), graph.producer.get(value)
+    size = "batch" if method.is_batch(value) else ""
+    wish = method.names.get(value) or size or argument_name(graph, value)
+    maker = graph.producer.get(value)
     if maker and isinstance(maker.call, ModuleCall) and variables.is_numbered(value, wish, -1):
         wish = name_of_result(graph, value, maker.call.module) or wish
     return variables.fresh(value, wish)
@@ -228,9 +230,9 @@ class _Scribe:
         run = self.runs[op.name]
         named = any(pending.named or self.runs[pending.op.name] is not run for pending in taken)
         longest = _LONGEST_SUM if named else _LONGEST_NESTED
-        if taken and not self._fits(expression, taken, made, longest):
-            self._write_out(taken)
-            taken, expression, named = [], self.writer.call(made), False
+        while taken and not self._fits(expression, taken, made, longest):
+            self._write_out([taken.pop(0)])
+            expression, named = self.writer.call(made), named and bool(taken)
         sources = tuple(source for pending in taken for source in pending.sources)
         if self.bindings.nests(op, position, self.ops, self.runs):
             assert isinstance(op.result, str)
@@ -474,6 +476,7 @@ class _Scribe:
             variable = self.variables.fresh(target, plain_name(op, target))
             self.writer.variables[target] = name(variable)
             body.append(Statement(f"{variable} = ", expression, Mode.ALWAYS, op.module))
+        self.names.give_back(variables.named - {own.flat for own in around.values()})
         context = context_of(made.context, self.writer)
         self.statements.append(
             Statement("with ", context, op.mode, op.module, (op.source,), body=tuple(body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.helpers import HelperCall, module_path
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, StateRef
+from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part
 from gpipe_compiler.ir.classes import MethodBlocks, outer_states
 from gpipe_compiler.ir.contents import Contents, prefixes
@@ -92,8 +93,21 @@ class Calls:
                     )
                     ops.append(self._op(part, made, part.outputs, number))
                 case Op():
-                    ops.append(dataclasses.replace(part, module=module_path(part.module)))
+                    own, path = self._without_defaults(part.call), module_path(part.module)
+                    ops.append(dataclasses.replace(part, call=own, module=path))
         return self._without_unread(ops, returns)
+
+    def _without_defaults(self, made: Call) -> Call:
+        """A call of a module of torch without the keywords that its `forward` has by default."""
+        if not isinstance(made, ModuleCall) or not made.kwargs:
+            return made
+        known = inspect.signature(self.facts.graph.modules[made.module].cls.forward).parameters
+        given = {
+            key: item
+            for key, item in made.kwargs.items()
+            if key not in known or known[key].default is not item
+        }
+        return dataclasses.replace(made, kwargs=given)
 
     def _without_unread(self, ops: Sequence[Op], returns: Sequence[str]) -> tuple[Op, ...]:
         """The ops without those that ask for sizes which only blocks read, for themselves."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
-from gpipe_compiler.codegen.sources import calls_at, is_repeated, statement_at
+from gpipe_compiler.codegen.sources import calls_at, is_closure, is_repeated, statement_at
 from gpipe_compiler.codegen.variables import kind_of
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Op
@@ -77,11 +77,15 @@ class HelperCalls:
 
 
 def _chain(op: Op) -> tuple[HelperCall, ...]:
-    """The calls of functions that an op is made in, outermost first."""
+    """The calls of functions that an op is made in, outermost first; of closures, those around."""
     if op.source is None:
         return ()
-    frames = (*op.source.callers, op.source)
-    calls = (HelperCall(_function_name(inner.function), outer) for outer, inner in pairwise(frames))
+    pairs = pairwise((*op.source.callers, op.source))
+    calls = (
+        HelperCall(_function_name(inner.function), outer)
+        for outer, inner in pairs
+        if not is_closure(inner)
+    )
     return tuple(call for call in calls if call.name.isidentifier())
 
 

@@ -74,6 +74,10 @@ class Identifiers:
             next(own for own in itertools.chain((wanted,), numbered) if own not in self)
         )
 
+    def give_back(self, names: Iterable[str]) -> None:
+        """Nothing is called by these names any more."""
+        self._taken.difference_update(names)
+
     def __contains__(self, text: object) -> bool:
         return text in self._taken
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -52,6 +53,33 @@ def calls_at(location: SourceLocation, own: str) -> int:
     called = (node.func for node in nodes if isinstance(node, ast.Call))
     names = (getattr(node, "id", "") or getattr(node, "attr", "") for node in called)
     return sum(name.strip("_") == own.strip("_") for name in names)
+
+
+def is_closure(location: SourceLocation) -> bool:
+    """Whether a line is one of a function in another, which that one does not call twice."""
+    place = place_at(location)
+    return place is not None and id(place.method) in _closures(location.file)
+
+
+@cache
+def _closures(file: str) -> frozenset[int]:
+    found: set[int] = set()
+    for outer in ast.walk(parsed(file)):
+        if isinstance(outer, ast.FunctionDef):
+            calls = (node for node in ast.walk(outer) if isinstance(node, ast.Call))
+            called = Counter(ast.unparse(node.func) for node in calls)
+            inner = (node for part in outer.body for node in _functions(part))
+            found.update(id(node) for node in inner if called[node.name] < 2)
+    return frozenset(found)
+
+
+def _functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
+    """The functions in a statement, but methods and what is in them."""
+    if isinstance(node, ast.FunctionDef):
+        yield node
+    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        for child in ast.iter_child_nodes(node):
+            yield from _functions(child)
 
 
 def is_repeated(location: SourceLocation) -> bool:
@@ -281,18 +309,45 @@ def names_of_parts(location: SourceLocation | None, count: int) -> tuple[str, ..
 
 def alias_of(location: SourceLocation | None, own: str) -> str:
     """The name to which the user assigns another one by itself, before a line or its callers."""
-    frames = () if location is None else (location, *reversed(location.callers))
     found = [
-        (node.lineno, _targets(node)[0])
-        for place in filter(None, map(place_at, frames))
-        for node in ast.walk(place.method)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == own
-        and node.lineno <= place.statement.lineno
-        and len(_targets(node)) == 1
+        (node.lineno, alias)
+        for place in _frames(location)
+        for node, alias in _aliases(place.method, own)
+        if node.lineno <= place.statement.lineno
     ]
     return max(found, default=(0, ""))[1]
+
+
+def alias_after(location: SourceLocation | None, own: str) -> str:
+    """The same for what a line or its callers make, before the name stands for anything else."""
+    for place in _frames(location):
+        if own not in _names(place.statement, ast.Store):
+            continue
+        made = place.statement.lineno
+        stored = (node for node in ast.walk(place.method) if isinstance(node, ast.Name))
+        lines = [
+            node.lineno
+            for node in stored
+            if node.id == own and isinstance(node.ctx, ast.Store) and node.lineno > made
+        ]
+        for node, alias in _aliases(place.method, own):
+            if made < node.lineno < min(lines, default=node.lineno + 1):
+                return alias
+    return ""
+
+
+def _frames(location: SourceLocation | None) -> Iterator[Place]:
+    """The statements of a line and of its callers, from the inside out."""
+    frames = () if location is None else (location, *reversed(location.callers))
+    return filter(None, map(place_at, frames))
+
+
+def _aliases(method: ast.FunctionDef, own: str) -> Iterator[tuple[ast.Assign, str]]:
+    """The statements of a method that assign a name to another by itself, and the other."""
+    for node in ast.walk(method):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=alias)], value=ast.Name(id=other)) if other == own:
+                yield node, alias
 
 
 def _names(node: ast.AST, context: type[ast.expr_context]) -> Iterator[str]:

@@ -11,7 +11,12 @@ from torch import nn
 
 from gpipe_compiler.codegen.functions import changed_by
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sources import UserStatement, names_of_parts, statement_at
+from gpipe_compiler.codegen.sources import (
+    UserStatement,
+    alias_after,
+    names_of_parts,
+    statement_at,
+)
 from gpipe_compiler.ir import (
     Argument,
     Call,
@@ -24,7 +29,7 @@ from gpipe_compiler.ir import (
     RegionCall,
     ValueKind,
 )
-from gpipe_compiler.ir.contents import prefixes
+from gpipe_compiler.ir.contents import is_under, prefixes
 
 _NUMBER = re.compile(r"_\d+$")
 _NUMBER_PART = re.compile(r"\d+")
@@ -72,6 +77,11 @@ class Variables:
             return self.fresh(value, wish)
         self._holds[variable].clear()
         return self._bind(value, variable)
+
+    @property
+    def named(self) -> frozenset[str]:
+        """All variables so far."""
+        return frozenset(self._holds)
 
     def is_numbered(self, value: str, wish: str, position: int) -> bool:
         """Whether a value that asks for a name would get one with a number behind it."""
@@ -338,7 +348,8 @@ def name_of_result(graph: Graph, value: str, path: str) -> str:
 
 
 def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]:
-    """Names of values after the modules that make them, where the user calls several alike.
+    """Names of values that the user calls alike: their other ones, or those of the modules that
+    make them.
 
     Args:
         groups: the values that are given or returned together.
@@ -348,10 +359,13 @@ def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]
         alike: dict[str, list[str]] = {}
         for value in dict.fromkeys(group):
             alike.setdefault(argument_name(graph, value), []).append(value)
-        for value in (value for values in alike.values() if len(values) > 1 for value in values):
+        pairs = [(own, value) for own, values in alike.items() for value in values if values[1:]]
+        for own, value in pairs:
             maker = graph.producer.get(value)
-            if maker is not None and isinstance(maker.call, ModuleCall):
-                found[value] = name_of_result(graph, value, maker.call.module)
+            other = alias_after(maker.source, own) if maker is not None else ""
+            if not other and maker is not None and isinstance(maker.call, ModuleCall):
+                other = name_of_result(graph, value, maker.call.module)
+            found[value] = other
     return {value: own for value, own in found.items() if own}
 
 
@@ -381,8 +395,10 @@ def is_operand(graph: Graph, op: Op, value: str) -> bool:
     known = graph.values.get(value)
     if statement.rebinds and (known is None or known.kind is ValueKind.TENSOR):
         return False  # what it makes once may be read by it again
+    # What is in a module of torch is told to be of the line that calls it.
     return any(
-        reader.module == module and statement_at(reader.source) == statement
+        (reader.module == module or is_under(reader.module, module))
+        and statement_at(reader.source) == statement
         for reader in graph.consumers.get(value, ())
         if changed_by(reader.call) != value
     )
@@ -401,6 +417,12 @@ def called_for(graph: Graph, op: Op, value: str) -> str:
     return ""
 
 
+def is_result(graph: Graph, value: str, path: str) -> bool:
+    """Whether a value is what the module at a path makes: no op of it, in any stage, reads it."""
+    readers = graph.consumers.get(value, ())
+    return not any(f"{reader.module}.".startswith(f"{path}.") for reader in readers)
+
+
 def _called_as(graph: Graph, op: Op, value: str) -> str:
     """The user's name for what a module returns; "" where a value is no result of one."""
     words = op.module.split(".")
@@ -408,14 +430,13 @@ def _called_as(graph: Graph, op: Op, value: str) -> str:
     for count, line in op.source.calls if op.source is not None else ():
         path = ".".join(words[:count])
         statement = statement_at(line)
-        if statement is None or any(
-            f"{reader.module}.".startswith(f"{path}.") for reader in readers
-        ):
+        if statement is None or not is_result(graph, value, path):
             continue
         around = {statement_at(source) for reader in readers if (source := reader.source)}
         around |= {statement_at(own) for r in readers if r.source for _, own in r.source.calls}
         alone = len(statement.targets) == 1 and not statement.listed
-        return statement.targets[0] if alone and statement not in around else ""
+        again = statement.rebinds and statement.operations == 1  # `x = layer(x)` in a loop
+        return statement.targets[0] if alone and (again or statement not in around) else ""
     return ""
 
 

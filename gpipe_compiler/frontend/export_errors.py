@@ -32,12 +32,6 @@ class _Cause:
 
 _CAUSES = (
     _Cause(
-        r"_detect_is_causal_mask",
-        "nn.Transformer looks into the values of its mask to find out whether it is causal",
-        "pass tgt_is_causal=True (or False) to nn.Transformer or nn.TransformerDecoder, "
-        "is_causal to nn.TransformerEncoder",
-    ),
-    _Cause(
         r"DynamicCache|EncoderDecoderCache|StaticCache",
         "the model returns or takes a cache object",
         "build the model with use_cache=False",

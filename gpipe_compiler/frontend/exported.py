@@ -267,14 +267,29 @@ def tracing_settings() -> Iterator[None]:
     Where opt_einsum is installed, torch has it choose the order of contractions by the sizes, the
     batch among them: the package finds its own, as the model does at every call. On torch 2.11 the
     states of an LSTM have a dimension more in a trace, and targets that are probabilities have
-    their sizes fixed by a cross entropy.
+    their sizes fixed by a cross entropy. nn.Transformer looks into the values of its masks, to
+    choose a kernel: here it applies them.
     """
     lstm = mock.patch.object(torch._VF, "lstm", _lstm)
     soft = mock.patch.object(torch._C._nn, "cross_entropy_loss", _cross_entropy)
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
     hooks_restored = mock.patch.dict(nn.modules.module._global_buffer_registration_hooks)
-    with quiet(), contextlib.redirect_stderr(io.StringIO()), in_order, hooks_restored, lstm, soft:
+    masks = mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", _is_causal)
+    with (
+        quiet(),
+        contextlib.redirect_stderr(io.StringIO()),
+        in_order,
+        hooks_restored,
+        lstm,
+        soft,
+        masks,
+    ):
         yield
+
+
+def _is_causal(_mask: object, is_causal: bool | None = None, _size: object = None) -> bool:
+    """Whether the user says that a mask is causal."""
+    return is_causal is True
 
 
 _own_lstm = torch._VF.lstm

@@ -61,6 +61,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.nn.modules.module": ("BackwardHook", "_global_buffer_registration_hooks"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
+    "torch.nn.modules.transformer": ("_detect_is_causal_mask",),
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
     "torch.utils._pytree": (

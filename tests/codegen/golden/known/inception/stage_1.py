@@ -28,11 +28,11 @@ class Stage1(nn.Module):
         super().__init__()
         self.early = nn.ModuleDict({"1": Inception(), "2": InceptionPart()})
 
-    def forward(self, early_0: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            early_0: (B, 32, 16, 16) float32, from stage 0, made at inception.py:57.
+            x: (B, 32, 16, 16) float32, from stage 0, made at inception.py:57.
 
         Returns:
             point_out: (B, 8, 16, 16) float32, for stage 2.
@@ -41,7 +41,7 @@ class Stage1(nn.Module):
             pooled_out: (B, 8, 16, 16) float32, for stage 2.
         """
         # inception.py:75
-        x = self.early["1"](early_0)  # (B, 32, 16, 16)
+        x = self.early["1"](x)  # (B, 32, 16, 16)
         point_out, narrow3_out, narrow5_out, pooled_out = self.early["2"](x)
         return point_out, narrow3_out, narrow5_out, pooled_out
 

@@ -54,15 +54,15 @@ class Stage2(nn.Module):
         Returns:
             auxiliary: (B, 10) float32, for stage 3 and the caller.
             x: (B, 32, 8, 8) float32, for stage 3.
-            late_1: (B, 4, 8, 8) float32, for stage 3.
+            narrow3_out: (B, 4, 8, 8) float32, for stage 3.
         """
         # inception.py:75-77
         x = self.early["2"](narrow3_out, narrow5_out, point_out, pooled_out)  # (B, 32, 16, 16)
         auxiliary = self.auxiliary(x.mean([2, 3]))  # (B, 10)
         x = F.max_pool2d(x, 2)  # (B, 32, 8, 8)
         x = self.late["0"](x)
-        late_1 = self.late["1"](x)  # (B, 4, 8, 8)
-        return auxiliary, x, late_1
+        narrow3_out = self.late["1"](x)  # (B, 4, 8, 8)
+        return auxiliary, x, narrow3_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
