@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpipe_compiler.codegen.expressions import ExpressionWriter, runs_again
+from gpipe_compiler.codegen.expressions import ExpressionWriter, OwnModule, runs_again
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.loops import Loop, loop_begun
@@ -111,10 +111,11 @@ class Bindings:
 
     def _is_cut(self, op: Op) -> bool:
         """Whether an op is the call of a module of which another stage has the rest."""
-        call = op.call
-        if op.name in self.graph.op_of or not isinstance(call, ModuleCall):
+        if op.name in self.graph.op_of:
             return False
-        return not all(is_result(self.graph, value, call.module) for value in op.outputs)
+        called = op.call.args[0] if runs_again(op.call) else op.call
+        path = called.path if isinstance(called, OwnModule) else getattr(called, "module", "")
+        return bool(path) and not all(is_result(self.graph, v, path) for v in op.outputs)
 
     def _sorted(self, asked: Mapping[str, str | None]) -> dict[str, str | None]:
         """The user's names for the results of a block, which makes them in an order of its own."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.expressions import ExpressionWriter
-from gpipe_compiler.codegen.layout import name
+from gpipe_compiler.codegen.layout import WIDTH, name
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import is_attribute
@@ -73,6 +73,8 @@ class Releases:
 
 
 _DELETE = "del "
+_LONGEST = WIDTH - 12
+"""Characters of a statement, which may stand inside of others."""
 
 
 @dataclass
@@ -138,12 +140,12 @@ class LettingGo:
 
 
 def _delete(variables: Sequence[str], op: Op, mode: Mode, statements: list[Statement]) -> None:
-    """Adds `del a, b`, or the variables to such a statement that stands there."""
+    """Adds `del a, b`, or the variables to such a statement that stands there and has room."""
     listed = ", ".join(variables)
     before = statements[-1]
-    if before.expression.flat.startswith(_DELETE) and before.mode is mode:
+    longer = f"{before.expression.flat}, {listed}"
+    if longer.startswith(_DELETE) and before.mode is mode and len(longer) <= _LONGEST:
         statements.pop()
-        text = f"{before.expression.flat}, {listed}"
     else:
-        text = _DELETE + listed
-    statements.append(Statement("", name(text), mode, op.module))
+        longer = _DELETE + listed
+    statements.append(Statement("", name(longer), mode, op.module))

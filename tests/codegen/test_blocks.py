@@ -173,6 +173,54 @@ def test_layers_are_exact(planned: Callable[..., Plan], differ: bool) -> None:
         assert torch.equal(found, expected), text
 
 
+class Bottle(nn.Module):
+    def __init__(self, hidden: int, scale: float) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(4, hidden), nn.Linear(hidden, 4), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * self.scale))
+
+
+class Around(nn.Module):
+    def __init__(self, hidden: int, scale: float) -> None:
+        super().__init__()
+        self.bottle, self.norm = Bottle(hidden, scale), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bottle(self.norm(x))
+
+
+def test_what_a_constructor_passes_on_keeps_its_name(planned: Callable[..., Plan]) -> None:
+    model = nn.Sequential(Around(5, 0.3), Around(7, 0.7))
+    text = text_of(planned(copy.deepcopy(model), torch.rand(2, 3, 4), count=1))
+
+    stage, x = module_of(text), torch.rand(2, 3, 4)
+    stage.load_state_dict(model.state_dict())
+    assert torch.equal(stage(x), model(x))
+    heads = re.findall(r"def __init__\(self, (.*)\) -> None:", text)
+    passed = re.search(r"self\.bottle = Bottle\((.*)\)", text)
+    assert passed is not None
+    assert len(set(heads)) == 1, "both classes are given the same numbers, in one order"
+    assert [item.partition("=")[2] or item for item in passed[1].split(", ")] == [
+        item.partition(":")[0] for item in heads[0].split(", ")
+    ]
+
+
+def test_torchs_own_layers_read_as_they_are_known(planned: Callable[..., Plan]) -> None:
+    """Their lines are none of the user's, so that no name of hers stands for what they make."""
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), torch.rand(2, 3, 4)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stage(x), model(x))
+    assert "self.self_attn(src, src, src, need_weights=False)" in re.sub(r"\bx\b", "src", text)
+    assert "self.dropout1(self_attn_out)" in text
+    assert not re.search(r"_2\b", text)
+
+
 class Shrinking(nn.Module):
     """Makes pictures of tokens; those of the first one are as many as their channels."""
 

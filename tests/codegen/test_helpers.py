@@ -271,3 +271,25 @@ def test_two_calls_of_a_function_on_one_line_are_two(planned: Callable[..., Plan
     (stage,) = write_stages(plan, CodeFacts.of(plan.graph)).stages
     assert stage.text.count("def soften(x: Tensor, by: float) -> Tensor:") == 1, stage.text
     assert stage.text.count("soften(") == 3, stage.text
+
+
+def shifted(x: Tensor, by: float) -> Tensor:
+    def move(y: Tensor) -> Tensor:
+        moved = y + by
+        return moved.sin()
+
+    return move(x) * 2
+
+
+class Shifts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return shifted(shifted(x, 0.5), 0.5).tanh()
+
+
+def test_a_function_in_a_function_is_part_of_it(planned: Callable[..., Plan]) -> None:
+    plan = planned(Shifts(), torch.rand(2, 4), count=1)
+    assert plan.graph is not None
+    text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
+
+    assert text.count("def shifted") == 1
+    assert "def move" not in text

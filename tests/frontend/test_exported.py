@@ -335,7 +335,7 @@ class Leaves(nn.Module):
 class Causal(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.transformer = nn.Transformer(8, 2, 1, 1, 16, batch_first=True)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
 
     def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
@@ -371,19 +371,17 @@ def test_a_refused_trace_leaves_nothing_on_other_modules():
     assert dict(nn.modules.module._global_buffer_registration_hooks) == before
 
 
-def test_transformer_mask_is_explained():
-    with pytest.raises(TraceError, match="whether it is causal") as caught:
-        trace_export(
-            Subject(
-                "m",
-                Causal(),
-                (torch.randn(4, 5, 8), torch.randn(4, 6, 8)),
-                loss=LossChoice.SUM_OF_SQUARES,
-            ),
-            True,
-        )
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_masks_whose_values_choose_a_kernel_are_applied(training, same_as_eager):
+    """nn.Transformer looks whether its mask is causal; it rounds otherwise if so, no more."""
+    subject = Subject(
+        "m",
+        Causal(),
+        (torch.randn(4, 5, 8), torch.randn(4, 6, 8)),
+        loss=LossChoice.SUM_OF_SQUARES,
+    )
 
-    assert "tgt_is_causal=True" in caught.value.hint
+    same_as_eager(trace_export(subject, training), subject, training, tolerance=1e-5)
 
 
 # --- what stands in the graph ---------------------------------------------------------------------

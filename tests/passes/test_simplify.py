@@ -115,6 +115,24 @@ def test_a_choice_goes_that_is_the_same_everywhere(builder, dtype, condition, ar
     assert before.numpy().tobytes() == now.numpy().tobytes()
 
 
+def test_a_condition_goes_that_holds_everywhere(builder):
+    b = builder(x=FLOATS)
+    row = b.call(torch.arange, 3)
+    ones = b.method("new_ones", row, [], dtype=torch.bool)
+    low, high = (b.call(compare, row, 1) for compare in (operator.le, operator.ge))
+    found = b.call(operator.and_, ones, low, name="everywhere")
+    here = b.call(operator.and_, b.call(operator.lt, row, 3), found, name="only at this size")
+    view = b.call(operator.and_, b.method("unsqueeze", high, 0), ones, name="of a view")
+    last = b.call(torch.where, b.call(operator.or_, here, view), Ref("x"), 2.0)
+    graph = annotate(b.graph(last), 2)
+    simple = simplify(graph)
+    before, now = (Interpreter(g, {}).run({"x": FLOATS})[last.name] for g in (graph, simple))
+
+    assert "everywhere" not in simple.op_of
+    assert {"only at this size", "of a view"} <= simple.op_of.keys()
+    assert before.numpy().tobytes() == now.numpy().tobytes()
+
+
 def test_a_size_of_the_batch_is_known_for_what_it_is(builder):
     b = builder(x=torch.randn(3, 4))
     batch = b.method("size", Ref("x"), 0, name="batch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -85,3 +86,20 @@ def test_a_rule_that_was_tried_limits_nothing(tmp_path: Path) -> None:
     compile_subject(subject(near), OPTIONS, tmp_path / "out")
 
     assert load_package(tmp_path / "out").SPEC.limits == ()
+
+
+def by_streams(output: Tensor, target: Tensor) -> Tensor:
+    """Of two streams of every sample, all first ones before all second ones."""
+    streams = output.unflatten(-1, (2, 1)).transpose(0, 1).reshape(-1, 1)
+    return F.mse_loss(streams, target.t().reshape(-1, 1))
+
+
+def test_a_loss_may_have_samples_in_another_order(tmp_path: Path) -> None:
+    """Where a rule is tried, what the loss takes is compared, and nothing that it makes."""
+    given = dataclasses.replace(subject(near), loss_fn=by_streams)
+    compile_subject(given, OPTIONS, tmp_path / "out")
+    x, target = torch.randn(60, 4), torch.randn(60, 2)
+    with load_package(tmp_path / "out").Pipeline() as pipe:
+        loss = pipe.step(x, target)
+
+    torch.testing.assert_close(loss, by_streams(given.model(x), target).detach())

@@ -243,7 +243,7 @@ class Seq2Seq(nn.Module):
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1])
-        return self.head(self.body(source, target, tgt_mask=mask, tgt_is_causal=True))
+        return self.head(self.body(source, target, tgt_mask=mask))
 
 
 class GroupNormed(nn.Module):
