@@ -44,6 +44,7 @@ from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
+from gpipe_compiler.codegen.variables import is_result
 from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
@@ -265,11 +266,13 @@ class StageBlocks:
         ]
         names_of = parameter_names(graph, first)
         order = {value: place for place, value in enumerate(names_of)}
-        told_names = next(iter(self.own.methods.values())).names
-        # What a module makes itself, in another stage, is none of the user's parameters.
-        makers = ((value, graph.producer.get(value)) for value in told_names)
-        parted = {v for v, op in makers if op and is_under(f"{op.module}.", first.path)}
-        inside = {value: told_names[value] for value in parted}
+        # What a module makes and reads itself, in two stages, is none of the user's parameters.
+        inside = {
+            value: own
+            for value, own in next(iter(self.own.methods.values())).names.items()
+            if (maker := graph.producer.get(value)) and is_under(f"{maker.module}.", first.path)
+            if not is_result(graph, value, first.path)
+        }
         passed = tuple(
             index
             for index, value in sorted(
@@ -290,7 +293,7 @@ class StageBlocks:
                 for value in given
                 if value in read
             ),
-            {**told_names, **names_of, **inside},
+            {**names_of, **inside},
         )
         return method, passed
 

@@ -65,21 +65,12 @@ def is_closure(location: SourceLocation) -> bool:
 def _closures(file: str) -> frozenset[int]:
     found: set[int] = set()
     for outer in ast.walk(parsed(file)):
-        if isinstance(outer, ast.FunctionDef):
-            calls = (node for node in ast.walk(outer) if isinstance(node, ast.Call))
-            called = Counter(ast.unparse(node.func) for node in calls)
-            inner = (node for part in outer.body for node in _functions(part))
-            found.update(id(node) for node in inner if called[node.name] < 2)
+        inside = [*ast.walk(outer)] if isinstance(outer, ast.FunctionDef) else []
+        called = Counter(ast.unparse(node.func) for node in inside if isinstance(node, ast.Call))
+        inner = [node for node in inside[1:] if isinstance(node, ast.FunctionDef)]
+        plain = (node for node in inner if parameters_of(node)[:1] != ["self"])
+        found.update(id(node) for node in plain if called[node.name] < 2)
     return frozenset(found)
-
-
-def _functions(node: ast.AST) -> Iterator[ast.FunctionDef]:
-    """The functions in a statement, but methods and what is in them."""
-    if isinstance(node, ast.FunctionDef):
-        yield node
-    if not isinstance(node, ast.FunctionDef | ast.ClassDef):
-        for child in ast.iter_child_nodes(node):
-            yield from _functions(child)
 
 
 def is_repeated(location: SourceLocation) -> bool:
@@ -321,17 +312,12 @@ def alias_of(location: SourceLocation | None, own: str) -> str:
 def alias_after(location: SourceLocation | None, own: str) -> str:
     """The same for what a line or its callers make, before the name stands for anything else."""
     for place in _frames(location):
-        if own not in _names(place.statement, ast.Store):
-            continue
-        made = place.statement.lineno
-        stored = (node for node in ast.walk(place.method) if isinstance(node, ast.Name))
-        lines = [
-            node.lineno
-            for node in stored
-            if node.id == own and isinstance(node.ctx, ast.Store) and node.lineno > made
-        ]
+        later = range(place.statement.lineno + 1, sys.maxsize)
+        named = (node for node in ast.walk(place.method) if isinstance(node, ast.Name))
+        stored = (node for node in named if node.id == own and isinstance(node.ctx, ast.Store))
+        end = min((node.lineno for node in stored if node.lineno in later), default=sys.maxsize)
         for node, alias in _aliases(place.method, own):
-            if made < node.lineno < min(lines, default=node.lineno + 1):
+            if node.lineno in later and node.lineno < end and own in _targets(place.statement):
                 return alias
     return ""
 

@@ -100,7 +100,7 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
     Raises:
         EmitError: naming the user's line, when something in it has no spelling.
     """
-    names = names_apart(facts.graph, (v for one in plan.stages for v in (one.inputs, one.outputs)))
+    names = names_apart(facts.graph, ((*one.inputs, *one.outputs) for one in plan.stages))
     drafts = [_Draft.of(plan, facts, stage, names) for stage in (stages or plan.stages)]
     found = FoundBlocks.of(facts, (draft.own for draft in drafts))
     while any(draft.own.again != found.again(place) for place, draft in enumerate(drafts)):

@@ -193,7 +193,7 @@ def _where(
     ends = {id(returned[name]) for name in outputs}
     pending = [name for name, value in values.items() if id(value) in ends]
     if entry.training:
-        pending = [*graph.loss_inputs]
+        pending = [v for op in graph.ops if op.name in graph.loss_only for v in op.inputs]
     return _root(graph, parted, pending)
 
 

@@ -191,9 +191,11 @@ def first_numbering(graph: Graph) -> Op | None:
     trials = _trials(graph)
     if not trials.samples:
         return None
-    return trials.mixing or mixing_among(
-        graph, trials.samples, {}, graph.loss_inputs.union(graph.output_values)
-    )
+    return trials.mixing or mixing_among(graph, trials.samples, {}, _ends(graph))
+
+
+def _ends(graph: Graph) -> frozenset[str]:
+    return graph.loss_inputs.union(graph.output_values)
 
 
 def _takes_by_number(graph: Graph, op: Op) -> bool:
@@ -246,11 +248,7 @@ def _find_trials(graph: Graph) -> _Trials:
     untried = next((rule for rule in rules if rule not in tried), None)
     if not tried:
         return _Trials(untried=untried)
-    return _Trials(
-        2 * tried[-1].samples,
-        first_mixing(runs, graph.loss_inputs.union(graph.output_values)),
-        untried,
-    )
+    return _Trials(2 * tried[-1].samples, first_mixing(runs, _ends(graph)), untried)
 
 
 def with_limit(plan: Plan) -> Plan:

@@ -10,21 +10,21 @@ class Stage1(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({"0": ResidualPart2(), "1": ResidualPart()})
 
-    def forward(self, out: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, conv2_out: Tensor, stem_out: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            out: (B, 4, 8, 8) float32, from stage 0, made at models.py:27.
-            x: (B, 4, 8, 8) float32, from stage 0, made at models.py:41.
+            conv2_out: (B, 4, 8, 8) float32, from stage 0, made at models.py:27.
+            stem_out: (B, 4, 8, 8) float32, from stage 0, made at models.py:41.
 
         Returns:
-            x: (B, 4, 8, 8) float32, for stage 2.
-            out: (B, 4, 8, 8) float32, for stage 2.
+            blocks_0: (B, 4, 8, 8) float32, for stage 2.
+            conv2_out: (B, 4, 8, 8) float32, for stage 2.
         """
         # models.py:42
-        x = self.blocks["0"](x, out)  # (B, 4, 8, 8)
-        out = self.blocks["1"](x)
-        return x, out
+        blocks_0 = self.blocks["0"](stem_out, conv2_out)  # (B, 4, 8, 8)
+        conv2_out = self.blocks["1"](blocks_0)
+        return blocks_0, conv2_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

@@ -13,18 +13,18 @@ class Stage2(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+    def forward(self, conv2_out: Tensor, blocks_0: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
-            x: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
+            conv2_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
+            blocks_0: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
             head_out: (B, 5) float32, for the caller.
         """
         # models.py:42-208
-        x = self.blocks["1"](x, out)  # (B, 4, 8, 8)
+        x = self.blocks["1"](blocks_0, conv2_out)  # (B, 4, 8, 8)
         x = self.pool(x).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
         head_out = head_out.flatten(0, -2)

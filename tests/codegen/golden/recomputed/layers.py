@@ -13,9 +13,9 @@ class ResidualPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27
-        out: Tensor = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
-        out = self.conv2(out)
-        return out
+        out = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
+        conv2_out: Tensor = self.conv2(out)
+        return conv2_out
 
 
 class ResidualPart2(nn.Module):
@@ -24,9 +24,9 @@ class ResidualPart2(nn.Module):
         self.bn2 = nn.BatchNorm2d(4)
         self.relu = nn.ReLU(inplace=True)
 
-    def forward(self, x: Tensor, out: Tensor) -> Tensor:
+    def forward(self, x: Tensor, conv2_out: Tensor) -> Tensor:
         # models.py:27-29
-        out = self.bn2(out)  # (B, 4, 8, 8)
+        out = self.bn2(conv2_out)  # (B, 4, 8, 8)
         out += x
         relu_out: Tensor = self.relu(out)
         return relu_out

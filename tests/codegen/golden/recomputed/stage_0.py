@@ -21,13 +21,13 @@ class Stage0(nn.Module):
             images: (B, 3, 8, 8) float32, the model's args[0].
 
         Returns:
-            x: (B, 4, 8, 8) float32, for stage 1.
-            out: (B, 4, 8, 8) float32, for stage 1.
+            stem_out: (B, 4, 8, 8) float32, for stage 1.
+            conv2_out: (B, 4, 8, 8) float32, for stage 1.
         """
         # models.py:41-42
-        x = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, 8, 8)
-        out = checkpoint(self.blocks["0"], x, use_reentrant=False)
-        return x, out
+        stem_out = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, 8, 8)
+        conv2_out = checkpoint(self.blocks["0"], stem_out, use_reentrant=False)
+        return stem_out, conv2_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

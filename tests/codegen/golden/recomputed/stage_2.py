@@ -14,18 +14,18 @@ class Stage2(nn.Module):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(4, 5)
 
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+    def forward(self, conv2_out: Tensor, blocks_0: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
-            x: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
+            conv2_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
+            blocks_0: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
             flatten: (B, 5) float32, for the caller.
         """
         # models.py:42-208
-        x = checkpoint(self.blocks["1"], x, out, use_reentrant=False)  # (B, 4, 8, 8)
+        x = checkpoint(self.blocks["1"], blocks_0, conv2_out, use_reentrant=False)  # (B, 4, 8, 8)
         flatten: Tensor = checkpoint(self.segment_1, x, use_reentrant=False)  # (B, 5)
         return flatten
 

@@ -16,9 +16,9 @@ class LlamaDecoderLayerPart(nn.Module):
         self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:306
-        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
-        post_attention_layernorm_out = self.post_attention_layernorm(hidden_states)
-        return hidden_states, post_attention_layernorm_out
+        residual = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
+        post_attention_layernorm_out = self.post_attention_layernorm(residual)
+        return residual, post_attention_layernorm_out
 
 
 class LlamaModelPart(nn.Module):
@@ -41,14 +41,14 @@ class Stage2(nn.Module):
             hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_llama.py:312.
 
         Returns:
-            hidden_states: (B, 16, 32) float32, for stage 3.
+            residual: (B, 16, 32) float32, for stage 3.
             post_attention_layernorm_out: (B, 16, 32) float32, for stage 3.
         """
         # model (modeling_llama.py:377-378)
         position_ids = torch.arange(16, device=input_layernorm_out.device).unsqueeze(0)  # (1, 16)
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
-        hidden_states, post_attention_layernorm_out = self.model.layers["1"](
+        residual, post_attention_layernorm_out = self.model.layers["1"](
             hidden_states, input_layernorm_out, cos, sin
         )
-        return hidden_states, post_attention_layernorm_out
+        return residual, post_attention_layernorm_out

@@ -11,9 +11,9 @@ class LlamaDecoderLayerPart(nn.Module):
         super().__init__()
         self.mlp = LlamaMLP()
 
-    def forward(self, hidden_states: Tensor, post_attention_layernorm_out: Tensor) -> Tensor:
+    def forward(self, residual: Tensor, post_attention_layernorm_out: Tensor) -> Tensor:
         # modeling_llama.py:312
-        hidden_states = hidden_states + self.mlp(post_attention_layernorm_out)  # (B, 16, 32)
+        hidden_states: Tensor = residual + self.mlp(post_attention_layernorm_out)  # (B, 16, 32)
         return hidden_states
 
 
@@ -30,21 +30,19 @@ class Stage3(nn.Module):
         self.model = LlamaModelPart()
         self.lm_head = nn.Linear(32, 64, bias=False)
 
-    def forward(self, post_attention_layernorm_out: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, post_attention_layernorm_out: Tensor, residual: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             post_attention_layernorm_out: (B, 16, 32) float32, from stage 2, made at
                 modeling_llama.py:66.
-            hidden_states: (B, 16, 32) float32, from stage 2, made at modeling_llama.py:306.
+            residual: (B, 16, 32) float32, from stage 2, made at modeling_llama.py:306.
 
         Returns:
             logits: (B, 16, 64) float32, for the caller.
         """
         # model
-        norm_out = self.model.norm(
-            self.model.layers["1"](hidden_states, post_attention_layernorm_out)
-        )
+        norm_out = self.model.norm(self.model.layers["1"](residual, post_attention_layernorm_out))
 
         # modeling_llama.py:468
         logits: Tensor = self.lm_head(norm_out)  # (B, 16, 64)
