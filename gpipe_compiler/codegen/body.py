@@ -113,7 +113,7 @@ def write_body(
 
 def _argument(graph: Graph, method: Method, variables: Variables, value: str) -> str:
     """The variable of an argument: the user's name, else that of what makes it."""
-    size = "batch" if method.is_batch(value) else ""
+    size = "batch" if method.size_of(value) == 1 else ""
     wish = method.names.get(value) or size or argument_name(graph, value)
     maker = graph.producer.get(value)
     if maker and isinstance(maker.call, ModuleCall) and variables.is_numbered(value, wish, -1):
