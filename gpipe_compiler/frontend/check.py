@@ -6,8 +6,8 @@ meta have no numbers: shapes and types are compared instead.
 
 Each mode is compared for 2 and for 3 samples, or 4 where the model takes no 3; then with other
 sizes of dimensions that are free too, where the model takes these. Less is done where a
-comparison takes seconds: train mode is compared for 2 samples, eval mode for the other size. A
-model without batched inputs is compared as it is called, and one that takes 2 samples only is
+comparison takes over a second: train mode is compared for 2 samples, eval mode for the other size.
+A model without batched inputs is compared as it is called, and one that takes 2 samples only is
 compared for these, with a warning.
 """
 
@@ -67,9 +67,9 @@ _BATCHES = ((2,), (3, 4))
 _BUFFER = "buffer "
 """What the names of buffers begin with."""
 
-_SLOW_S = 5.0
+_SLOW_S = 1.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
-mode at the first, eval mode at the second."""
+mode at the first, eval mode at the second. The package is compared at others besides."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
     """The graph of a model, which is right.
 
     Right means equal to the model in train and in eval mode, as `frontend.check` compares them: at
-    two batch sizes each, or one each where a comparison takes seconds. A long run of equal layers
-    is traced as a short one where that gives a right graph too. The model object stays as it is.
+    two batch sizes each, or one each where a comparison takes over a second. A long run of equal
+    layers is traced as a short one where that gives a right graph too. The model object stays as it
+    is.
 
     Args:
         precision: that the graph is to be for, whatever else it is for.

@@ -98,7 +98,7 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
     if on_meta(graph) or joint:
         return
     _refuse_mixing_backward(graph)
-    if not any(map(_differs_in_training, graph.ops)):
+    if not any(map(differs_in_training, graph.ops)):
         return
     if batchnorm_ops(graph, model) or effects(graph).state_writes:
         return
@@ -140,8 +140,10 @@ def _refuse_mixing_backward(graph: Graph) -> None:
     )
 
 
-def _differs_in_training(op: Op) -> bool:
-    return op.mode is Mode.TRAIN or op.has_choices
+def differs_in_training(op: Op) -> bool:
+    """Whether an op does something else in training, what it draws and writes apart."""
+    inner = ops_within(op)
+    return any(one.mode is not Mode.ALWAYS or one.has_choices for one in inner)
 
 
 def _first_in_training(graph: Graph) -> Op | None:

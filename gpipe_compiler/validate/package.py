@@ -34,7 +34,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
 from gpipe_compiler.runtime.core.weights import save_file as save_weights
 from gpipe_compiler.runtime.spec import Precision
-from gpipe_compiler.runtime.train.check import INPUT
+from gpipe_compiler.runtime.train.check import INPUT, MICROBATCHES
 from gpipe_compiler.runtime.train.comparison import (
     ROUNDING,
     ComparedKind,
@@ -49,7 +49,7 @@ from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts
 from gpipe_compiler.validate.rounding import rounding_of, with_other_sums
-from gpipe_compiler.validate.second_batch import other_batches, other_size
+from gpipe_compiler.validate.second_batch import OtherBatch, other_batches, other_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,15 @@ def validate(
         refuse_late_checkpoints(plan.graph, subject, entry, 2)
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
-        expected, notes = reference_of(subject, plan, seed, per_microbatch=per_microbatch)
-        second, note = _second_reference(subject, plan, seed, per_microbatch)
+        expected, notes = reference_of(
+            subject, plan, seed, per_microbatch=per_microbatch, left_to_package=True
+        )
+        try:
+            second, note = _second_reference(subject, plan, seed, per_microbatch)
+        except UnsplittableError:
+            if not per_microbatch:
+                refuse_unlike_parts(subject, plan, seed)  # by the example, where that shows it too
+            raise
     batches = [_Reference(expected), *second]
     # Where the model ran and with as many threads: other kernels round in another way.
     device, count = device_of(subject.model), len(plan.orders)
@@ -137,20 +144,26 @@ class _Reference:
     """What the model gives on a batch.
 
     Attributes:
+        batch: None for the example.
+        names: of its inputs.
         rounding: how far rounding alone moves entries of each tensor, where that was measured.
     """
 
     expected: Tensors
-    inputs: Sequence[torch.Tensor] | None = None
+    batch: OtherBatch | None = None
     names: tuple[str, ...] = ()
     rounding: Mapping[ComparedKind, Mapping[str, float]] = field(default_factory=dict)
 
     def packed(self) -> dict[str, torch.Tensor]:
         """The tensors under the names that a reference file gives them."""
-        given = zip(self.names, self.inputs or (), strict=True)
+        given: dict[str, torch.Tensor] = {}
+        if self.batch is not None:
+            pairs = zip(self.names, self.batch.inputs, strict=True)
+            given = {f"{INPUT}{name}": tensor.clone().contiguous() for name, tensor in pairs}
+            given[MICROBATCHES] = torch.tensor(self.batch.microbatches)
         return {
             **pack(self.expected),
-            **{f"{INPUT}{name}": tensor.clone().contiguous() for name, tensor in given},
+            **given,
             **{
                 f"{ROUNDING}{kind.value}/{name}": torch.tensor(size, dtype=torch.float64)
                 for kind, group in self.rounding.items()
@@ -174,16 +187,16 @@ def _files(
     return options
 
 
-def _with_rounding(batch: _Reference, subject: Subject, plan: Plan, seed: int) -> _Reference:
+def _with_rounding(known: _Reference, subject: Subject, plan: Plan, seed: int) -> _Reference:
     """The reference with what rounding alone moves its entries by."""
 
     def results(model: nn.Module) -> Tensors:
         moved = dataclasses.replace(subject, model=model)
-        return reference_of(moved, plan, seed, inputs=batch.inputs, per_microbatch=True)[0]
+        return reference_of(moved, plan, seed, other=known.batch, per_microbatch=True)[0]
 
-    rounding = rounding_of(subject.model, batch.expected, results)
-    rounding = with_other_sums(rounding, batch.expected, plan)
-    return dataclasses.replace(batch, rounding=rounding)
+    rounding = rounding_of(subject.model, known.expected, results)
+    rounding = with_other_sums(rounding, known.expected, plan)
+    return dataclasses.replace(known, rounding=rounding)
 
 
 def _second_reference(
@@ -196,16 +209,16 @@ def _second_reference(
         nothing is.
     """
     entry = make_entry(subject, training=False)
-    size = other_size(plan.batch_size, plan.microbatches, least_samples(plan))
+    numbers = other_numbers(plan.batch_size, plan.microbatches, least_samples(plan))
     met = ""
     assert plan.graph is not None
     sizes = other_sizes(plan.graph.sizes, required(plan.graph))
     resized = entry.signature.at(plan.graph.inputs, sizes)
-    own, few = plan.batch_size, plan.microbatch_size
-    for batch in other_batches(entry, own, size, seed, resized, sizes, few):
+    few = plan.microbatch_size
+    for batch in other_batches(entry, numbers, seed, resized, sizes, few):
         try:
             expected, _ = reference_of(
-                subject, plan, seed, inputs=batch.inputs, per_microbatch=per_microbatch
+                subject, plan, seed, other=batch, per_microbatch=per_microbatch
             )
         except UnsplittableError as error:
             problem = f"on a second batch ({batch.what}): {error.problem}"
@@ -223,7 +236,7 @@ def _second_reference(
         if plan.precision is Precision.FP32:
             # How weights follow from gradients, the first batch has shown.
             expected = {k: group for k, group in expected.items() if k is not ComparedKind.WEIGHT}
-        return [_Reference(expected, batch.inputs, names)], note
+        return [_Reference(expected, batch, names)], note
     why = f"the model rejects a second batch {met}" if met else "no input has a batch dimension"
     return [], f"the example alone was compared: {why}"
 

@@ -31,6 +31,7 @@ from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, flat_tensors
 from gpipe_compiler.runtime.train.plain_stages import LOSS_SCALE
 from gpipe_compiler.validate.draws import Draws, DrawsOfAll, DrawsOfOne
+from gpipe_compiler.validate.second_batch import OtherBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +59,13 @@ class MiniBatch:
         return tuple(tensor.clone() for tensor in self.inputs)
 
 
-def batch_of(
-    plan: Plan, signature: Signature, inputs: Sequence[torch.Tensor] | None = None
-) -> MiniBatch:
-    """A mini-batch as the plan's package splits it, in a single replica.
-
-    Args:
-        inputs: a tensor for each input of the signature; those of the example by default.
-    """
-    if inputs is None:
-        inputs = signature.samples(plan.batch_size)
+def batch_of(plan: Plan, signature: Signature, other: OtherBatch | None = None) -> MiniBatch:
+    """A mini-batch as the plan's package splits it, in a single replica; the example by default."""
+    inputs = signature.samples(plan.batch_size) if other is None else other.inputs
+    most = plan.microbatches if other is None else other.microbatches
     pairs = zip(signature.inputs, inputs, strict=True)
     samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
-    count = max(1, min(plan.microbatches, samples // least_samples(plan)))
+    count = max(1, min(most, samples // least_samples(plan)))
     return MiniBatch(tuple(inputs), even_sizes(samples, count))
 
 

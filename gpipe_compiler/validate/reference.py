@@ -5,6 +5,9 @@ user chose otherwise they are those of the plain loop of micro-batches: BatchNor
 in training, and `--per-microbatch`. So they are where anything is computed in 16 bits, by
 `--precision` or by the model itself: there both round at the same places. The loop is then held
 against the whole without this rounding.
+
+That micro-batches of the model come to the whole is looked at first, or left to the package, which
+runs micro-batches: where it gives what the whole does, they do.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +29,11 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
+from gpipe_compiler.validate.cross_sample import differs_in_training
 from gpipe_compiler.validate.departure import HINT, Both, departure, joined, where_parted
 from gpipe_compiler.validate.draws import ApartError, Draws
 from gpipe_compiler.validate.loss_splitting import cause_of, explain, loss_shares
@@ -45,6 +50,7 @@ from gpipe_compiler.validate.plain_run import (
     with_terms,
 )
 from gpipe_compiler.validate.rounding import double, doubled, lower_types, rounded, without_lower
+from gpipe_compiler.validate.second_batch import OtherBatch
 
 _INSIDE = "training is compared with the plain loop of micro-batches: {}"
 
@@ -54,23 +60,28 @@ def reference_of(
     plan: Plan,
     seed: int,
     *,
-    inputs: Sequence[torch.Tensor] | None = None,
+    other: OtherBatch | None = None,
     per_microbatch: bool = False,
+    left_to_package: bool = False,
 ) -> tuple[Tensors, tuple[str, ...]]:
     """The expected results of a plan's package, by the model in plain PyTorch; and notes on them.
 
     Args:
-        inputs: a tensor for each input of the subject's signature; the example by default.
+        other: the mini-batch; the example by default.
+        left_to_package: whether a package is held against the results, so that micro-batches of the
+            model need not run where the package shows what they come to. Where it gives other
+            results, `refuse_unlike_parts` tells whether the model's micro-batches do as well.
 
     Raises:
         UnsplittableError: when micro-batches do not give the model's results for the mini-batch,
             unless that is accepted.
     """
     entry = make_entry(subject, training=False)
-    batch = batch_of(plan, entry.signature, inputs)
+    batch = batch_of(plan, entry.signature, other)
     shares = _shares(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, per_microbatch)
-    expected, notes = work.evaluated()
+    left = left_to_package and work.is_shown_by_package
+    expected, notes = work.in_one_piece() if left else work.evaluated()
     if not plan.training:
         return expected, notes
     trained, more = work.trained(noted=bool(notes))
@@ -78,17 +89,18 @@ def reference_of(
 
 
 def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
-    """Says why no package could give a training step on the example, if micro-batches do not.
+    """Says why no package could give the results on the example, if micro-batches do not.
 
     Raises:
         UnsplittableError: naming the line where they part.
     """
     entry = make_entry(subject, training=False)
     batch = batch_of(plan, entry.signature)
-    if not plan.training or len(batch.sizes) == 1:
+    if len(batch.sizes) == 1:
         return
-    shares = _shares(entry, plan, batch)
+    shares = _shares(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, accepted=False)
+    work.evaluated()
     if not shares:
         return
     if batchnorm_ops(work.graph, subject.model):  # which the user has over each micro-batch
@@ -140,6 +152,32 @@ class _Work:
     def _lower(self) -> bool:
         """Whether 16 bits are computed in, so that micro-batches round otherwise than the whole."""
         return self.plan.precision is not Precision.FP32 or bool(lower_types(self.graph))
+
+    @property
+    def is_shown_by_package(self) -> bool:
+        """Whether a package that gives what the mini-batch in one piece does, in eval mode and for
+        a step, shows that micro-batches come to it.
+
+        Where the loop of micro-batches is what a step is held to, it does not; nor does a step show
+        the loss in eval mode, where that is another one.
+        """
+        graph = self.graph
+        if self.accepted or self._lower or Draws.of(graph, self.seed, training=False).numbers:
+            return False
+        if not self.plan.training:
+            return True
+        touchy = mixing_ops(graph) | frozenset(effects(graph).state_writes)
+        return not touchy and self._modes_agree(apart=random_ops(graph))
+
+    def _modes_agree(self, *, apart: Collection[str]) -> bool:
+        """Whether all ops do the same in training as in eval mode, these apart."""
+        return not any(differs_in_training(op) for op in self.graph.ops if op.name not in apart)
+
+    def in_one_piece(self) -> tuple[Tensors, tuple[str, ...]]:
+        """The outputs in eval mode, by the mini-batch in one piece alone."""
+        call = ModelCall(self.batch.whole(), contextlib.nullcontext())
+        (whole,) = evaluate(self._entry(training=False), [call], Precision.FP32)
+        return {ComparedKind.OUTPUT: whole.outputs}, ()
 
     def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
         draws = Draws.of(self.graph, self.seed, training=False)
@@ -208,6 +246,8 @@ class _Work:
         assert self.graph.loss is not None
         if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
             return
+        if not others and not random_ops(self.graph) and self._modes_agree(apart=layers):
+            return  # that is the model in eval mode
         check = _Work._trains_alike if others else _Work._forwards_alike
         try:
             if check(self) or self._in_double(check):

@@ -39,32 +39,40 @@ class OtherBatch:
 
     Attributes:
         inputs: in the order of the signature's inputs.
+        microbatches: into which a package splits it, at most.
         what: how many samples, and how they differ from the example.
     """
 
     inputs: tuple[torch.Tensor, ...]
+    microbatches: int
     what: str
 
 
-def other_size(samples: int, microbatches: int, least: int) -> int:
-    """A number of samples close to the example's, which micro-batches share unevenly if they can.
+def other_numbers(samples: int, microbatches: int, least: int) -> list[tuple[int, int]]:
+    """Numbers of samples, each with how many micro-batches share them, in the order to try them.
 
-    One more where the example's begin at even places: what pairs neighbours, or takes every other
-    sample, shows in those that begin at odd ones.
+    First the smallest batch that two micro-batches share unevenly, the second of which begins at an
+    odd place: what pairs neighbours, or takes every other sample, shows there. It shows as much as a
+    large one, in as many runs of every stage as it has micro-batches. Then one close to the
+    example's, also with odd places, and at last the example's own number.
 
     Args:
         samples: of the example.
+        microbatches: of the plan.
         least: samples that a micro-batch has to have.
     """
-    fewer = samples - 1
-    odd = samples // microbatches % 2
-    return fewer if odd and fewer >= max(microbatches, 2) * least else samples + 1
+    few, next_few = (5, 9) if microbatches > 1 else (least + 1, least + 2)
+    few = next_few if few == samples else few
+    fewer, odd = samples - 1, samples // microbatches % 2
+    close = fewer if odd and fewer >= max(microbatches, 2) * least else samples + 1
+    parts = min(microbatches, 2)
+    pairs = (few, parts), (close, microbatches), (samples, microbatches)
+    return list(dict.fromkeys(pairs))
 
 
 def other_batches(
     entry: Entry,
-    own: int,
-    other: int,
+    numbers: Sequence[tuple[int, int]],
     seed: int,
     resized: Signature | None = None,
     sizes: Mapping[str, int] = MappingProxyType({}),
@@ -76,19 +84,19 @@ def other_batches(
     The first that plain PyTorch takes is the one to compare on.
 
     Args:
-        own, other: samples in the example, and another number of them.
+        numbers: as `other_numbers` gives them, the example's own at the end.
         resized: with examples of other sizes, where some are free; `sizes` are these.
-        few: samples on which the model is watched; by default `own`.
+        few: samples on which the model is watched; by default as many as in the example.
     """
     sources = entry.signature.inputs
     if not any(source.batched for source in sources):
         return
-    uses = integer_uses(entry, entry.signature.samples(few or own))
+    uses = integer_uses(entry, entry.signature.samples(few or numbers[-1][0]))
     told = "".join(f", {name} {size}" for name, size in sizes.items())
-    kinds = [(other, entry.signature, ""), (own, entry.signature, "")]
+    kinds = [(*pair, entry.signature, "") for pair in numbers]
     if resized is not None and sizes:
-        kinds.insert(0, (other, resized, told))
-    for samples, signature, at_sizes in kinds:
+        kinds[:0] = [(*pair, resized, told) for pair in numbers[:-1]]
+    for samples, microbatches, signature, at_sizes in kinds:
         for fresh in (True, False):
             maker = _Maker(samples, uses, torch.Generator().manual_seed(seed))
             inputs = [
@@ -96,7 +104,8 @@ def other_batches(
                 for source, tensor in zip(sources, signature.samples(samples), strict=True)
             ]
             values = "other values" if fresh else "the example's samples in another order"
-            yield OtherBatch(tuple(inputs), f"{samples} samples, {values}{at_sizes}")
+            what = f"{samples} samples, {values}{at_sizes}"
+            yield OtherBatch(tuple(inputs), microbatches, what)
 
 
 class _Maker:
@@ -150,7 +159,7 @@ class _Maker:
         drawn = torch.randint(0, use.count, rows.shape, generator=self._random)
         if use.ignored is not None and rows.numel() > 1:
             ignored = self._rand(rows.shape) < _IGNORED
-            ignored.flatten()[0] = False
+            ignored.view(-1)[0], ignored.view(-1)[-1] = False, True  # also of few targets
             drawn[ignored] = use.ignored
         return drawn.to(rows.dtype)
 

@@ -36,10 +36,10 @@ class Execution:
 
     Args:
         reducer: averages gradients over replicas, where there are any.
-        microbatches: into which a mini-batch is split, at most.
 
     Attributes:
         engines: of the devices of this process.
+        microbatches: into which a mini-batch is split, at most.
         threads: intra-op threads that a stage computes with on a CPU.
     """
 
@@ -61,7 +61,7 @@ class Execution:
         self._programs = programs
         self._weigher = weigher
         self._reducer = reducer
-        self._microbatches = microbatches
+        self.microbatches = microbatches
         self._leaves = output_leaves(spec.outputs)
         # In one piece a mini-batch in eval mode has these, too.
         self._apart = any(leaf.joined is Joined.APART for leaf in self._leaves)
@@ -216,7 +216,7 @@ class Execution:
         work, training = args.work, args.training
         try:
             needed = inputs_for(self._spec, work)
-            microbatches, replicas = self._microbatches, self._topology.replicas
+            microbatches, replicas = self.microbatches, self._topology.replicas
             if self._apart and args.outputs and not (training or work is RunRequest.TRAIN):
                 microbatches = 1
             bound = bind_call(

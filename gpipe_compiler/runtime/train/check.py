@@ -45,6 +45,9 @@ from .plain_stages import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
 INPUT = "input/"
 """What stands before the name of an input in a reference file."""
 
+MICROBATCHES = "microbatches"
+"""The name in a reference file of the number of micro-batches that its batch is split into."""
+
 Shares: TypeAlias = Mapping[ComparedKind, Mapping[str, float]]
 """How far off tensors may be: most often as a share of what they are measured by."""
 
@@ -54,12 +57,14 @@ class Expected:
     """A batch, and the results that a pipeline should have on it.
 
     Attributes:
+        microbatches: into which the batch is split, at most.
         rounding: how far rounding alone moves entries of these, where that was measured.
     """
 
     inputs: Inputs
     target: object
     results: Tensors
+    microbatches: int
     rounding: Shares = field(default_factory=dict)
 
 
@@ -82,7 +87,8 @@ def check_pipeline(
         batches = [_read(path, pipe, inputs, target) for path in references]
     elif weights is not None:
         with intra_op_threads(pipe.threads):
-            batches = [Expected(inputs, target, run_stages(pipe, weights, inputs, target))]
+            results = run_stages(pipe, weights, inputs, target)
+        batches = [Expected(inputs, target, results, pipe.microbatches)]
     else:
         raise UsageError(
             "there is nothing to check against: this package has no weights",
@@ -102,12 +108,14 @@ def _compared(pipe: Pipeline, batches: Sequence[Expected]) -> tuple[Row, ...]:
             for name, tensor in _state(pipe) if number else ():
                 tensor.copy_(before[name])
         pipe.rewind()
+        pipe.execution.microbatches = batch.microbatches
         actual = run_pipeline(pipe, batch.inputs, batch.target)
         actual, expected = _without_constants(actual, batch.results), _held(batch.results, pipe)
         if lower is None:
             rows.append(compare(actual, expected, rounding=batch.rounding))
         else:
             pairs.append((_copied(actual), expected, batch.rounding))
+    pipe.execution.microbatches = pipe.microbatches
     return worst_of(
         rows if lower is None else _under_autocast(pairs, _summed_in(pipe, lower), lower)
     )
@@ -214,14 +222,15 @@ def _descend(pipe: Pipeline) -> None:
 def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Expected:
     try:
         packed = safetensors.torch.load_file(reference)
-        given = {name: packed.pop(name) for name in sorted(packed) if name.startswith(INPUT)}
+        given = {name: packed[name] for name in sorted(packed) if name.startswith(INPUT)}
+        microbatches = int(packed.get(MICROBATCHES, pipe.microbatches))
         results, rounding = unpack(packed), rounding_in(packed)
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise UsageError(f"cannot read the reference {reference}: {error}") from error
     if given:
         named = {name.removeprefix(INPUT): tensor for name, tensor in given.items()}
         inputs, target = call_of(pipe.spec, named)
-    return Expected(inputs, target, results, rounding)
+    return Expected(inputs, target, results, microbatches, rounding)
 
 
 def _without_constants(actual: Tensors, expected: Tensors) -> Tensors:

@@ -187,12 +187,13 @@ def pack(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def unpack(packed: Mapping[str, torch.Tensor]) -> Tensors:
-    """The inverse of `pack`, of the tensors in a reference file."""
+    """The inverse of `pack`, of the tensors in a reference file; others are left out."""
+    kinds = {kind.value: kind for kind in ComparedKind}
     tensors: dict[ComparedKind, dict[str, torch.Tensor]] = {}
     for key, tensor in packed.items():
-        if not key.startswith(ROUNDING):
-            kind, name = key.split("/", 1)
-            tensors.setdefault(ComparedKind(kind), {})[name] = tensor
+        prefix, _, name = key.partition("/")
+        if prefix in kinds:
+            tensors.setdefault(kinds[prefix], {})[name] = tensor
     return tensors
 
 
