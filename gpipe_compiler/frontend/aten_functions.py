@@ -6,6 +6,7 @@ Source of the functions' arguments: torch/nn/functional.py.
 from __future__ import annotations
 
 import builtins
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,7 @@ _PURE = frozenset({operator.getitem, builtins.getattr, torch.tensor})
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
 
 
+@functools.cache
 def writes(func: Any) -> bool:
     """Whether a kernel may write to a tensor.
 

@@ -224,7 +224,7 @@ class KernelLog(PlainDispatchMode):
         """Notes one kernel and returns what it returns."""
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:  # no kernel: how a fake tensor reports its device
-            return func(*args, **kwargs)
+            return self._place.device if self._place.holds(args[0]) else func(*args, **kwargs)
         if kwargs.get("device") is not None:
             kwargs["device"] = self._place.device
         given: list[torch.Tensor] = []
@@ -257,7 +257,7 @@ class KernelLog(PlainDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if not given or not _is_functional(func):
+        if not given or not (_is_functional(func) or _is_view(func)):
             return func(*args, **kwargs)
         place = self._place
         if not all(map(place.holds, given)):
@@ -271,8 +271,11 @@ class KernelLog(PlainDispatchMode):
         form = self._known.get(key)
         if form is None:
             returned = func(*args, **kwargs)
-            self._known[key] = _form(returned, place) or (returned,)
+            known = _view_form(returned, given[0]) if _is_view(func) else _form(returned, place)
+            self._known[key] = known or (returned,)
             return returned
+        if form[0] == _VIEW:
+            return place.view(given[0], *form[1:])
         return _made(form, place) if form[0] in (_ONE, _SEVERAL) else func(*args, **kwargs)
 
 
@@ -291,7 +294,31 @@ def _is_functional(func: Any) -> bool:
     return not schema.is_mutable and all(result.alias_info is None for result in schema.returns)
 
 
-_ONE, _SEVERAL = "one", "several"
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether all that a kernel does is to return a view of its first argument."""
+    schema = func._schema
+    (first, *_), (result, *more) = schema.arguments or [None], schema.returns or [None]
+    return (
+        not (schema.is_mutable or more)
+        and first is not None
+        and result is not None
+        and first.alias_info is not None
+        and result.alias_info is not None
+        and first.alias_info.before_set == result.alias_info.before_set
+        and result.type.kind() == "TensorType"
+    )
+
+
+_ONE, _SEVERAL, _VIEW = "one", "several", "view"
+
+
+def _view_form(returned: Any, viewed: torch.Tensor) -> tuple[Any, ...] | None:
+    """How to view a tensor so anew; None where that is more than another shape."""
+    plain = returned is not viewed and returned.dtype == viewed.dtype
+    if not plain or returned.is_conj() or returned.is_neg():
+        return None
+    return (_VIEW, tuple(returned.shape), returned.stride(), returned.storage_offset())
 
 
 def _form(returned: Any, place: Place) -> tuple[Any, ...] | None:

@@ -87,6 +87,15 @@ class Place:
         """A new tensor of this form."""
         with torch._C._DisableTorchDispatch():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return self._held(bare)
+
+    def view(self, tensor: torch.Tensor, shape: Any, stride: Any, offset: int) -> torch.Tensor:
+        """A view of this form of a tensor here."""
+        with torch._C._DisableTorchDispatch():
+            bare = torch.as_strided(tensor, shape, stride, offset)
+        return self._held(bare)
+
+    def _held(self, bare: torch.Tensor) -> torch.Tensor:
         return bare if self.mode is None else FakeTensor(self.mode, bare, self.device)
 
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -94,7 +103,7 @@ class Place:
         new = tensor.detach()
         if self.mode is None:
             new = new.to("meta")
-        elif tensor.is_meta:
+        elif tensor.layout is torch.strided and not tensor.is_quantized:
             new = self.empty(tensor.shape, tensor.stride(), tensor.dtype)
         else:
             new = self.mode.from_tensor(new, static_shapes=True)
