@@ -52,9 +52,9 @@ def other_numbers(samples: int, microbatches: int, least: int) -> list[tuple[int
     """Numbers of samples, each with how many micro-batches share them, in the order to try them.
 
     First the smallest batch that two micro-batches share unevenly, the second of which begins at an
-    odd place: what pairs neighbours, or takes every other sample, shows there. It shows as much as a
-    large one, in as many runs of every stage as it has micro-batches. Then one close to the
-    example's, also with odd places, and at last the example's own number.
+    odd place: what pairs neighbours, or takes every other sample, shows there. It shows as much as
+    a large one, in fewer runs of every stage. Then one close to the example's, with odd places too,
+    and at last the example's own.
 
     Args:
         samples: of the example.
