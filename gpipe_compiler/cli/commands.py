@@ -272,6 +272,9 @@ def onnx_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
     Args:
         parser: that made the arguments; it knows their defaults.
+
+    Raises:
+        UsageError: for options that say how to train or to trace.
     """
     given = [
         f"--{name.replace('_', '-')}"

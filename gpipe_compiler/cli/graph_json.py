@@ -38,6 +38,9 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
     Args:
         parser: that made the arguments; it knows their defaults.
+
+    Raises:
+        UsageError: for options that say something about a model, of which a graph has none.
     """
     given = [
         _option(name)

@@ -113,7 +113,11 @@ class DeviceGroup:
 
     @classmethod
     def parse(cls, text: str) -> DeviceGroup:
-        """From `4xH200` or `H200`."""
+        """From `4xH200` or `H200`.
+
+        Raises:
+            UsageError: for anything else.
+        """
         match = _GROUP.fullmatch(text.strip())
         if match is None or match[1] == "0" * len(match[1] or ""):
             raise UsageError(

@@ -191,6 +191,9 @@ def timed_link(timeout_s: float = _TIMEOUT_S) -> Link:
 
     Between GPUs, copies from the first to the second; with one GPU there is nothing to measure.
     Without GPUs, messages between two processes over gloo.
+
+    Raises:
+        UsageError: when there is only one GPU, or the processes do not find each other.
     """
     gpus = gpu_count()
     if gpus == 1:

@@ -38,7 +38,11 @@ class Quantity:
     most: float = 1e18
 
     def read(self, written: object) -> float:
-        """The number that somebody wrote, as text with a unit or as a number."""
+        """The number that somebody wrote, as text with a unit or as a number.
+
+        Raises:
+            ValueError: saying what it is not, and how to write it.
+        """
         value = self._value(written)
         if value is None or value < self.least or (self.above and value == self.least):
             raise ValueError(f"{_shown(written)} is no {self.name}: write {self.example}")

@@ -179,6 +179,9 @@ def parse_graph(document: object, name: str = "graph", where: str = "") -> BareG
 
     Args:
         where: what messages call it; its name unless given.
+
+    Raises:
+        ModelError: with everything that is wrong in it.
     """
     where = where or name
     faults: list[str] = []

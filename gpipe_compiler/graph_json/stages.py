@@ -65,7 +65,11 @@ def with_kinds(problem: CutProblem, cluster: Cluster | None) -> CutProblem:
 
 
 def setting_of(asked: BareSetting, stages: int, *, training: bool) -> CutSetting:
-    """The setting of a cut into exactly this number of stages."""
+    """The setting of a cut into exactly this number of stages.
+
+    Raises:
+        PlanError: when the schedule cannot have this number of stages.
+    """
     kind = asked.schedule if training else None
     try:
         devices = devices_for(asked.schedule, stages) if training else stages

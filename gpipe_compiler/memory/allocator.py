@@ -136,7 +136,11 @@ class CachingAllocator:
         return block.address
 
     def free(self, address: int) -> None:
-        """Lets go the block that `allocate` gave."""
+        """Lets go the block that `allocate` gave.
+
+        Raises:
+            KeyError: when no block in use is there.
+        """
         if address == _NOWHERE:
             return
         block = self._blocks[address]

@@ -149,7 +149,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, graph: Graph | None = None) -> Plan:
-        """The plan that `to_json` wrote."""
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ModelError: when the text is no plan, or one of another version.
+        """
         try:
             fields: dict[str, Any] = json.loads(text)
             version = fields.pop("format")

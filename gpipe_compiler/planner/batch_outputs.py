@@ -17,7 +17,11 @@ _LEAST = 4
 
 
 def refuse_apart(plan: Plan) -> None:
-    """Makes sure that a package which only infers can put its outputs together."""
+    """Makes sure that a package which only infers can put its outputs together.
+
+    Raises:
+        ModelError: naming those that cannot be, and the line of the first.
+    """
     graph = plan.graph
     assert graph is not None
     faulty = apart_outputs(graph)
@@ -47,6 +51,10 @@ def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
 
     Args:
         shape_ops: names of ops that read nothing but the shape of what they are given.
+
+    Raises:
+        ModelError: naming those that have none (a mean, a loss), where there are several
+            micro-batches.
     """
     graph = plan.graph
     assert graph is not None

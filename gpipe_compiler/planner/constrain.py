@@ -17,7 +17,11 @@ from gpipe_compiler.text.escaping import shell_line
 
 
 def check_names(graph: Graph, constraints: Constraints) -> None:
-    """Makes sure that everything named is there."""
+    """Makes sure that everything named is there.
+
+    Raises:
+        UsageError: naming what is not, and what is nearly called so.
+    """
     unknown = [name for name in constraints.names if not ops_of(graph, name)]
     if not unknown:
         return
@@ -42,6 +46,9 @@ def constrain(
 
     Args:
         stages: how many there are to be.
+
+    Raises:
+        UsageError: with all that is unknown or contradicts something, and why.
     """
     check_names(facts.graph, constraints)
     asked = _Asked.of(problem, facts, constraints, stages)

@@ -68,6 +68,9 @@ def start_command(script: Path, devices: int, start: Start) -> list[str]:
 def time_step(directory: Path, devices: int, start: Start) -> float:
     """Seconds of a step of a package, as its own `run.py bench` finds them: forward and backward of
     a mini-batch, without the optimizer.
+
+    Raises:
+        ValidationError: when the package cannot be run.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-clock-") as scratch:
         report = Path(scratch, "times.json")

@@ -186,6 +186,9 @@ def refuse_too_large(
         policy: that of the plan.
         choice: the rest of what it was made for.
         tried: settings of which none fits, and this is the nearest.
+
+    Raises:
+        DoesNotFitError: by how much it does not, and the nearest settings that would.
     """
     if not most_over(plan):
         return

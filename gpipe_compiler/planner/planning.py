@@ -56,7 +56,12 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
 
 
 def pipeline_devices(cluster: Cluster, stages: int, policy: Policy, *, training: bool) -> int:
-    """How many devices a pipeline of these stages has: as its schedule needs, if there are."""
+    """How many devices a pipeline of these stages has: as its schedule needs, if there are.
+
+    Raises:
+        UsageError: for no stages, or when there are too few devices for the replicas.
+        PlanError: when the schedule cannot have that many stages.
+    """
     if stages < 1:
         raise UsageError(f"{stages} stages: at least one is needed")
     kind = policy.schedule_kind if training else ScheduleKind.GPIPE
@@ -82,7 +87,11 @@ def _goes_on(kind: ScheduleKind, stages: int, devices: int) -> bool:
 
 
 def devices_there(cluster: Cluster, replicas: int) -> int:
-    """How many devices a cluster that is not endless has for each of its replicas."""
+    """How many devices a cluster that is not endless has for each of its replicas.
+
+    Raises:
+        UsageError: when it has none.
+    """
     there = len(cluster.devices) // replicas
     if there < 1:
         raise UsageError(
@@ -96,6 +105,10 @@ def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> in
 
     Args:
         replicas: that share the batch.
+
+    Raises:
+        UsageError: for no micro-batches.
+        PlanError: when the batch does not split evenly.
     """
     if microbatches < 1:
         raise UsageError(f"{microbatches} micro-batches: at least one is needed")

@@ -83,6 +83,9 @@ def devices_to_explore(cluster: Cluster, replicas: int) -> int:
     """How many devices a pipeline may have at most, where nobody says how many stages.
 
     Those of the cluster; of this machine's processor its cores, and of its GPUs as many as it has.
+
+    Raises:
+        UsageError: where only the kind of device is known.
     """
     if not cluster.endless:
         return devices_there(cluster, replicas)

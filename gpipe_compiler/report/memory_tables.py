@@ -35,7 +35,11 @@ _MOST_COLUMNS = 6
 
 
 def check_memory(plan: Plan, device: int | None) -> None:
-    """Checks that the plan has memory traces, and such a device."""
+    """Checks that the plan has memory traces, and such a device.
+
+    Raises:
+        UsageError: when it has none.
+    """
     memory = plan.prediction.memory
     if not memory:
         raise UsageError(

@@ -137,7 +137,12 @@ def pipeline_drawing(plan: Plan) -> Drawing:
 
 
 def stage_drawing(plan: Plan, index: int) -> Drawing:
-    """A box for every op of a stage, and one for every value it takes or hands on."""
+    """A box for every op of a stage, and one for every value it takes or hands on.
+
+    Raises:
+        UsageError: when there is no such stage.
+        ModelError: when the plan holds no notes about its ops.
+    """
     if not 0 <= index < len(plan.stages):
         raise UsageError(
             f"there is no stage {index}", hint=f"stages count from 0 to {len(plan.stages) - 1}"
@@ -270,6 +275,9 @@ def lay_out(
     Args:
         sizes: width and height of every box, by name.
         arrows: pairs of names; no cycles.
+
+    Raises:
+        UsageError: when grandalf is not installed.
     """
     try:
         # Not typed, and not installed where nobody draws.

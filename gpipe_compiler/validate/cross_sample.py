@@ -43,7 +43,11 @@ ALONE = (
 
 
 def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
-    """Refuses a plan with several micro-batches of samples that depend on each other."""
+    """Refuses a plan with several micro-batches of samples that depend on each other.
+
+    Raises:
+        ModelError: naming the input and its dimension, and the line of the op at fault.
+    """
     parts = plan.microbatches * (plan.replicas if plan.training else 1)
     graph = plan.graph
     assert graph is not None

@@ -124,7 +124,11 @@ def explain(graph: Graph, losses: Losses) -> UnsplittableError:
 
 
 def refuse_unsplit(plan: Plan) -> None:
-    """Refuses a plan whose loss is proven to be other than that of its micro-batches together."""
+    """Refuses a plan whose loss is proven to be other than that of its micro-batches together.
+
+    Raises:
+        ModelError: naming the line.
+    """
     parts = plan.microbatches * plan.replicas
     if plan.graph is None or plan.graph.loss is None or parts == 1 or plan.graph.loss.over_batch:
         return

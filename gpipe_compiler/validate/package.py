@@ -280,7 +280,11 @@ def why_not_materialised(plan: Plan) -> str:
 def run_check(
     directory: Path, options: Sequence[object], *, threads: int, launch: Launch = fresh
 ) -> None:
-    """`run.py check` of a package, where this compiler cannot be imported."""
+    """`run.py check` of a package, where this compiler cannot be imported.
+
+    Raises:
+        ValidationError: when the package cannot be run. Differences are not raised.
+    """
     words = [str(word) for word in (directory / "run.py", "check", *options)]
     return_memory()
     ended = launch(words, threads=threads)

@@ -203,7 +203,11 @@ def _takes_by_number(graph: Graph, op: Op) -> bool:
 
 
 def refuse_numbering_in_loss(graph: Graph) -> None:
-    """Refuses a loss that tells samples apart by their numbers, or by how many there are."""
+    """Refuses a loss that tells samples apart by their numbers, or by how many there are.
+
+    Raises:
+        ModelError: naming the line of the op.
+    """
     if graph.loss is None or graph.loss.over_batch:
         return
     many = _trials(graph).samples

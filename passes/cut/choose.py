@@ -111,6 +111,11 @@ def cut(
         prove: whether to find out how far from the best the cut is, whatever that takes.
         search: whether to look for any cut beside the hint.
         known: what other cuts have found out about the same problems.
+
+    Raises:
+        UsageError: for no stages or no micro-batches.
+        PlanError: when the problem has fewer parts than stages, is none, or constraints contradict
+            each other.
     """
     stages, microbatches = setting.stages, setting.microbatches
     if stages < 1 or microbatches < 1:

@@ -116,7 +116,12 @@ class Contracted:
 
 
 def contract(problem: CutProblem, stages: int) -> Contracted:
-    """The problem with one node for all that must share a stage."""
+    """The problem with one node for all that must share a stage.
+
+    Raises:
+        PlanError: when the problem has a cycle of its own, or its constraints contradict each
+            other, naming the nodes.
+    """
     edges = sorted(set(problem.edges()))
     size = len(problem.nodes)
     order = topological(size, (e for e in edges if e[0] != e[1]))

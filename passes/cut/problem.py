@@ -130,6 +130,9 @@ class CutProblem:
 
         Times and sizes are rounded to whole multiples of a power of two, such that all sums of them
         are exact: in which order a processor adds them makes no cut better than another.
+
+        Raises:
+            PlanError: with the first fault. Cycles are found when the problem is contracted.
         """
         size = len(self.nodes)
         for node in self.nodes:

@@ -83,7 +83,11 @@ class CutSetting:
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The device of the pipeline that each stage runs on."""
+        """The device of the pipeline that each stage runs on.
+
+        Raises:
+            PlanError: when the schedule cannot place that many stages.
+        """
         kind = self.kind or ScheduleKind.GPIPE
         try:
             devices = self.devices or devices_for(kind, self.stages)
@@ -105,6 +109,10 @@ class CutSetting:
 
         Args:
             joint: the stages that take all micro-batches as one.
+
+        Raises:
+            PlanError: when the schedule cannot have that many stages or micro-batches, or these
+                joint ones.
         """
         try:
             if self.kind is None:

@@ -59,7 +59,11 @@ class Stored:
 
     @classmethod
     def open(cls, folder: Path) -> Stored:
-        """Open a checkpoint, and check that all its files are there."""
+        """Open a checkpoint, and check that all its files are there.
+
+        Raises:
+            CheckpointError: when it is no checkpoint, or is damaged.
+        """
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder of a checkpoint")
         index = Index.read(folder)
@@ -119,7 +123,11 @@ class Stored:
         return tuple(facts.size), facts.properties.dtype
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Tensors, on the CPU, and values."""
+        """Tensors, on the CPU, and values.
+
+        Raises:
+            CheckpointError: when a file is damaged.
+        """
         wanted = dict.fromkeys(keys)
         self._verify(wanted)
         state: dict[str, Any] = {}
@@ -278,7 +286,11 @@ def checksums(folder: Path, results: Iterable[WriteResult]) -> list[tuple[int, i
 
 
 def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write trainer.pt, down to the disk."""
+    """Write trainer.pt, down to the disk.
+
+    Raises:
+        CheckpointError: when it holds what could not be read again without running code.
+    """
     path = folder / TRAINER
     with path.open("wb") as stream:
         torch.save(dict(content), stream)

@@ -69,7 +69,11 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index | None:
-        """That of a folder; None where torch.distributed.checkpoint alone has written."""
+        """That of a folder; None where torch.distributed.checkpoint alone has written.
+
+        Raises:
+            CheckpointError: when it is broken, or of another format.
+        """
         path = folder / INDEX
         if not path.exists():
             return None
@@ -96,7 +100,11 @@ class Index:
         return cls(**known)
 
     def check(self, folder: Path) -> None:
-        """Whether every file is there in full."""
+        """Whether every file is there in full.
+
+        Raises:
+            CheckpointError: naming the file that is not.
+        """
         for name, size in self.files.items():
             path = folder / name
             if not path.is_file():

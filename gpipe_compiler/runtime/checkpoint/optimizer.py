@@ -45,7 +45,11 @@ class Naming:
         self.nameless = {id(parameter) for parameter in nameless} - self.names.keys()
 
     def of_group(self, group: Mapping[str, Any]) -> list[str]:
-        """The names of a group's parameters, without the nameless."""
+        """The names of a group's parameters, without the nameless.
+
+        Raises:
+            CheckpointError: for a parameter that is not known.
+        """
         found = []
         for parameter in group["params"]:
             if id(parameter) in self.nameless:
@@ -61,7 +65,11 @@ class Naming:
 
 
 def named_groups(optimizer: torch.optim.Optimizer, naming: Naming) -> Groups:
-    """The groups of an optimizer, with names for parameters."""
+    """The groups of an optimizer, with names for parameters.
+
+    Raises:
+        CheckpointError: for a hyper-parameter that is more than numbers and words.
+    """
     found = []
     for group in optimizer.param_groups:
         for key, value in _hypers(group).items():
@@ -75,7 +83,11 @@ def named_groups(optimizer: torch.optim.Optimizer, naming: Naming) -> Groups:
 
 
 def named_states(optimizer: torch.optim.Optimizer, naming: Naming) -> States:
-    """The state of every parameter that has one."""
+    """The state of every parameter that has one.
+
+    Raises:
+        CheckpointError: for an optimizer whose state is more than tensors and numbers.
+    """
     found: States = {}
     for parameter, state in optimizer.state.items():
         name = naming.names.get(id(parameter))
@@ -110,7 +122,12 @@ def merged(groups_by_rank: Sequence[Groups]) -> Groups:
 def state_for(
     optimizer: torch.optim.Optimizer, naming: Naming, groups: Groups, states: States
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes, from groups and states by name."""
+    """What `optimizer.load_state_dict` takes, from groups and states by name.
+
+    Raises:
+        CheckpointError: when they are those of an optimizer of other parameters, or in other
+            groups.
+    """
     owner = {name: group for group in groups for name in group["params"]}
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     count = 0
@@ -136,7 +153,11 @@ def state_for(
 
 
 def stored_groups(stored: Stored, aliases: Mapping[str, str]) -> Groups:
-    """The parameter groups of a checkpoint, with the first names of tied parameters."""
+    """The parameter groups of a checkpoint, with the first names of tied parameters.
+
+    Raises:
+        CheckpointError: when it holds something else in their place.
+    """
     prefix = "optimizer.param_groups."
     values = stored.read(prefix + key for key in stored.keys(prefix))
     groups: dict[int, dict[str, Any]] = {}
@@ -175,6 +196,9 @@ def check_kind(optimizer: torch.optim.Optimizer, groups: Groups, kind: str | Non
 
     Args:
         kind: the class of the one that was stored, where known.
+
+    Raises:
+        CheckpointError: saying how they differ.
     """
     live = type(optimizer).__name__
     if not groups:

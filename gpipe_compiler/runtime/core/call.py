@@ -97,6 +97,11 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
         call: what this rank knows of it; all ranks but the first of each replica know no more
             than the work and the mode.
         number: of the mini-batch, from 1, for messages.
+
+    Raises:
+        AgreedError: on every rank, when a replica has taken its share of another mini-batch.
+        UsageError: on every rank, when a replica has refused its inputs, when there are fewer
+            samples than replicas, or when ranks do not make the same call.
     """
     if topology.world.size == 1:
         return call.among([call])

@@ -34,7 +34,11 @@ def identity(device: torch.device) -> str:
 def listed_devices(
     devices: Sequence[torch.device | str] | torch.device | str | None,
 ) -> tuple[torch.device, ...]:
-    """The devices that were named, none for None."""
+    """The devices that were named, none for None.
+
+    Raises:
+        UsageError: when torch knows no such device.
+    """
     if devices is None:
         return ()
     listed = [devices] if isinstance(devices, torch.device | str) else devices
@@ -45,7 +49,11 @@ def listed_devices(
 
 
 def own_device(given: Sequence[torch.device]) -> torch.device | None:
-    """This rank's device among those given for all ranks."""
+    """This rank's device among those given for all ranks.
+
+    Raises:
+        UsageError: when several were given, and not one for every rank.
+    """
     rank = int(os.environ.get("RANK", "0"))
     if len(given) > 1 and rank >= len(given):
         raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
@@ -54,7 +62,11 @@ def own_device(given: Sequence[torch.device]) -> torch.device | None:
 
 
 def there(device: torch.device) -> torch.device:
-    """The same device; the CPU without a number, as torch's files are read onto it."""
+    """The same device; the CPU without a number, as torch's files are read onto it.
+
+    Raises:
+        UsageError: when this machine, or this torch, has none such that holds numbers.
+    """
     if device.type == "cuda":  # where asking for memory would begin to use it
         lacking = (device.index or 0) >= gpu_count()
         why = f"torch finds {counted(gpu_count(), 'GPU')}"

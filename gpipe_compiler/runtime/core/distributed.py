@@ -61,7 +61,11 @@ class Network:
 
     @classmethod
     def of_all(cls, device: torch.device, timeout_s: float) -> Network:
-        """All ranks of the process group, which all call it."""
+        """All ranks of the process group, which all call it.
+
+        Raises:
+            TransportError: when one of them is gone.
+        """
         rank, size = dist.get_rank(), dist.get_world_size()
         by_host = "nccl" not in dist.get_backend()
         try:
@@ -96,7 +100,11 @@ class Network:
         return torch.device("cpu") if self.by_host else self.device
 
     def wait(self, work: Any, what: Callable[[], str]) -> None:
-        """Wait for one operation."""
+        """Wait for one operation.
+
+        Raises:
+            TransportError: naming the rank and what it waited for.
+        """
         try:
             if self.by_host:
                 work.wait(timedelta(seconds=self.timeout_s))

@@ -30,6 +30,9 @@ def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[in
 
     Args:
         replicas: of the pipeline, which share every mini-batch.
+
+    Raises:
+        UsageError: when several replicas have joint stages: none sees the whole mini-batch.
     """
     found = joint_of(
         [stage.mixes or bool(stage.writes) for stage in stages],

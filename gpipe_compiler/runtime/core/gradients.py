@@ -70,7 +70,11 @@ class PipelineScaler(torch.amp.GradScaler):
 
 
 def check_weights(modules: Mapping[int, nn.Module]) -> None:
-    """Refuse weights whose gradients are in fp16 themselves: they cannot be unscaled."""
+    """Refuse weights whose gradients are in fp16 themselves: they cannot be unscaled.
+
+    Raises:
+        UsageError: naming one of them.
+    """
     for stage, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and parameter.dtype is torch.float16:

@@ -55,7 +55,11 @@ def is_listed(spec: PipelineSpec, inputs: Inputs) -> bool:
 
 
 def passed_calls(inputs: Inputs, target: object) -> Sequence[Passed]:
-    """Each of the micro-batches that are passed as a list."""
+    """Each of the micro-batches that are passed as a list.
+
+    Raises:
+        UsageError: when the target is none or of another length.
+    """
     assert isinstance(inputs, list)
     targets = [None] * len(inputs) if target is None else target
     if not isinstance(targets, list) or len(targets) != len(inputs):
@@ -82,6 +86,10 @@ def bind_call(
         needed: the inputs that must be there; others may be None or absent.
         microbatches: into which a mini-batch that is passed whole is split, at most; see `split`.
         may_be_empty: whether it may have no samples, as a replica's share of a mini-batch.
+
+    Raises:
+        UsageError: when a tensor is missing, does not fit, or is one that the pipeline knows
+            nothing of; when sizes are not what the model demands; when there are no samples.
     """
     if not is_listed(spec, inputs):
         whole, sizes = bind(inputs, target, spec, needed)
@@ -117,6 +125,10 @@ def bind(
 
     Args:
         needed: the inputs that must be there; others may be None or absent.
+
+    Raises:
+        UsageError: when one is missing, is no tensor, has another dtype or shape, when a tensor is
+            passed that the pipeline knows nothing of, or when sizes are not what the model demands.
     """
     args, kwargs = as_call(inputs)
     call = {"args": args, "kwargs": kwargs, "target": target}
@@ -199,6 +211,9 @@ def split(
     """The inputs of every micro-batch, and the samples in each.
 
     A batch too small for the micro-batches makes fewer; see `microbatch_count`.
+
+    Raises:
+        UsageError: when there are no samples, or inputs disagree on their number.
     """
     sizes = {
         source.name: source.samples(bound[source.name])

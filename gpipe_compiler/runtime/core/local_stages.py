@@ -193,7 +193,11 @@ class LocalStages:
         return state | {alias: state[name] for alias, name in aliases if name in state}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-        """Copy tensors in."""
+        """Copy tensors in.
+
+        Raises:
+            UsageError: naming what is missing, unknown, or of another shape; nothing is copied.
+        """
         spec = self.spec
         given = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
         problems, copies = [], []

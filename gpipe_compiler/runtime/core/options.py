@@ -41,6 +41,9 @@ def chosen(kind: type[Choice], what: str, word: Choice | str | None, planned: Ch
 
     Args:
         what: what the Enum's members are, for the message: "schedule".
+
+    Raises:
+        UsageError: when there is none of this name.
     """
     if word is None:
         return planned
@@ -57,7 +60,12 @@ def execution_options(
     precision: Precision | str | None,
     remat: Remat | str | None,
 ) -> ExecutionOptions:
-    """How the stages of a pipeline compute: as planned, unless a caller says otherwise."""
+    """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
+
+    Raises:
+        UsageError: for a word that names nothing, and for a precision in which the model does
+            something else than the stages.
+    """
     computed_in = chosen(Precision, "precision", precision, spec.precision)
     if computed_in in spec.unlike:
         raise UsageError(
@@ -83,7 +91,11 @@ def transport_kind(transport: TransportKind | str | None) -> TransportKind:
 
 
 def refuse_parts(spec: PipelineSpec, parts: int) -> None:
-    """Makes sure that a mini-batch is not split where its parts do not give what it does."""
+    """Makes sure that a mini-batch is not split where its parts do not give what it does.
+
+    Raises:
+        UsageError: saying why.
+    """
     if parts > 1 and spec.whole_batch:
         raise UsageError(
             f"{spec.name} takes a mini-batch in one piece, not in {parts}: {spec.whole_batch}",
@@ -120,7 +132,11 @@ def refuse_alone(spec: PipelineSpec, samples: Sequence[int], *, training: bool) 
 
 
 def check_numbers(seed: int, microbatches: int, timeout_s: float) -> None:
-    """Make sure that numbers which a caller chooses fit where they go."""
+    """Make sure that numbers which a caller chooses fit where they go.
+
+    Raises:
+        UsageError: naming the first that does not.
+    """
     if seed not in SEEDS:
         raise UsageError(f"the seed {seed} does not fit into 64 bits")
     if microbatches > MOST_MICROBATCHES:

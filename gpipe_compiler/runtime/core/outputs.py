@@ -22,7 +22,11 @@ from .nest import Path
 
 
 def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
-    """An output of the mini-batch from those of the micro-batches."""
+    """An output of the mini-batch from those of the micro-batches.
+
+    Raises:
+        UsageError: for several micro-batches whose outputs say nothing of the mini-batch's.
+    """
     first = pieces[0]
     if leaf.joined is Joined.STACKED:
         return torch.stack(list(pieces))

@@ -81,6 +81,9 @@ def from_rank_0(network: Network, what: str, decide: Callable[[], T]) -> T:
     Args:
         what: is decided, for the message of a rank that waits in vain.
         decide: called on rank 0 only. What it raises is raised there, and ends the others.
+
+    Raises:
+        AgreedError: on the other ranks, when `decide` has failed.
     """
     if network.rank != 0:
         failed, value = network.broadcast_object((True, None), 0, what)

@@ -128,7 +128,11 @@ class Received:
 
 @contextlib.contextmanager
 def unwritten(arguments: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Around a first forward: its arguments have to be what they were for the second one."""
+    """Around a first forward: its arguments have to be what they were for the second one.
+
+    Raises:
+        RuntimeError: when one of them was written to.
+    """
     versions = [version(argument) for argument in arguments]
     yield
     if versions != [version(argument) for argument in arguments]:

@@ -30,6 +30,9 @@ def place(path: Path, write: Callable[[Path], None]) -> None:
 
     Args:
         write: writes the file that it is named, which may not be there yet.
+
+    Raises:
+        OSError: naming the file, when it cannot be written; what was there before is there still.
     """
     try:
         _place(path, write)

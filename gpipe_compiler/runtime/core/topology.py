@@ -32,7 +32,11 @@ def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:
 
 
 def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[int, ...]:
-    """The device of each stage: as planned, or else where the schedule puts it."""
+    """The device of each stage: as planned, or else where the schedule puts it.
+
+    Raises:
+        UsageError: when the schedule cannot place the stages on that many devices.
+    """
     planned = planned_placement(spec)
     if (schedule, devices) == (spec.schedule, max(planned) + 1):
         return planned
@@ -49,7 +53,11 @@ def spread(spec: PipelineSpec, schedule: ScheduleKind, devices: int) -> tuple[in
 
 
 def devices_by_default(spec: PipelineSpec, schedule: ScheduleKind) -> int:
-    """How many devices the stages are spread over, unless somebody says otherwise."""
+    """How many devices the stages are spread over, unless somebody says otherwise.
+
+    Raises:
+        UsageError: when the schedule cannot have that many stages.
+    """
     if schedule is spec.schedule:
         return max(planned_placement(spec)) + 1
     try:
@@ -215,7 +223,11 @@ _PAUSE_S = 0.01
 
 
 def join_process_group(device: torch.device, timeout_s: float) -> None:
-    """Make the process group of all ranks: NCCL where each has a GPU of its own, gloo elsewhere."""
+    """Make the process group of all ranks: NCCL where each has a GPU of its own, gloo elsewhere.
+
+    Raises:
+        TransportError: when they do not find each other in time.
+    """
     timeout = timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))

@@ -37,7 +37,11 @@ class Weights:
 
     @classmethod
     def open(cls, directory: Path) -> Weights:
-        """The folder with its index.json; one file of any name needs no index."""
+        """The folder with its index.json; one file of any name needs no index.
+
+        Raises:
+            WeightsError: when there is no such folder, or the index is broken.
+        """
         index = directory / INDEX
         if not index.exists():
             raise WeightsError(f"{index} is missing", hint="compile the model again")
@@ -49,7 +53,11 @@ class Weights:
             raise WeightsError(f"{index} is no index of weights: {error}") from error
 
     def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """These tensors, on a device; names that the folder does not hold are left out."""
+        """These tensors, on a device; names that the folder does not hold are left out.
+
+        Raises:
+            WeightsError: when a file is missing or broken.
+        """
         by_file: dict[str, list[str]] = {}
         for name in dict.fromkeys(names):
             if name in self.files:
@@ -126,7 +134,11 @@ def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file."""
+    """All tensors of one safetensors file.
+
+    Raises:
+        WeightsError: when it cannot be read.
+    """
     try:
         return safetensors.torch.load_file(path, device=str(device or "cpu"))
     except (OSError, safetensors.SafetensorError) as error:
@@ -142,6 +154,10 @@ def build_stage(
     initialised by the rule of its module, and a parameter of no such module is drawn from
     normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise. What is
     drawn depends on `seed` and on names in the model: the same for any number of stages.
+
+    Raises:
+        WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
+            of another shape.
     """
     if weights is None:
         return _initialised(spec, device, seed)

@@ -44,7 +44,11 @@ class Compute(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """The action that prints as `text`."""
+        """The action that prints as `text`.
+
+        Raises:
+            ValueError: when no action prints so.
+        """
         match = _COMPUTE.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is no action: expected stage, F, B or W, micro-batch (2F0)")

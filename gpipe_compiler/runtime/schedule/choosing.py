@@ -56,7 +56,11 @@ SCHEDULES: Mapping[ScheduleKind, Schedule] = {
 
 
 def placement_for(kind: ScheduleKind, stages: int, devices: int) -> tuple[int, ...]:
-    """The device of each stage."""
+    """The device of each stage.
+
+    Raises:
+        ValueError: when the stages cannot be put on that many devices, naming what could be.
+    """
     if stages < 1 or devices < 1:
         raise ValueError(f"{stages} stages on {devices} devices: at least one of each is needed")
     try:
@@ -66,7 +70,11 @@ def placement_for(kind: ScheduleKind, stages: int, devices: int) -> tuple[int, .
 
 
 def devices_for(kind: ScheduleKind, stages: int) -> int:
-    """How many devices a number of stages needs, unless somebody says otherwise."""
+    """How many devices a number of stages needs, unless somebody says otherwise.
+
+    Raises:
+        ValueError: when it cannot have that many stages.
+    """
     if stages < 1:
         raise ValueError(f"{stages} stages: at least one is needed")
     each = SCHEDULES[kind].stages_a_device[0]
@@ -85,7 +93,12 @@ def splits_backward(kind: ScheduleKind) -> bool:
 def orders_for(
     kind: ScheduleKind, placement: Sequence[int], microbatches: int, joint: Collection[int] = ()
 ) -> Orders:
-    """Each device's actions in training."""
+    """Each device's actions in training.
+
+    Raises:
+        ValueError: for a placement, a number of micro-batches or joint stages that the schedule
+            cannot have.
+    """
     if not joint:
         return SCHEDULES[kind].order(placement, microbatches)
     if kind is not ScheduleKind.GPIPE:

@@ -83,6 +83,9 @@ def timeline(
 
     Args:
         backward: both parts of it; the first part alone takes that less `weight`.
+
+    Raises:
+        DeadlockError: when the orders and the needs contradict each other.
     """
     split = split_stages(orders)
     ends: dict[Compute, float] = {}

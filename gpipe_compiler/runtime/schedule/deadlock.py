@@ -261,6 +261,9 @@ class Flow:
         """Raise unless every stage ran the same micro-batches.
 
         Backward everywhere or nowhere, and in one part everywhere or in two.
+
+        Raises:
+            ScheduleError: naming an action that is missing.
         """
         microbatches = set().union(*self._run.values())
         phases = {phase for (_, phase), run in self._run.items() if run}

@@ -27,6 +27,9 @@ def interleaved(placement: Sequence[int], microbatches: int) -> Orders:
 
     Args:
         placement: the device of each stage, stage s of D devices on s % D, two or more on each.
+
+    Raises:
+        ValueError: for any other placement, or without micro-batches.
     """
     check_microbatches(microbatches)
     held = stages_of(placement)

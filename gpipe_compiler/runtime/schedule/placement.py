@@ -6,7 +6,11 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """For every device, the stages it holds, in order."""
+    """For every device, the stages it holds, in order.
+
+    Raises:
+        ValueError: unless devices count up from 0 and each holds a stage.
+    """
     if not placement:
         raise ValueError("a pipeline has at least one stage")
     held: dict[int, list[int]] = {}
@@ -20,7 +24,11 @@ def stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 
 
 def consecutive_stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """`stages_of` where the first stages are on device 0, the next ones on device 1, and so on."""
+    """`stages_of` where the first stages are on device 0, the next ones on device 1, and so on.
+
+    Raises:
+        ValueError: for any other placement.
+    """
     held = stages_of(placement)
     if list(placement) != sorted(placement):
         raise ValueError(
@@ -30,7 +38,11 @@ def consecutive_stages_of(placement: Sequence[int]) -> tuple[tuple[int, ...], ..
 
 
 def in_blocks(stages: int, devices: int) -> tuple[int, ...]:
-    """As many consecutive stages on every device."""
+    """As many consecutive stages on every device.
+
+    Raises:
+        ValueError: when that cannot be, saying what is needed; so do the other placements.
+    """
     if stages % devices:
         raise ValueError(
             f"a multiple of the devices: {stages} stages do not go on {devices} devices, "

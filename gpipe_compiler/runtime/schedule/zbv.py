@@ -23,6 +23,9 @@ def zbv(placement: Sequence[int], microbatches: int) -> Orders:
 
     Args:
         placement: the device of each stage: 0, 1, ... D - 1, D - 1, ... 1, 0.
+
+    Raises:
+        ValueError: for any other placement, or without micro-batches.
     """
     check_microbatches(microbatches)
     devices = len(stages_of(placement))

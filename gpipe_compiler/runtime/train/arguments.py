@@ -79,7 +79,11 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
 
 
 def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptions:
-    """What was typed about training."""
+    """What was typed about training.
+
+    Raises:
+        UsageError: naming all options that make no sense, together or with the user's file.
+    """
     steps = arguments.steps
     if steps is None and arguments.epochs is None:
         steps = STEPS

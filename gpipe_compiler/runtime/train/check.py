@@ -82,6 +82,9 @@ def check_pipeline(
     Args:
         inputs, target: the batch of every reference that brings none along.
         references: results of the original model; none for those of the stages in a row.
+
+    Raises:
+        UsageError: when a reference cannot be read, or there are no weights to start from.
     """
     if references:
         batches = [_read(path, pipe, inputs, target) for path in references]

@@ -71,6 +71,10 @@ def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
 
     A job that torchrun has started again goes on from the newest, unless its first start was
     refused: torchrun starts it again after that, too.
+
+    Raises:
+        UsageError: when the directory holds checkpoints of a run that nobody wants to resume.
+        CheckpointError: when none is there that can be read.
     """
     directory, resume = options.directory, options.resume
     newest = None

@@ -51,6 +51,9 @@ def example_call(spec: PipelineSpec, directory: Path, choice: InputChoice) -> tu
 
     Args:
         choice: the samples and sizes that the example is repeated or cut to.
+
+    Raises:
+        UsageError: when the package has no example.
     """
     path = directory / EXAMPLE
     if not path.is_file():
@@ -110,7 +113,11 @@ def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[ob
 
 
 def named_input(spec: PipelineSpec, path: Path) -> tuple[object, object]:
-    """The call that a safetensors file holds: tensors by input name; one tensor needs no name."""
+    """The call that a safetensors file holds: tensors by input name; one tensor needs no name.
+
+    Raises:
+        UsageError: when the file holds something else.
+    """
     tensors = load_file(path)
     wanted = [source.name for source in spec.inputs if source.path[0] != "target"]
     if len(tensors) == 1 and len(wanted) == 1:

@@ -149,7 +149,11 @@ class StopSignals:
         self._before.clear()
 
     def check_alone(self) -> None:
-        """Called when rank 0 continues."""
+        """Called when rank 0 continues.
+
+        Raises:
+            PipelineError: when this rank was told to stop a while ago: it alone was.
+        """
         if self.received and time.monotonic() - self._since > ALONE_S:
             name = signal.Signals(self.received).name
             raise PipelineError(f"this rank alone was told to stop ({name})")
