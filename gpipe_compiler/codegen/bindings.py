@@ -144,7 +144,7 @@ class Bindings:
             return wish
         if isinstance(op.call, ModuleCall):
             return plain_name(op, value)
-        return f"{wish}_{self._type(value)}" if cast_by(op.call) else wish
+        return (self._typed(wish, value) if cast_by(op.call) else None) or wish
 
     def nests(
         self, op: Op, position: int, ops: Sequence[Op], runs: Mapping[str, StatementRun]
@@ -241,10 +241,12 @@ class Bindings:
         held = self.variables.holder(source) == variable  # a region's own are not held here
         if held and self.variables.free(variable, position):
             return variable
-        return f"{variable}_{self._type(op.result)}" if cast_by(op.call) else None
+        return self._typed(variable, op.result) if cast_by(op.call) else None
 
-    def _type(self, value: str) -> str:
-        return str(self.graph.values[value].dtype).removeprefix("torch.")
+    def _typed(self, name: str, value: str) -> str | None:
+        """A name with a value's type behind it; None inside a region, whose types are not known."""
+        known = self.graph.values.get(value)
+        return None if known is None else f"{name}_{str(known.dtype).removeprefix('torch.')}"
 
     def _variable(self, value: str, wish: str, position: int) -> str:
         partner = self.uses.partner.get(value)

@@ -215,7 +215,7 @@ def _held(plan: Plan, order: Sequence[Compute], split: bool) -> int:
     ends = Phase.WEIGHT if split else Phase.BACKWARD
     for action in order:
         stage = plan.stages[action.stage]
-        back = dataclasses.replace(action, phase=Phase.BACKWARD)
+        back = action._replace(phase=Phase.BACKWARD)
         # Segments run again in every backward; a whole stage only where others came between.
         segmented = stage.remat is Remat.SEGMENTS
         again = segmented or (stage.remat is Remat.FULL and back in waits)

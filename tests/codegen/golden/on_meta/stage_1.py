@@ -14,9 +14,9 @@ class BlockPart(nn.Module):
         self.noise = nn.Parameter(torch.empty(1, 1, 32))
         self.scale = nn.Parameter(torch.empty(32))
 
-    def forward(self, out: Tensor, blocks_0: Tensor) -> Tensor:
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
         # meta_decoder.py:58
-        add: Tensor = blocks_0 + self.scale * self.narrow(F.gelu(out + self.noise))  # (B, 8, 32)
+        add: Tensor = x + self.scale * self.narrow(F.gelu(out + self.noise))  # (B, 8, 32)
         return add
 
 
@@ -27,18 +27,18 @@ class Stage1(nn.Module):
         self.batch_norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(32, 400, bias=False)
 
-    def forward(self, out: Tensor, blocks_0: Tensor) -> Tensor:
+    def forward(self, out: Tensor, x: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             out: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:44.
-            blocks_0: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:58.
+            x: (B, 8, 32) float32, from stage 0, made at meta_decoder.py:58.
 
         Returns:
             head_out: (B, 8, 400) float32, for the caller.
         """
         # meta_decoder.py:79-80
-        x = self.blocks["1"](out, blocks_0)  # (B, 8, 32)
+        x = self.blocks["1"](out, x)  # (B, 8, 32)
         x = self.blocks["2"](x)
         head_out: Tensor = self.head(self.batch_norm(x))  # (B, 8, 400)
         return head_out
