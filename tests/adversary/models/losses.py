@@ -372,7 +372,8 @@ CASES = (
         of_a_row,
         lambda n: tokens(n).flatten(),
         expect=Refused(
-            ("batch_size (8) to match", "(32)"), ("row for each", "flatten it in loss_fn")
+            ("batch_size (16) to match", "(32)", "a batch of 4 samples"),
+            ("row for each", "flatten it in loss_fn"),
         ),
     ),
     Case("tokens_padded_example", body, steps, of_tokens, padded),

@@ -613,7 +613,11 @@ CASES = (
     simple(
         "two_losses",
         two_losses,
-        expect=Refused(("where a loss is expected",), (".mean()",), at_line=False),
+        expect=Refused(
+            ("returns a tuple where a loss is expected",),
+            ("return the loss alone", "outputs of the model"),
+            at_line=False,
+        ),
     ),
     not_of_parts("clip", clip, lambda n: None, WithLogit, lambda n: (rows(n), torch.randn(n, 5))),
     not_of_parts("variance", variance),
@@ -687,7 +691,7 @@ CASES = (
             ),
         )
         for rule, cause in (
-            (of_the_first_by_mask, "takes the samples of a batch together"),
+            (of_the_first_by_mask, "tells samples apart by their numbers"),
             (of_the_first_positives, "sets a bound to what is taken over the samples"),
         )
     ),
