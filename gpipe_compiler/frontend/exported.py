@@ -363,10 +363,12 @@ def name_state(
 ) -> list[fx.Node]:
     """Reads parameters, buffers and constants by their canonical names, in regions too.
 
-    An exported program takes them as inputs. Returns the placeholders of the inputs that remain.
+    An exported program takes them as inputs, and for a constant what a loss reads of the model
+    itself, such as a weight that it penalises. Returns the placeholders of the inputs that remain.
     """
     inputs = []
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    held = {_memory(tensor): name for name, tensor in program.state_dict.items()}
     for node in [node for node in module.graph.nodes if node.op == "placeholder"]:
         spec = specs[node.name]
         if spec.kind is InputKind.USER_INPUT:
@@ -374,10 +376,39 @@ def name_state(
             continue
         target = str(spec.target)
         if spec.kind is InputKind.CONSTANT_TENSOR:
-            _keep(module, target, program.constants[target])
+            constant = program.constants[target]
+            known = held.get(_memory(constant)) if isinstance(constant, torch.Tensor) else None
+            if known is None:
+                _keep(module, target, constant)
+            elif program.state_dict[known].requires_grad:
+                raise _read_from_outside(canonical.get(known, known), next(iter(node.users), node))
+            target = known or target
         replace_by_state(module.graph, node, canonical.get(target, target))
     pull_state_into_regions(module)
     return inputs
+
+
+def _read_from_outside(name: str, reader: fx.Node) -> TraceError:
+    """The refusal of a weight that is reached through a global or a closure.
+
+    The models that a package is compared with are copies, and such a reader sees the original.
+    """
+    return TraceError(
+        f"a weight of the model, {name.removeprefix('model.')}, is read from outside of it, "
+        "through a global name or a closure, and not as its own or as an output",
+        location=source_of(reader),
+        hint="have forward return what the loss needs of its weights, such as "
+        "`output, self.layer.weight.square().sum()`; the optimizer's weight_decay adds a penalty "
+        "on all weights",
+    )
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are the same elements of the same memory, on meta too."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *place, tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _refuse_stand_in(graphs: Sequence[fx.Graph]) -> None:

@@ -194,7 +194,7 @@ def _with_rounding(known: _Reference, subject: Subject, plan: Plan, seed: int) -
         moved = dataclasses.replace(subject, model=model)
         return reference_of(moved, plan, seed, other=known.batch, per_microbatch=True)[0]
 
-    rounding = rounding_of(subject.model, known.expected, results)
+    rounding = rounding_of(subject.model, results)
     rounding = with_other_sums(rounding, known.expected, plan)
     return dataclasses.replace(known, rounding=rounding)
 

@@ -41,23 +41,24 @@ _SEED = 411
 
 
 def rounding_of(
-    model: nn.Module, expected: Tensors, results: Callable[[nn.Module], Tensors]
+    model: nn.Module, results: Callable[[nn.Module], Tensors]
 ) -> dict[ComparedKind, dict[str, float]]:
     """For every tensor, by how much its entries change with the last bits of the weights.
 
     Nothing is found of a model that is too large to be copied, or whose weights are of 16 bits.
 
     Args:
-        expected: the results of the model as it is.
-        results: those of a model on the same batch.
+        results: those of a model on the batch in question.
     """
     if sum(parameter.nbytes for parameter in model.parameters()) > LARGEST_COPIED:
         return {}
     found: dict[ComparedKind, dict[str, float]] = {}
     random = torch.Generator().manual_seed(_SEED)
+    # Compared with a copy too: what a copy lacks of the model is no rounding.
+    plain = results(isolated(model, share_parameters=False))
     for _ in range(_RUNS):
         moved = results(_with_other_bits(model, random))
-        for kind, group in expected.items():
+        for kind, group in plain.items():
             largest = found.setdefault(kind, {})
             for name, tensor in group.items():
                 if name in moved.get(kind, {}):

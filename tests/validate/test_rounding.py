@@ -14,7 +14,9 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Constraints
 from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors
 from gpipe_compiler.validate.package import validate
+from gpipe_compiler.validate.rounding import rounding_of
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -30,6 +32,19 @@ def subject(seed: int) -> Subject:
 def compiled(seed: int, folder: Path) -> Compiled:
     options = CompileOptions(stages=2, microbatches=8)
     return compile_subject(subject(seed), options, folder / "norm_x2")
+
+
+def test_what_a_copy_lacks_is_no_rounding() -> None:
+    """Such as a term of the loss that knows the model itself."""
+    model = nn.Linear(8, 8)
+
+    def results(of: nn.Module) -> Tensors:
+        assert isinstance(of, nn.Linear)
+        return {ComparedKind.GRADIENT: {"weight": of.weight.detach() + (0.5 if of is model else 0)}}
+
+    found = rounding_of(model, results)
+
+    assert 0 < found[ComparedKind.GRADIENT]["weight"] < 1e-6
 
 
 @pytest.mark.parametrize("seed", [3, 4, 7])

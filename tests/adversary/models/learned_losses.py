@@ -119,6 +119,23 @@ def classes(samples: int) -> Tensor:
     return torch.randint(3, (samples,))
 
 
+PENALISED = Two()
+
+
+def penalised_by_name(output: Tensor, target: Tensor) -> Tensor:
+    penalty = PENALISED.last.weight.square().sum()  # refused: penalised_by_name
+    return F.cross_entropy(output, target) + 0.01 * penalty
+
+
+class WithPenalty(Two):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.last.weight.square().sum()
+
+
+def with_penalty(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0], target) + 0.01 * outputs[1]
+
+
 CASES = (
     *(
         Case(
@@ -139,6 +156,15 @@ CASES = (
         classes,
         expect=Refused(("parameters of its own", "centres"), ("part of the model",)),
     ),
+    Case(
+        "penalised_by_name",
+        lambda: PENALISED,
+        rows,
+        penalised_by_name,
+        classes,
+        expect=Refused(("last.weight", "read from outside"), ("have forward return",)),
+    ),
+    Case("with_penalty", WithPenalty, rows, with_penalty, classes),
     Case(
         "annealed",
         Two,
