@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gpipe_compiler.ir.own_functions import Written, own_function
-from gpipe_compiler.validate.cross_sample import function_that_mixes
+from gpipe_compiler.validate.mixing_backward import function_that_mixes
 from gpipe_compiler.validate.some_samples import PARTS, SAMPLES
 
 
