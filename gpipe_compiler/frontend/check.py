@@ -105,7 +105,6 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
     sizes = _BATCHES if any(source.batched for source in graph.inputs) else ((1,),)
     others = other_sizes(graph.sizes, graph.requires)
     slow, untried = False, None
-    alone: dict[bool, SampleRule] = {}
     modes = (True, False) if subject.training else (False,)
     entries = [make_entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
@@ -130,10 +129,7 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
         few, seconds = max(sizes[-1]), longest
         many = larger_batch(few, longest) if len(sizes) > 1 else 0
         rules = {many: None, **{rule.samples: rule for rule in graph.sample_rules}}
-        of_one = rules.pop(SMALLEST, None)
-        if of_one is not None and _is_another_alone(graph, subject, training, outputs):
-            alone[training] = of_one
-        for samples in sorted(rules.keys() - {0}):
+        for samples in sorted(rules.keys() - {0, SMALLEST}):
             if samples != many and not may_be_tried(samples, few, seconds):
                 untried = rules[samples]
                 break
@@ -143,24 +139,29 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             few, seconds = samples, time.process_time() - started
             if found:
                 return found, graph
-    return found, graph.replace(untried=untried, alone=alone)
+    return found, graph.replace(untried=untried, alone=_alone(graph, subject, entries))
 
 
-def _is_another_alone(graph: Graph, subject: Subject, training: bool, outputs: bool) -> bool:
-    """Whether the model computes something else of one sample than the graph.
+def _alone(graph: Graph, subject: Subject, entries: Sequence[Entry]) -> dict[bool, SampleRule]:
+    """The rule by which the model computes something else of one sample than the graph, by mode.
 
     With other weights: those that a normalisation begins with hide it.
     """
+    rule = next((rule for rule in graph.sample_rules if rule.samples == SMALLEST), None)
+    if rule is None:
+        return {}
     moved = with_other_weights(subject.model)
     if moved is not None:
         subject = dataclasses.replace(subject, model=moved)
         weights = dict(moved.named_parameters(remove_duplicate=False))
         graph = graph.replace(tensors={n: weights.get(n, t) for n, t in graph.tensors.items()})
-    entry = make_entry(subject, training, reduces=False)
-    try:
-        return any(_compare(graph, subject, entry, (1,), (entry.signature,), outputs))
-    except ModelError:  # it takes no single sample
-        return False
+    found = {}
+    for entry in entries:
+        outputs = entry.structure == entries[-1].structure
+        with contextlib.suppress(ModelError):  # it takes no single sample
+            if any(_compare(graph, subject, entry, (1,), (entry.signature,), outputs)):
+                found[entry.training] = rule
+    return found
 
 
 def _state_differences(graph: Graph, subject: Subject) -> Iterator[str]:

@@ -38,6 +38,7 @@ from gpipe_compiler.frontend.probing import (
     user_call,
     with_numbers,
 )
+from gpipe_compiler.frontend.recurrent import recurrent_forms
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import (
@@ -249,7 +250,7 @@ class Entry(nn.Module):
         model = isolated(self.model, share_parameters=False)
         with torch.random.fork_rng(), torch.set_grad_enabled(self.has_loss):
             try:
-                with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                with quiet(), recurrent_forms(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
                     args, kwargs, _ = self.signature.rebuild(fakes)
                     output = map_tensors(on_meta, model(*args, **kwargs))

@@ -23,6 +23,7 @@ from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, TorchCall
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
 from gpipe_compiler.frontend.recompute import CHECKPOINT, activations_kept
+from gpipe_compiler.frontend.recurrent import recurrent_forms
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
 from gpipe_compiler.quiet import quiet
@@ -138,6 +139,7 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Torch
                     if place is not None:
                         inputs = list(map(place.to, inputs))
                         around.enter_context(place.around())
+                        around.enter_context(recurrent_forms())
                     around.enter_context(ambient(dtype, kind))
                     around.enter_context(watch.watching())
                     around.enter_context(activations_kept())

@@ -63,6 +63,7 @@ def reference_of(
     other: OtherBatch | None = None,
     per_microbatch: bool = False,
     left_to_package: bool = False,
+    step_alone: bool = False,
 ) -> tuple[Tensors, tuple[str, ...]]:
     """The expected results of a plan's package, by the model in plain PyTorch; and notes on them.
 
@@ -71,6 +72,7 @@ def reference_of(
         left_to_package: whether a package is held against the results, so that micro-batches of the
             model need not run where the package shows what they come to. Where it gives other
             results, `refuse_unlike_parts` tells whether the model's micro-batches do as well.
+        step_alone: leaves out the outputs in eval mode.
 
     Raises:
         UnsplittableError: when micro-batches do not give the model's results for the mini-batch,
@@ -80,6 +82,8 @@ def reference_of(
     batch = batch_of(plan, entry.signature, other)
     shares = _shares(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, per_microbatch)
+    if step_alone:
+        return work.trained(noted=False)
     left = left_to_package and work.is_shown_by_package
     expected, notes = work.in_one_piece() if left else work.evaluated()
     if not plan.training:
@@ -105,7 +109,13 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
         return
     if batchnorm_ops(work.graph, subject.model):  # which the user has over each micro-batch
         return
-    if not work._trains_alike() and not work._in_double(_Work._trains_alike):
+    try:
+        alike = work._trains_alike() or work._in_double(_Work._trains_alike)
+    except ApartError as problem:
+        if problem.inside:
+            return
+        raise work._apart(problem) from problem
+    if not alike:
         draws = Draws.of(work.graph, seed, training=True)
         raise departure(work.graph, work._entry(training=True), batch, draws)
 

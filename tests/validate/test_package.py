@@ -134,7 +134,7 @@ def test_failed_package_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return validate(subject, plan, folder, **options)
 
     monkeypatch.setattr(torch_stages, "validate", spoil)
-    with pytest.raises(ValidationError, match="output output differs") as raised:
+    with pytest.raises(ValidationError, match="loss loss differs") as raised:
         compile_subject(subject(), OPTIONS, tmp_path / "bad")
 
     assert raised.value.exit_code == 3
