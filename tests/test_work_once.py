@@ -17,11 +17,11 @@ DRY_RUNS = 10
 """Of two graphs, before and after writes in place are chosen: at the batch size and at twice that,
 in eval mode; a backward that proves the writes, costs and memory."""
 
-WITHOUT_NUMBERS, WITH_NUMBERS = 6, 31
-"""Forwards of the model. On fake tensors it is probed and exported in each mode, and held in other
-precisions; with numbers the batch is proven, with other weights and in a larger batch too, the
-graph compared at two sizes in each mode and in a larger batch, and the example and a second batch
-computed in micro-batches and whole, in eval mode and for a step."""
+WITHOUT_NUMBERS, WITH_NUMBERS = 6, 25
+"""Forwards of the model. On fake tensors it is probed and traced in each mode, and held in other
+precisions; with numbers the batch is proven, in a larger one too, with other weights, the graph
+compared at two sizes in each mode and in a larger batch, and a second batch computed in
+micro-batches and whole, in eval mode and for a step, and the example for a step."""
 
 
 calls = Counter[str]()

@@ -40,7 +40,7 @@ _SLOW_S = 10.0
 """Seconds of a trial from which on there is no second one with other values."""
 
 _DOUBTFUL = 1e-2
-"""Differences up to this share of an output may be rounding; float64 decides."""
+"""Differences up to this share of an output may be rounding, where float64 cannot decide."""
 
 _SEED = 20261
 
@@ -78,22 +78,31 @@ class Proof:
 
     subject: Subject
     signature: Signature
+    _models: tuple[nn.Module, ...] = field(init=False)
     _model: nn.Module = field(init=False)
     _draws: bool = False
 
     def __post_init__(self) -> None:
-        self._model = isolated(self.subject.model).eval()
+        first = isolated(self.subject.model).eval()
+        other = with_other_weights(first)
+        self._models = (first,) if other is None else (other, first)
+        self._model = self._models[0]
 
     def judge(self, dims: Dims) -> Verdict:
         """What the model's outputs say of a choice of dimensions.
 
-        Other weights than the first ones tell more. Where the example has the same numbers in all
-        samples, so do other values, if the model takes them.
+        Other weights than the first ones tell more; these are tried where the model gives nothing
+        finite with others. Where the example has the same numbers in all samples, other values tell
+        more, if the model takes them.
         """
         started = time.monotonic()
         examples = self.signature.examples
         self._refuse_sparse(dims)
-        answer = self._answer(examples, dims)
+        for model in self._models:
+            self._model = model
+            answer = self._answer(examples, dims)
+            if answer is not None and all(map(_finite, answer.tensors[0])):
+                break
         if answer is None:
             return Verdict.FAILS
         self._refuse_types(answer.tensors[0])
@@ -101,9 +110,7 @@ class Proof:
         if verdict is Verdict.MIXES or time.monotonic() - started > _SLOW_S:
             return verdict
         taken = time.monotonic() - started
-        if verdict >= Verdict.ROWS and (
-            self._mixes_later(dims) or self._mixes_among_many(dims, taken)
-        ):
+        if verdict >= Verdict.ROWS and self._mixes_among_many(dims, taken):
             return Verdict.MIXES
         if not any(_tells_little(x, dim) for x, dim in zip(examples, dims, strict=True)):
             return verdict
@@ -176,30 +183,13 @@ class Proof:
 
     def _verdict(self, answer: _Answer, inputs: Sequence[torch.Tensor], dims: Dims) -> Verdict:
         verdict, relative = _judged(answer)
-        if verdict is Verdict.MIXES and relative < _DOUBTFUL:
-            exact = self._in_double(inputs, dims)
-            return Verdict.ROWS if exact is None else _judged(exact)[0]
-        return verdict
-
-    def _mixes_later(self, dims: Dims) -> bool:
-        """Whether samples meet with other weights than the first ones."""
-        first, examples = self._model, self.signature.examples
-        other = with_other_weights(first)
-        if other is None:
-            return False
-        try:
-            self._model = other
-            answer = self._answer(examples, dims)
-            if answer is None or not all(map(_finite, answer.tensors[0])):
-                return False
-            verdict, relative = _judged(answer)
-            if verdict is not Verdict.MIXES:
-                return False
-            # Rounding may choose otherwise, such as where tokens are sent: not in 64 bits.
-            exact = self._in_double(examples, dims)
-            return relative >= _DOUBTFUL if exact is None else _judged(exact)[0] is Verdict.MIXES
-        finally:
-            self._model = first
+        if verdict is not Verdict.MIXES:
+            return verdict
+        # Rounding may choose otherwise, such as where tokens are sent: not in 64 bits.
+        exact = self._in_double(inputs, dims)
+        if exact is not None:
+            return _judged(exact)[0]
+        return verdict if relative >= _DOUBTFUL else Verdict.ROWS
 
     def _mixes_among_many(self, dims: Dims, seconds: float) -> bool:
         """Whether samples meet, or are told apart by their numbers, in a larger batch.

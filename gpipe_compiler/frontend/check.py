@@ -1,8 +1,8 @@
 """Compares a graph with the eager model.
 
-What is compared, in train mode (same random seed) and in eval mode: outputs, loss, the gradient of
-every parameter and floating-point input, buffers afterwards, and the names of the state. Models on
-meta have no numbers: shapes and types are compared instead.
+What is compared, in train mode (same random seed) and in eval mode: outputs, loss, buffers
+afterwards, and the names of the state; in train mode the gradient of every parameter and
+floating-point input too. Models on meta have no numbers: shapes and types are compared instead.
 
 Each mode is compared for 2 and for 3 samples, or 4 where the model takes no 3; then with other
 sizes of dimensions that are free too, where the model takes these. Less is done where a
@@ -311,7 +311,7 @@ def _run_model(
     ):
         returned = entry(*inputs)
     loss = returned.pop(0) if entry.has_loss else None
-    _backward(loss)
+    _backward(loss, entry)
     parameters = dict(entry.model.named_parameters())
     buffers = dict(entry.model.named_buffers())
     for name, tensor in buffers.items():
@@ -348,7 +348,7 @@ def _run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) 
             {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
         )
     loss = None if graph.loss is None else values[graph.loss.value]
-    _backward(loss)
+    _backward(loss, entry)
     kinds: dict[StateKind, dict[str, torch.Tensor]] = {kind: {} for kind in StateKind}
     for name, tensor in tensors.items():
         kinds[graph.state[name].kind][name] = tensor
@@ -375,8 +375,8 @@ def _inputs(
     return leaves, [tensor.clone() for tensor in tensors]
 
 
-def _backward(loss: Any) -> None:
-    if isinstance(loss, torch.Tensor) and loss.requires_grad:
+def _backward(loss: Any, entry: Entry) -> None:
+    if entry.training and isinstance(loss, torch.Tensor) and loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
 
 

@@ -11,10 +11,11 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, with_other_weights
 from gpipe_compiler.frontend.user_code import line_of_forward
-from gpipe_compiler.ir import Graph, Mode, Op, ops_within
+from gpipe_compiler.ir import Graph, Mode, Op, RegionCall, ops_within
 from gpipe_compiler.passes.batch_gates import first_gate
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
@@ -97,7 +98,12 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
     if on_meta(graph) or joint:
         return
     _refuse_mixing_backward(graph)
-    if not any(map(differs_in_training, graph.ops)):
+    drawn = random_ops(graph)
+    if not any(
+        differs_in_training(op)
+        for op in graph.ops
+        if op.name not in drawn or isinstance(op.call, RegionCall)
+    ):
         return
     if batchnorm_ops(graph, model) or effects(graph).state_writes:
         return

@@ -294,6 +294,8 @@ def test_gradients_that_are_rounding_alone_may_differ(monkeypatch):
     def noisy(*args, **options):
         found = run(*args, **options)
         shift = found.results["gradient of shift"]
+        if shift is None:  # eval mode has no backward
+            return found
         largest = max(
             float(t.abs().max()) for n, t in found.results.items() if n.startswith("gradient")
         )
