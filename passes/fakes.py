@@ -40,7 +40,7 @@ _ELEMENTWISE = frozenset(
         *(_aten.pow.Tensor_Scalar, _aten.clone.default),
     }
 )
-"""Kernels whose result is like their operands where these are dense, alike and floating."""
+"""Kernels whose result is like their first operand where it is dense, and all are floating."""
 
 _IN_PLACE = frozenset(
     {
@@ -59,10 +59,13 @@ _WITHOUT_DEVICE = frozenset(
         *_REDUCTIONS,
         *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default),
         *(_aten.view.default, _aten.expand.default, _aten.detach.default),
+        *(_aten._unsafe_view.default, _aten.slice.Tensor, _aten.select.int, _aten.unbind.int),
+        *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.cat.default, _aten.stack.default),
+        *(_aten.split.Tensor, _aten.unsafe_split.Tensor, _aten.split_with_sizes.default),
     }
 )
-"""Kernels with one result, whose shape, strides and type are the same on all devices. Torch's fakes
-look for a device first, which takes ten times as long."""
+"""Kernels whose results have the same shapes, strides and types on all devices. Torch's fakes look
+for a device first, which takes ten times as long."""
 
 _FLOAT = 4
 _PAGE = 4096
@@ -174,8 +177,10 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
 
     def _without_device(self, func: Any, args: Sequence[Any]) -> object:
         """What a kernel returns that is the same for all devices; None where torch is to say."""
-        first = args[0]
-        for item in args:
+        given = args[0] if isinstance(args[0], list | tuple) else args
+        first: Any = next(iter(given), None)
+        made: Any
+        for item in given:
             if isinstance(item, torch.Tensor) and not (
                 type(item) is FakeTensor
                 and self._is_plain(item)
@@ -194,6 +199,8 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
                     made = func(*args)
             except RuntimeError:
                 return None  # in torch's words
+        if isinstance(made, list | tuple):
+            return [self._fake(part, first.fake_device) for part in made]
         return self._fake(made, first.fake_device)
 
     def _fake(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
@@ -231,19 +238,20 @@ def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
     hundred times as long.
     """
     first, *others = args
-    if not first.dtype.is_floating_point:
+    if not isinstance(first, torch.Tensor) or not first.dtype.is_floating_point:
         return None
     for item in others:
         if isinstance(item, torch.Tensor) and item.dtype is not first.dtype:
             return None
     if func in _ELEMENTWISE or func in _IN_PLACE:
-        alike = first.is_contiguous() and all(
-            item.shape == first.shape and item.is_contiguous()
+        # Its strides are those of the first, whatever those of the others.
+        fits = (func in _IN_PLACE or first.is_contiguous()) and all(
+            _is_within(item.shape, first.shape)
             if isinstance(item, torch.Tensor)
             else not isinstance(item, complex)
             for item in others
         )
-        return first.shape if alike else None
+        return first.shape if fits else None
     if func in _REDUCTIONS:
         return _reduced(first.shape, *others)
     if func is _aten.mm.default:
@@ -256,6 +264,12 @@ def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
             shape = one.shape[0], other.shape[1]
             return shape if first.shape in ((shape[1],), shape) else None
     return None
+
+
+def _is_within(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether a tensor of a shape is broadcast to this one."""
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
 def _reduced(

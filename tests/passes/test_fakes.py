@@ -12,7 +12,7 @@ from gpipe_compiler.passes import fakes
 from gpipe_compiler.passes.fakes import HostFakes
 
 aten = torch.ops.aten
-CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+CALLS: dict[str, Callable[[Tensor, Tensor], Tensor | list[Tensor]]] = {
     "mm": aten.mm,
     "addmm": lambda x, y: aten.addmm(y[0], x, y),
     "bmm": lambda x, y: aten.bmm(x[None], y[None]),
@@ -38,12 +38,28 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "transpose": lambda x, _: aten.transpose(x[None], 0, 2),
     "view": lambda x, _: aten.view(x.contiguous(), [-1]),
     "expand": lambda x, _: aten.expand(x[:1], [3, 6]),
+    "a column added": lambda x, y: aten.add(x, y[:, :1]),
+    "added to a row": lambda x, y: aten.add(x[:1], y),
+    "added in another layout": lambda x, y: aten.add(x, y.t().contiguous().t()),
+    "every other column in place": lambda x, y: aten.mul_(x[:, ::2], y[:1, :3]),
+    "flattened": lambda x, _: aten._unsafe_view(x.contiguous(), [36]),
+    "slice": lambda x, _: aten.slice(x, 1, 1, 5, 2),
+    "select": lambda x, _: aten.select(x, 1, -1),
+    "squeeze": lambda x, _: [aten.squeeze(x[:1], 0), aten.squeeze(x[None], [0, 1])],
+    "unbind": lambda x, _: aten.unbind(x, 1),
+    "split": lambda x, _: [*aten.split(x, 4), *aten.unsafe_split(x, 2, 1)],
+    "split by sizes": lambda x, _: aten.split_with_sizes(x, [1, 5], 1),
+    "cat": lambda x, y: aten.cat([x, y, x[:1]]),
+    "cat of types that differ": lambda x, y: aten.cat([x, y.double()], 1),
+    "stack": lambda x, y: aten.stack([x, y], 1),
 }
 
 
-def layout(tensor: Tensor) -> tuple[object, ...]:
-    device, size = tensor.device.type, tensor.untyped_storage().nbytes()
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, device, size
+def layout(made: Tensor | list[Tensor]) -> object:
+    if not isinstance(made, Tensor):
+        return type(made), [*map(layout, made)]
+    device, size = made.device.type, made.untyped_storage().nbytes()
+    return made.shape, made.stride(), made.storage_offset(), made.dtype, device, size
 
 
 @pytest.mark.parametrize("name", CALLS)
