@@ -27,9 +27,6 @@ from gpipe_compiler.runtime.wording import printable_message
 from gpipe_compiler.text.units import format_source
 from gpipe_compiler.validate.launching import fresh, spare
 
-INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ends, as shells have it."""
-
 
 def compile_command(argv: Sequence[str] | None = None) -> int:
     """gpipe-compile: from a model to a package; returns the exit code."""
@@ -75,13 +72,10 @@ def _obey(
         command(arguments)
     except GPipeCompilerError as error:
         return _report(error, as_json)
-    except BrokenPipeError:
-        raise  # whoever reads has seen enough
+    except (BrokenPipeError, KeyboardInterrupt):
+        raise  # whoever reads, or waits, has seen enough
     except OSError as error:
         return _report(UsageError(f"{error.filename or 'a file'}: {error.strerror}"), as_json)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
     except BaseException as error:
         from gpipe_compiler.frontend.user_code import error_of_user
 

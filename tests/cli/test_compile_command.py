@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpipe_compiler import __main__ as scripts
 from gpipe_compiler.cli import commands
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import Cluster, Link
@@ -338,11 +340,26 @@ class TestCompileFails:
         assert cli.compile_command(["model.py", "--stages", "2"]) == 2
         assert "error: /locked/model_x2: Permission denied\n" in capsys.readouterr().err
 
-    def test_ctrl_c(self, compiler: Compiler, capsys: Printed) -> None:
+    def test_ctrl_c(
+        self, compiler: Compiler, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         compiler.error = KeyboardInterrupt()
+        monkeypatch.setattr(sys, "argv", ["gpipe-compile", "model.py", "--stages", "2"])
 
-        assert cli.compile_command(["model.py", "--stages", "2"]) == 130
+        assert scripts.compile_command() == 130
         assert capsys.readouterr().err.endswith("interrupted\n")
+
+    def test_ctrl_c_while_the_command_is_imported(self, tmp_path: Path) -> None:
+        (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "gpipe_compiler", "model.py"],
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+        assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
     @pytest.mark.usefixtures("compiler")
     def test_a_mistake_of_ours_shows_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
