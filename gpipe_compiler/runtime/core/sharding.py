@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -22,7 +20,7 @@ from .inputs import (
     passed_to,
 )
 from .nest import Path
-from .same_host import memory_of
+from .weights import checksum
 
 
 def share_of(
@@ -107,14 +105,3 @@ def _replaced(item: Any, parts: Mapping[Path, torch.Tensor]) -> Any:
         else:
             setattr(result, str(key), _replaced(getattr(item, str(key)), rests))
     return result
-
-
-def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """64 bits of tensors' names, types, shapes and the CRC-32 of their bytes, wherever they lie."""
-    told = hashlib.blake2b(digest_size=8)
-    for name, tensor in tensors:
-        whole = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
-        row = whole.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
-        crc = zlib.crc32(memory_of(row)) if row.numel() else 0
-        told.update(repr((name, str(tensor.dtype), tuple(tensor.shape), crc)).encode())
-    return int.from_bytes(told.digest(), "big")

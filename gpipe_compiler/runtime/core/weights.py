@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,14 @@ from torch import nn
 
 from ..errors import WeightsError
 from ..spec import StageSpec, Steps
+from .same_host import memory_of
 from .storing import place, place_text
 
 INDEX = "index.json"
 
+_SUMS = "gpipe.checksums"
+"""In the metadata of the safetensors files that `save_file` writes: by name, as JSON."""
+_DAMAGED = "bring an undamaged copy of the file, or write it anew: compile, or save, once more"
 _ALIGNMENT = 64
 """Bytes; what torch's CPU allocator gives."""
 
@@ -59,19 +64,13 @@ class Weights:
             WeightsError: when a file is missing or broken.
         """
         by_file: dict[str, list[str]] = {}
-        for name in dict.fromkeys(names):
-            if name in self.files:
-                by_file.setdefault(self.files[name], []).append(name)
-        loaded: dict[str, torch.Tensor] = {}
-        for file, wanted in by_file.items():
-            path = self.directory / file
-            try:
-                with safetensors.safe_open(path, framework="pt", device=str(device)) as opened:
-                    for name in wanted:
-                        loaded[name] = _aligned(opened.get_tensor(name))
-            except (OSError, safetensors.SafetensorError) as error:
-                raise WeightsError(f"cannot read {path}: {error}") from error
-        return loaded
+        for name in filter(self.files.get, dict.fromkeys(names)):
+            by_file.setdefault(self.files[name], []).append(name)
+        return {
+            name: _aligned(tensor.to(device))
+            for file, wanted in by_file.items()
+            for name, tensor in load_file(self.directory / file, wanted).items()
+        }
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,8 +114,10 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     Raises:
         OSError, WeightsError: naming the file, when it cannot be written.
     """
+    plain = apart(tensors)
+    sums = json.dumps({name: checksum([(name, tensor)]) for name, tensor in plain.items()})
     try:
-        place(path, lambda file: safetensors.torch.save_file(apart(tensors), file))
+        place(path, lambda file: safetensors.torch.save_file(plain, file, {_SUMS: sums}))
     except safetensors.SafetensorError as error:  # as where the disk is full
         raise WeightsError(f"cannot write {path}: {error}") from error
 
@@ -133,16 +134,37 @@ def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def load_file(path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file.
+def load_file(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Tensors of a safetensors file, on the CPU, held against the checksums of `save_file`, if any.
+
+    Args:
+        names: of those to read; None for all.
 
     Raises:
-        WeightsError: when it cannot be read.
+        WeightsError: when it cannot be read, or is damaged.
     """
     try:
-        return safetensors.torch.load_file(path, device=str(device or "cpu"))
-    except (OSError, safetensors.SafetensorError) as error:
-        raise WeightsError(f"cannot read {path}: {error}") from error
+        with safetensors.safe_open(path, framework="pt") as opened:
+            sums = json.loads((opened.metadata() or {}).get(_SUMS, "{}"))
+            wanted = {**dict.fromkeys(opened.keys()), **sums} if names is None else names
+            tensors = {name: opened.get_tensor(name) for name in wanted}
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
+    for name, tensor in tensors.items():
+        if name in sums and checksum([(name, tensor)]) != sums[name]:
+            raise WeightsError(f"{path} is damaged: {name} is not what was saved", hint=_DAMAGED)
+    return tensors
+
+
+def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """64 bits of tensors' names, types, shapes and the CRC-32 of their bytes, wherever they lie."""
+    told = hashlib.blake2b(digest_size=8)
+    for name, tensor in tensors:
+        whole = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+        row = whole.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        crc = zlib.crc32(memory_of(row)) if row.numel() else 0
+        told.update(repr((name, str(tensor.dtype), tuple(tensor.shape), crc)).encode())
+    return int.from_bytes(told.digest(), "big")
 
 
 def build_stage(

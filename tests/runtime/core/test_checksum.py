@@ -1,4 +1,5 @@
-"""The checksum by which replicas compare what they have read: any difference tells."""
+"""The checksum by which replicas compare what they have read, and files are held against what was
+written: any difference tells."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.runtime.core.sharding import checksum
+from gpipe_compiler.runtime.core.weights import Weights, checksum, load_file, save_file
+from gpipe_compiler.runtime.errors import WeightsError
 
 SIZES = (1, 3, 7, 1001, 16_384, 163_849)
 """Bytes."""
@@ -68,7 +71,7 @@ def test_numbers_tell_and_not_where_they_lie() -> None:
 
 
 def test_every_process_comes_to_the_same() -> None:
-    told = "import torch\nfrom gpipe_compiler.runtime.core.sharding import checksum\n"
+    told = "import torch\nfrom gpipe_compiler.runtime.core.weights import checksum\n"
     told += "print(checksum([('x', torch.arange(99999))]))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     words = [sys.executable, "-c", told]
@@ -90,3 +93,37 @@ def test_it_takes_less_than_a_hundredth_of_a_step(one_thread: None) -> None:
 
     step_s = min(seconds(lambda: model(x).square().mean().backward()) for _ in range(2))
     assert min(seconds(lambda: of(x, x)) for _ in range(5)) < 0.01 * step_s
+
+
+def test_a_changed_bit_of_a_file_is_refused_or_means_nothing(tmp_path: Path) -> None:
+    tensors = {"layer.weight": torch.randn(3, 2), "count": torch.tensor(7), "none": torch.empty(0)}
+    file = tmp_path / "file.safetensors"
+    save_file(tensors, file)
+    content, refused = file.read_bytes(), list[str]()
+    for place, bit in zip(range(len(content)), itertools.cycle((0, 3, 6, 1, 4, 7, 2, 5))):
+        changed = bytearray(content)
+        changed[place] ^= 1 << bit
+        file.write_bytes(changed)
+        try:
+            found = load_file(file)
+        except WeightsError as error:
+            refused.append(f"{error.problem}: {error.hint}")
+        else:
+            assert found.keys() == tensors.keys()
+            assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert len(refused) > 0.9 * len(content)
+    assert all(str(file) in told and "bring an undamaged copy" in told for told in refused)
+    for size in range(0, len(content), 9):
+        file.write_bytes(content[:size])
+        with pytest.raises(WeightsError, match="cannot read"):
+            load_file(file)
+
+
+def test_weights_are_held_against_their_checksums(tmp_path: Path) -> None:
+    weights, file = Weights(tmp_path, {"a": "ab", "b": "ab"}), tmp_path / "ab"
+    save_file({"a": torch.ones(4), "b": torch.ones(4)}, file)
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+
+    assert weights.load(["a"], torch.device("cpu"))["a"].tolist() == [1.0] * 4
+    with pytest.raises(WeightsError, match="ab is damaged: b is not what was saved"):
+        weights.load(["a", "b"], torch.device("cpu"))
