@@ -7,6 +7,7 @@ nothing that a sample holds. A trial shows that where it has more samples than s
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import gcd, lcm
 
 from gpipe_compiler.ir import (
     FunctionCall,
@@ -19,7 +20,7 @@ from gpipe_compiler.ir import (
     called,
     ops_within,
 )
-from gpipe_compiler.ir.sizes import LARGEST_BATCH, SampleRule, in_order
+from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SampleRule, asked, in_order
 
 _COMPARING = frozenset(
     {
@@ -50,12 +51,44 @@ def all_rules(graph: Graph) -> tuple[SampleRule, ...]:
     return in_order((*graph.sample_rules, *rules))
 
 
+def counting_in_loss(graph: Graph) -> Op | None:
+    """The first op of the loss that computes with the number of samples, as what numbers them."""
+
+    def counts(op: Op) -> bool:
+        scalars = (graph.values[name].kind is ValueKind.SCALAR for name in op.inputs)
+        return BATCH in asked(op.leaves) or any(scalars)
+
+    # Where the loss is all that the model returns, all of it is the loss.
+    late = graph.loss_only or graph.op_of.keys()
+    return next((op for op in graph.ops if op.name in late and counts(op)), None)
+
+
 def takes_several(graph: Graph) -> bool:
     """Whether one sample is not computed as it is among others: by a rule, or since its batch
     dimension is squeezed."""
     return bool(graph.alone) or any(
         _squeezes_any(inner) for op in graph.ops for inner in ops_within(op)
     )
+
+
+def taken_together(graph: Graph, *, by_loss: bool = True) -> SampleRule:
+    """How many samples, one after another, a model takes together: 2 for the pairs of `x[::2]` and
+    `x[1::2]`; and where.
+
+    Args:
+        graph: annotated, at a multiple of that number.
+        by_loss: whether the loss counts, unless it is over the batch.
+    """
+    found = SampleRule(1)
+    apart = graph.loss is not None and (graph.loss.over_batch or not by_loss)
+    for op in graph.ops:
+        for value in map(graph.values.__getitem__, op.outputs):
+            dim = None if apart and op.name in graph.loss_only else value.batch_dim
+            if dim is not None and not value.splittable:
+                own = graph.batch_size // gcd(graph.batch_size, value.shape[dim])
+                if found.samples % own:
+                    found = SampleRule(lcm(found.samples, own), op.source)
+    return found
 
 
 def _squeezes_any(op: Op) -> bool:

@@ -24,11 +24,12 @@ from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule
-from gpipe_compiler.passes.batch_rules import takes_several
+from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.loss_counts import per_sample
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.limits import NO_GROUP
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import needs_of
@@ -47,6 +48,7 @@ from gpipe_compiler.runtime.spec import (
     Precision,
     Reduction,
     Remat,
+    SampleGroup,
     SampleLimit,
     Samples,
     ScheduleKind,
@@ -86,7 +88,7 @@ _SPEC_TYPES = (
     *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
     *(Unreturned, LossSpec, LossTerm),
     *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
-    *(Size, Requirement, Relation, SampleLimit),
+    *(Size, Requirement, Relation, SampleGroup, SampleLimit),
 )
 
 
@@ -238,6 +240,7 @@ def _pipeline(
         "requires": required(graph),
         "alone": {training: _where(rule) for training, rule in graph.alone.items()},
         "several": takes_several(graph),
+        "group": _group(graph),
         "limits": tuple(sample_limits(graph)),
         "left_out": graph.left_out,
         "classes": graph.classes,
@@ -253,6 +256,14 @@ def sample_limits(graph: Graph) -> Iterator[SampleLimit]:
     for rule, in_pieces in ((graph.untried, False), (graph.untried_in_pieces, True)):
         if rule is not None:
             yield SampleLimit(rule.samples - 1, _where(rule), in_pieces)
+
+
+def _group(graph: Graph) -> SampleGroup:
+    rule = taken_together(graph)
+    if rule.samples == 1:
+        return NO_GROUP
+    alone = taken_together(graph, by_loss=False).samples == 1
+    return SampleGroup(rule.samples, _where(rule), in_loss=alone)
 
 
 def _where(rule: SampleRule) -> str:

@@ -12,7 +12,7 @@ from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
-from gpipe_compiler.passes.batch_rules import takes_several
+from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
@@ -20,6 +20,7 @@ from gpipe_compiler.passes.measure import costs_by_kind
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
 from gpipe_compiler.passes.remat import FEW, MANY
+from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
@@ -147,9 +148,29 @@ class Planner:
         return self._prepared[key]
 
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> MicrobatchGraph:
-        plain, graph = self.described(samples, precision, in_place=in_place)
+        try:
+            plain, graph = self.described(samples, precision, in_place=in_place)
+        except ModelError:
+            self._refuse_torn(samples)
+            raise
+        if not all(value.splittable for value in graph.values.values()):
+            self._refuse_torn(samples)
         costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
         return MicrobatchGraph.of(graph, costs, plain)
+
+    def _refuse_torn(self, samples: int) -> None:
+        """Refuses micro-batches of so many samples, where the model takes others together."""
+        if samples == self.batch_size:
+            return
+        rule = taken_together(annotate(self.graph, self.batch_size))
+        if samples % rule.samples:
+            raise ModelError(
+                f"samples are taken {rule.samples} at a time: micro-batches of {samples} would "
+                "tear them apart",
+                location=rule.source,
+                hint=f"use micro-batches of {rule.samples} samples or a multiple of that: the "
+                f"example makes {self.batch_size // rule.samples} or fewer; or --microbatches 1",
+            )
 
     def described(
         self, samples: int, precision: Precision, *, in_place: bool

@@ -1,4 +1,4 @@
-"""Up to how many samples a package was tried."""
+"""Which numbers of samples a package takes: those that were tried, and whole groups."""
 
 from __future__ import annotations
 
@@ -20,6 +20,46 @@ class SampleLimit:
     samples: int
     where: str
     in_pieces: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """So many samples, one after another, that a model takes together, such as pairs.
+
+    Attributes:
+        where: the line that does.
+        in_loss: whether the loss alone does.
+    """
+
+    samples: int = 1
+    where: str = ""
+    in_loss: bool = False
+
+
+NO_GROUP = SampleGroup()
+
+
+def refuse_torn(
+    name: str, group: SampleGroup, samples: Sequence[int], parts: int, *, makes_loss: bool
+) -> None:
+    """Makes sure that no group of samples lies in two micro-batches.
+
+    Args:
+        name: of the model.
+        samples: in each micro-batch.
+        parts: into which the mini-batch is cut.
+
+    Raises:
+        UsageError: naming the line that takes samples together.
+    """
+    torn = parts > 1 and any(count % group.samples for count in samples)
+    if torn and (makes_loss or not group.in_loss):
+        raise UsageError(
+            f"{name} takes samples {group.samples} at a time, {group.where}: micro-batches of "
+            f"{', '.join(map(str, samples))} samples tear them apart",
+            hint=f"pass a multiple of {group.samples} samples (drop_last=True drops the rest of a "
+            "DataLoader's data); or run it with microbatches=1",
+        )
 
 
 def refuse_untried(name: str, limits: Sequence[SampleLimit], samples: int, parts: int) -> None:

@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .limits import SampleLimit
+from .limits import NO_GROUP, SampleGroup, SampleLimit
 from .schedule.actions import Crossing
 from .schedule.choosing import ScheduleKind
 from .sizes import (
@@ -56,6 +56,7 @@ __all__ = [
     "Relation",
     "Remat",
     "Requirement",
+    "SampleGroup",
     "SampleLimit",
     "Samples",
     "ScheduleKind",
@@ -310,6 +311,7 @@ class PipelineSpec:
             one sample than the stages.
         several: whether one sample is not computed as in a larger batch, so that micro-batches have
             two or more.
+        group: the samples that no two micro-batches may share.
         left_out: what the model returns in training, where that is no part of `outputs`; "" where
             it is.
     """
@@ -337,6 +339,7 @@ class PipelineSpec:
     limits: tuple[SampleLimit, ...] = ()
     alone: Mapping[bool, str] = field(default_factory=dict)
     several: bool = False
+    group: SampleGroup = NO_GROUP
     left_out: str = ""
 
     @cached_property

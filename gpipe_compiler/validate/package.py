@@ -31,6 +31,7 @@ from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Example, Subject
 from gpipe_compiler.ir.sizes import other_sizes
+from gpipe_compiler.passes.batch_rules import taken_together
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
@@ -216,9 +217,14 @@ def _second_reference(
         nothing is.
     """
     entry = make_entry(subject, training=False)
-    numbers = other_numbers(plan.batch_size, plan.microbatches, least_samples(plan))
-    met = ""
     assert plan.graph is not None
+    group = taken_together(plan.graph).samples
+    least = max(1, least_samples(plan) // group)
+    numbers = [
+        (group * count, parts)
+        for count, parts in other_numbers(plan.batch_size // group, plan.microbatches, least)
+    ]
+    met = ""
     sizes = other_sizes(plan.graph.sizes, required(plan.graph))
     resized = entry.signature.at(plan.graph.inputs, sizes)
     few = plan.microbatch_size

@@ -22,7 +22,7 @@ from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import buffers_restored
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.passes.batch_rules import takes_several
+from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
@@ -65,15 +65,18 @@ def batch_of(plan: Plan, signature: Signature, other: OtherBatch | None = None) 
     most = plan.microbatches if other is None else other.microbatches
     pairs = zip(signature.inputs, inputs, strict=True)
     samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
+    assert plan.graph is not None
     count = max(1, min(most, samples // least_samples(plan)))
-    return MiniBatch(tuple(inputs), even_sizes(samples, count))
+    group = taken_together(plan.graph).samples
+    return MiniBatch(tuple(inputs), even_sizes(samples, count, group))
 
 
 def least_samples(plan: Plan) -> int:
     """The samples that each micro-batch of the plan's package has at least."""
     assert plan.graph is not None
     several = takes_several(plan.graph) or mixing_ops(plan.graph)
-    return 2 if plan.microbatch_size > 1 and several else 1
+    least = 2 if plan.microbatch_size > 1 and several else 1
+    return max(least, taken_together(plan.graph).samples)
 
 
 Shares: TypeAlias = Sequence[tuple[float, ...]]

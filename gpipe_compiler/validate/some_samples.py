@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, may_be_trie
 from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.sizes import SampleRule
-from gpipe_compiler.passes.batch_rules import all_rules
+from gpipe_compiler.passes.batch_rules import all_rules, counting_in_loss, taken_together
 from gpipe_compiler.passes.selections import takes_by_number
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.core.inputs import even_sizes
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 from gpipe_compiler.runtime.train.data import resized
 from gpipe_compiler.validate.loss_splitting import HINT, Losses, loss_shares
@@ -208,16 +210,31 @@ def refuse_numbering_in_loss(graph: Graph) -> None:
     Raises:
         ModelError: naming the line of the op.
     """
-    if graph.loss is None or graph.loss.over_batch:
+    if graph.loss is None or graph.loss.over_batch or on_meta(graph):
         return
-    many = _trials(graph).samples
-    if many and _adds_up(graph, SAMPLES) and not _adds_up(graph, many):
+    counting = counting_in_loss(graph)
+    many = max(_trials(graph).samples, _SEVERAL if counting else 0)
+    if not many:
+        return
+    group = taken_together(graph).samples
+    # Three parts of so many begin at places that have no divisor in common: no period hides there.
+    odd = group * (many + (1 - many) % _PARTS)
+    if _adds_up(graph, [graph.batch_size] * 2) and not _adds_up(
+        graph, even_sizes(odd, _PARTS, group)
+    ):
+        asking = [counting.source] if counting else []
+        lines = [rule.source for rule in all_rules(graph)] or asking
         raise ModelError(
             "the loss of a mini-batch is not that of its micro-batches put together: it tells "
             "samples apart by their numbers, or by how many there are",
-            location=all_rules(graph)[-1].source,
+            location=lines[-1],
             hint=HINT,
         )
+
+
+_PARTS = 3
+_SEVERAL = 13
+"""Samples among which a period shows that is no longer than a third of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,18 +280,18 @@ def with_limit(plan: Plan) -> Plan:
     return dataclasses.replace(plan, graph=dataclasses.replace(graph, untried_in_pieces=pieces))
 
 
-def _adds_up(graph: Graph, count: int) -> bool:
-    """Whether the loss of so many samples is that of their halves put together; where that cannot
+def _adds_up(graph: Graph, sizes: Sequence[int]) -> bool:
+    """Whether the loss of some samples is that of parts of so many put together; where that cannot
     be tried, too."""
     assert graph.loss is not None
-    half = count // 2
-    rows = (range(half), range(half, count))
+    count = sum(sizes)
+    rows = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
             whole = values_of(graph, {}, range(count), count)[graph.loss.value]
             made = [values_of(graph, {}, part, count) for part in rows]
             inputs = [inputs_of(graph, part, count) for part in rows]
-            shares = loss_shares(graph, graph.tensors, inputs, [len(part) for part in rows])
+            shares = loss_shares(graph, graph.tensors, inputs, sizes)
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
         return True
     terms = tuple(tuple(v[term.value] for term in graph.loss.summands) for v in made)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ..errors import AgreedError, TransportError, UsageError
-from ..limits import refuse_untried
+from ..limits import refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
@@ -228,6 +228,10 @@ class Execution:
             together = max if bound.listed else sum
             samples, parts = together(bound.samples or (0,)), len(bound.samples)
             refuse_untried(self._spec.name, self._spec.limits, replicas * samples, replicas * parts)
+            refuse_torn(
+                *(self._spec.name, self._spec.group, bound.samples, replicas * parts),
+                makes_loss=work.makes_loss,
+            )
             if args.outputs and training:
                 refuse_left_out(self._spec)
             weighed = work.makes_loss and not self._is_whole(bound.samples)

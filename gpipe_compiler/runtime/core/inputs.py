@@ -188,21 +188,26 @@ def _batch_of(bound: Values, spec: PipelineSpec) -> int | None:
     return None
 
 
-def even_sizes(samples: int, parts: int) -> tuple[int, ...]:
-    """The samples of each part, the larger ones first; sizes differ by one at most."""
-    size, larger = divmod(samples, parts)
-    return tuple(size + 1 if part < larger else size for part in range(parts))
+def even_sizes(samples: int, parts: int, group: int = 1) -> tuple[int, ...]:
+    """The samples of each part, the larger ones first; sizes differ by a group at most.
+
+    Args:
+        group: samples that stay together; of what is no whole one the last part has the rest.
+    """
+    size, larger = divmod(samples // group, parts)
+    sizes = [group * (size + (part < larger)) for part in range(parts)]
+    return (*sizes[:-1], sizes[-1] + samples % group)
 
 
 def microbatch_count(spec: PipelineSpec, samples: int, most: int) -> int:
     """How many micro-batches a number of samples makes: fewer than `most` for a small batch.
 
-    Each has a sample at least; two, where a stage normalises over them or computes something else
-    of one, unless one was planned.
+    Each has a sample, or a group of them, at least; two, where a stage normalises over them or
+    computes something else of one, unless one was planned.
     """
     several = spec.several or any(stage.mixes for stage in spec.stages)
     least = 2 if several and spec.microbatch_size > 1 else 1
-    return max(1, min(most, samples // least))
+    return max(1, min(most, samples // max(least, spec.group.samples)))
 
 
 def split(
@@ -228,7 +233,8 @@ def split(
             raise UsageError(f"{spec.name}: {name} has {batch} samples, {other} has {size}")
     if batch == 0:
         raise UsageError(f"{spec.name}: the batch is empty, {name} has no samples")
-    parts = even_sizes(batch, microbatch_count(spec, batch, microbatches))
+    count = microbatch_count(spec, batch, microbatches)
+    parts = even_sizes(batch, count, spec.group.samples)
     if len(parts) == 1:
         return [dict(bound)], parts
     pieces = {

@@ -80,7 +80,7 @@ def bounds(
 ) -> tuple[int, int]:
     """The first sample of a replica's share, and the one after its last."""
     count = microbatch_count(spec, samples, replicas * microbatches)
-    ends = [0, *accumulate(even_sizes(samples, count))]
+    ends = [0, *accumulate(even_sizes(samples, count, spec.group.samples))]
     places = [0, *accumulate(even_sizes(count, replicas))]
     return ends[places[replica]], ends[places[replica + 1]]
 

@@ -360,15 +360,11 @@ def of_the_first_positives(output: Tensor, target: Tensor) -> Tensor:
     return (losses * (rank < 700)).mean()  # refused: of_the_first_positives
 
 
-def every_other(output: Tensor, target: Tensor) -> Tensor:
-    """The same for micro-batches that begin at even places."""
-    return F.cross_entropy(output[::2], target[::2])  # refused: every_other
-
-
 def signed_by_turns(output: Tensor, target: Tensor) -> Tensor:
-    signs = torch.arange(len(output)) % 2 * 2.0 - 1
+    """The same for micro-batches that begin at even places."""
+    signs = torch.arange(len(output)) % 2 * 2.0 - 1  # refused: signed_by_turns
     losses = F.cross_entropy(output, target, reduction="none")
-    return (losses * signs).mean()  # refused: signed_by_turns
+    return (losses * signs).mean()
 
 
 def both_sorted(output: Tensor, target: Tensor) -> Tensor:
@@ -708,6 +704,6 @@ CASES = (
                 reference="whole",
             ),
         )
-        for rule in (every_other, signed_by_turns, both_sorted)
+        for rule in (signed_by_turns, both_sorted)
     ),
 )

@@ -235,3 +235,5 @@ def test_an_inference_package_has_no_loss():
 def test_sizes_differ_by_one(samples, parts, sizes):
     """Worked by hand: the larger ones come first."""
     assert even_sizes(samples, parts) == sizes
+    assert even_sizes(3 * samples, parts, 3) == tuple(3 * size for size in sizes)
+    assert even_sizes(3 * samples + 2, parts, 3)[-1] == 3 * sizes[-1] + 2
