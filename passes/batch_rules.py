@@ -20,7 +20,7 @@ from gpipe_compiler.ir import (
     called,
     ops_within,
 )
-from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SampleRule, asked, in_order
+from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SMALLEST, SampleRule, asked, in_order
 
 _COMPARING = frozenset(
     {
@@ -64,11 +64,16 @@ def counting_in_loss(graph: Graph) -> Op | None:
 
 
 def takes_several(graph: Graph) -> bool:
-    """Whether one sample is not computed as it is among others: by a rule, or since its batch
+    """Whether one sample is not computed as it is among others."""
+    return other_alone(graph) is not None
+
+
+def other_alone(graph: Graph) -> SampleRule | None:
+    """Where one sample is not computed as it is among others: by a rule, or since its batch
     dimension is squeezed."""
-    return bool(graph.alone) or any(
-        _squeezes_any(inner) for op in graph.ops for inner in ops_within(op)
-    )
+    squeezing = (op for op in graph.ops if any(map(_squeezes_any, ops_within(op))))
+    rules = (*graph.alone.values(), *(SampleRule(SMALLEST, op.source) for op in squeezing))
+    return rules[0] if rules else None
 
 
 def taken_together(graph: Graph, *, by_loss: bool = True) -> SampleRule:

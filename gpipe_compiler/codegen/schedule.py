@@ -238,7 +238,7 @@ def _pipeline(
         "unlike": _unlike(plan),
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
-        "alone": {training: _where(rule) for training, rule in graph.alone.items()},
+        "alone": {training: where(rule) for training, rule in graph.alone.items()},
         "several": takes_several(graph),
         "group": _group(graph),
         "limits": tuple(sample_limits(graph)),
@@ -255,7 +255,7 @@ def sample_limits(graph: Graph) -> Iterator[SampleLimit]:
     """Of the samples in a mini-batch, below the rules for which none was tried."""
     for rule, in_pieces in ((graph.untried, False), (graph.untried_in_pieces, True)):
         if rule is not None:
-            yield SampleLimit(rule.samples - 1, _where(rule), in_pieces)
+            yield SampleLimit(rule.samples - 1, where(rule), in_pieces)
 
 
 def _group(graph: Graph) -> SampleGroup:
@@ -263,10 +263,11 @@ def _group(graph: Graph) -> SampleGroup:
     if rule.samples == 1:
         return NO_GROUP
     alone = taken_together(graph, by_loss=False).samples == 1
-    return SampleGroup(rule.samples, _where(rule), in_loss=alone)
+    return SampleGroup(rule.samples, where(rule), in_loss=alone)
 
 
-def _where(rule: SampleRule) -> str:
+def where(rule: SampleRule) -> str:
+    """The line of a rule, in words."""
     return UNKNOWN_LINE if rule.source is None else rule.source.brief
 
 

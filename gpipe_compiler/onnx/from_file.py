@@ -80,7 +80,7 @@ class OnnxStages:
         """The plan whose graph says up to how many samples it can be cut into micro-batches."""
         graph = plan.graph
         assert graph is not None
-        rules = sample_rules(self.model.proto.graph).items()
+        rules = sample_rules(self.model.proto).items()
         above = [SampleRule(n, self.model.at(node)) for n, node in rules if n > plan.batch_size]
         if self.sizes.fixed or graph.whole_batch or not above:
             return plan

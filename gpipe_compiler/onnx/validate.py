@@ -28,6 +28,7 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.runtime.arrays import random_array, write_arrays
 from gpipe_compiler.onnx.runtime.check import Closeness, compare
 from gpipe_compiler.onnx.runtime.stage import Whole
+from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.errors import StageError
 from gpipe_compiler.runtime.train.comparison import Row
@@ -173,7 +174,9 @@ def _compared(
 
 def batch_sizes(plan: Plan) -> tuple[int, ...]:
     """What is compared: the planned mini-batch, one micro-batch, and one that splits unevenly."""
-    return tuple(dict.fromkeys([plan.batch_size, plan.microbatch_size, plan.batch_size + 1]))
+    assert plan.graph is not None
+    more = 2 if takes_several(plan.graph) else 1
+    return tuple(dict.fromkeys([plan.batch_size, plan.microbatch_size, plan.batch_size + more]))
 
 
 # --- ONNX models ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which numbers of samples a package takes: those that were tried, and whole groups."""
+"""Which numbers of samples a package takes: those that were tried, whole groups, one."""
 
 from __future__ import annotations
 
@@ -59,6 +59,25 @@ def refuse_torn(
             f"{', '.join(map(str, samples))} samples tear them apart",
             hint=f"pass a multiple of {group.samples} samples (drop_last=True drops the rest of a "
             "DataLoader's data); or run it with microbatches=1",
+        )
+
+
+def refuse_alone(name: str, line: str, samples: Sequence[int]) -> None:
+    """Makes sure that no micro-batch is of one sample where that is computed otherwise.
+
+    Args:
+        name: of the model.
+        line: by which it treats one sample differently; "" where none does.
+        samples: in each micro-batch.
+
+    Raises:
+        UsageError: naming the line.
+    """
+    if line and 1 in samples:
+        raise UsageError(
+            f"{name} takes two samples or more: the model computes something else of a single "
+            f"one, {line}",
+            hint="pass more samples at once; or have the model not ask whether there is one",
         )
 
 

@@ -69,6 +69,28 @@ def reshaped(limit: int) -> Made:
     return nodes, {"axis": np.array([0]), "rest": np.array([-1]), "limit": np.float32(limit)}
 
 
+def limited(limit: int) -> Made:
+    """By a function of the model's own, which is given the number."""
+    nodes = [helper.make_node("Limited", ["r2", "zero", "limit"], ["y"], domain="own")]
+    return nodes, {"limit": np.int64(limit)}
+
+
+LIMITED = helper.make_function(
+    "own",
+    "Limited",
+    ["x", "first", "most"],
+    ["result"],
+    [
+        helper.make_node("Shape", ["x"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "first"], ["samples"]),
+        helper.make_node("Max", ["samples", "most"], ["least"]),
+        helper.make_node("Cast", ["least"], ["divisor"], to=TensorProto.FLOAT),
+        helper.make_node("Div", ["x", "divisor"], ["result"]),
+    ],
+    [helper.make_opsetid("", 18)],
+)
+
+
 def model(make: Callable[[int], Made], limit: int) -> ModelProto:
     proto = onnx_models.chain(3)
     nodes, constants = make(limit)
@@ -80,11 +102,19 @@ def model(make: Callable[[int], Made], limit: int) -> ModelProto:
     return proto
 
 
+def test_what_a_function_of_the_model_compares_is_tried(compile_model: Compile) -> None:
+    proto = model(limited, 100)
+    proto.functions.append(LIMITED)
+    proto.opset_import.append(helper.make_opsetid("own", 1))
+    with pytest.raises(ModelError, match="the samples of a batch meet"):
+        compile_model(proto, 2)
+
+
 @pytest.mark.parametrize("make", [masked, divided, cut])
 def test_what_is_another_beyond_the_batch_is_refused(
     make: Callable[[int], Made], compile_model: Compile
 ) -> None:
-    assert [*sample_rules(model(make, 100).graph)] == [100]
+    assert [*sample_rules(model(make, 100))] == [100]
     with pytest.raises(ModelError, match="the samples of a batch meet") as refused:
         compile_model(model(make, 100), 2)
     assert "--microbatches 1" in refused.value.hint
@@ -105,4 +135,4 @@ def test_what_takes_too_long_to_be_tried_limits_the_package(compile_model: Compi
 
 
 def test_numbers_that_are_none_of_samples_are_no_rules() -> None:
-    assert not sample_rules(model(reshaped, 100).graph)
+    assert not sample_rules(model(reshaped, 100))

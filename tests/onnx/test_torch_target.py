@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from loading import load_package
 from onnx_compiling import compile_exported
 from torch import nn
 
@@ -44,6 +45,42 @@ class Tied(nn.Module):
         linear = self.middle(val_0).relu_()
         tied = nn.functional.linear(linear, self.first.weight)
         return {"y": tied.masked_fill(mask, 0.0), "early": val_0, "sum": linear.sum(1)}
+
+
+class SkipsOne(nn.Module):
+    """Something else of a single sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if len(x) > 1:
+            hidden = hidden.tanh()
+        return self.last(hidden)
+
+
+class Squeezed(SkipsOne):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x[:, None]).tanh().squeeze())
+
+
+@pytest.mark.parametrize("make", [SkipsOne, Squeezed])
+def test_one_sample_of_which_the_model_computes_something_else(
+    make: type[SkipsOne], tmp_path: Path
+) -> None:
+    model = make().eval()
+    made = _compile(model, tmp_path / "x2", torch.randn(8, 6))
+    assert made.directory is not None
+    pipe = load_package(made.directory).Pipeline()
+    for samples, microbatches in ((9, None), (2, None), (7, 3), (5, None)):
+        x = torch.randn(samples, 6)
+        (found,) = pipe({"x": x.numpy()}, microbatches=microbatches).values()
+        torch.testing.assert_close(torch.from_numpy(found), model(x).detach())
+    for samples, microbatches in ((1, None), (4, 4)):
+        with pytest.raises(Exception, match=r"takes two samples or more.*test_torch_target\.py"):
+            pipe({"x": np.zeros((samples, 6), np.float32)}, microbatches=microbatches)
 
 
 def _subject(model: nn.Module, *args: torch.Tensor) -> Subject:

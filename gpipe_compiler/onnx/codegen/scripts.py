@@ -14,7 +14,7 @@ from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.records import write_record
-from gpipe_compiler.codegen.schedule import sample_limits, schedule_text
+from gpipe_compiler.codegen.schedule import sample_limits, schedule_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.staged import staged_file
@@ -27,6 +27,7 @@ from gpipe_compiler.onnx.runtime.spec import (
     OnnxPipelineSpec,
     OnnxStageSpec,
 )
+from gpipe_compiler.passes.batch_rules import other_alone
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.text.escaping import code_span
 
@@ -97,6 +98,7 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         "fixed": traits.fixed,
         "quantised": traits.close.quantised,
         "whole_batch": graph.whole_batch,
+        "alone": "" if (found := other_alone(graph)) is None else where(found),
         "limits": tuple(sample_limits(graph)),
         "tolerance": float(f"{traits.close.tolerance:.3g}"),
     }

@@ -7,10 +7,11 @@ is a number of samples from which on the model may do something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
-from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from gpipe_compiler.ir.sizes import LARGEST_BATCH
 from gpipe_compiler.onnx.frontend.nodes import subgraphs, title
@@ -28,14 +29,15 @@ _NO_RULES = _SHAPED | {"Mul", "Concat", "Gather", "ScatterND", "ScatterElements"
 """Operators that make no other thing of a number of samples beyond a constant than below it."""
 
 
-def sample_rules(graph: GraphProto) -> Mapping[int, str]:
+def sample_rules(model: ModelProto) -> Mapping[int, str]:
     """The numbers of samples from which on a model may do something else, each with a node."""
+    graph, functions = model.graph, {(f.domain, f.name): f for f in model.functions}
     small = (t for t in tensors_of(graph) if _size(t) <= _FEW and not t.external_data)
     known = {t.name: numpy_helper.to_array(t) for t in small if t.name}
     weights = {tensor.name for tensor in tensors_of(graph)}
     counted: set[str] = set()
     found: dict[int, str] = {}
-    for node in _nodes(graph):
+    for node in _nodes(graph.node, functions):
         first, others = "".join(node.input[:1]), node.input[1:]
         if node.op_type == "Constant":
             known.update(_constant(node))
@@ -57,12 +59,38 @@ def sample_rules(graph: GraphProto) -> Mapping[int, str]:
     return dict(sorted(found.items()))
 
 
-def _nodes(graph: GraphProto) -> Iterator[NodeProto]:
-    """Those of bodies too."""
-    for node in graph.node:
+Functions = Mapping[tuple[str, str], FunctionProto]
+"""Those of a model, by domain and name."""
+
+
+def _nodes(nodes: Iterable[NodeProto], functions: Functions) -> Iterator[NodeProto]:
+    """Those of bodies too, and of functions in place of their calls."""
+    for node in nodes:
         for body in subgraphs(node):
-            yield from _nodes(body)
-        yield node
+            yield from _nodes(body.node, functions)
+        called = functions.get((node.domain, node.op_type))
+        if called is None:
+            yield node
+        else:
+            yield from _nodes(_inlined(node, called), functions)
+
+
+def _inlined(node: NodeProto, function: FunctionProto) -> Iterator[NodeProto]:
+    """The nodes of a function with the values and attributes of a call."""
+    names = dict(zip(function.input, node.input, strict=False))
+    names |= dict(zip(function.output, node.output, strict=False))
+    given = {attribute.name: attribute for attribute in node.attribute}
+    for inner in function.node:
+        copied = copy.deepcopy(inner)
+        for values in (copied.input, copied.output):
+            own = [name and names.get(name, f"{node.output[0]}/{name}") for name in values]
+            values[:] = own
+        for attribute in copied.attribute:
+            if attribute.ref_attr_name in given:
+                name = attribute.name
+                attribute.CopyFrom(given[attribute.ref_attr_name])
+                attribute.name = name
+        yield copied
 
 
 def _size(tensor: TensorProto) -> int:

@@ -89,6 +89,8 @@ def sizes_of(spec: OnnxPipelineSpec, samples: int, microbatches: int | None) -> 
         return (size,) * (samples // size)
     if microbatches is None:
         microbatches = -(-samples // size)
+        if spec.alone:
+            microbatches = max(1, min(microbatches, samples // 2))
     if not 1 <= microbatches <= samples:
         raise UsageError(f"a batch of {samples} does not split into {microbatches} micro-batches")
     least, more = divmod(samples, microbatches)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ...runtime.errors import UsageError
-from ...runtime.limits import refuse_untried
+from ...runtime.limits import refuse_alone, refuse_untried
 from .arrays import array_of
 from .batches import batch_size, join, sizes_of, split
 from .devices import DeviceChoice, parse_devices
@@ -88,6 +88,7 @@ class OnnxPipeline:
             StageError: when a stage fails.
         """
         sizes = sizes_of(self.spec, batch_size(self.spec, inputs), microbatches)
+        refuse_alone(self.spec.name, self.spec.alone, sizes)
         refuse_untried(self.spec.name, self.spec.limits, sum(sizes), len(sizes))
         given = split(self.spec, inputs, sizes)
         if self._world is None:

@@ -69,6 +69,8 @@ class OnnxPipelineSpec:
         fixed: whether micro-batches can be of no other size.
         quantised: whether nodes round to integers, so that last places may show in full.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
+        alone: by which line the model computes something else of a single sample; "" where it does
+            not.
         limits: of the samples in a mini-batch, where one of any number could not be tried.
         tolerance: by how much of its largest entry an output may differ from the whole model's.
     """
@@ -86,6 +88,7 @@ class OnnxPipelineSpec:
     quantised: bool = False
     whole_batch: str = ""
     tolerance: float = 1e-4
+    alone: str = ""
     limits: tuple[SampleLimit, ...] = ()
 
     @cached_property

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from ..errors import AgreedError, TransportError, UsageError
-from ..limits import refuse_torn, refuse_untried
+from ..limits import refuse_alone, refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
@@ -20,7 +20,7 @@ from .engine import DeviceResult, Engine
 from .inputs import BoundCall, bind_call, give_back, wanted_of
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
-from .options import ExecutionOptions, refuse_alone, refuse_left_out, refuse_parts
+from .options import ExecutionOptions, refuse_left_out, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
@@ -224,7 +224,7 @@ class Execution:
                 may_be_empty=replicas > 1,
             )
             refuse_parts(self._spec, len(bound.samples))
-            refuse_alone(self._spec, bound.samples, training=training)
+            refuse_alone(self._spec.name, self._spec.alone.get(training, ""), bound.samples)
             together = max if bound.listed else sum
             samples, parts = together(bound.samples or (0,)), len(bound.samples)
             refuse_untried(self._spec.name, self._spec.limits, replicas * samples, replicas * parts)

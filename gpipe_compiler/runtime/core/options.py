@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -111,23 +110,6 @@ def refuse_left_out(spec: PipelineSpec) -> None:
             f"{spec.name} does not give what its model returns in training: {spec.left_out}",
             hint="call step() or evaluate() for the loss alone, or eval() first; or have the model "
             "return tensors in the same structure in both modes",
-        )
-
-
-def refuse_alone(spec: PipelineSpec, samples: Sequence[int], *, training: bool) -> None:
-    """Makes sure that no micro-batch is of one sample where that is computed otherwise.
-
-    Args:
-        samples: in each micro-batch.
-
-    Raises:
-        UsageError: naming the line that treats one sample differently.
-    """
-    if 1 in samples and training in spec.alone:
-        raise UsageError(
-            f"{spec.name} takes two samples or more: the model computes something else of a single "
-            f"one, {spec.alone[training]}",
-            hint="pass more samples at once; or have the model not ask whether there is one",
         )
 
 
