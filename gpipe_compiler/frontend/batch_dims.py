@@ -20,6 +20,7 @@ from torch import nn
 
 from gpipe_compiler.frontend.batch_proof import Dims, Proof, Verdict
 from gpipe_compiler.frontend.materialise import materialised, with_real_example
+from gpipe_compiler.frontend.python_state import hooks_kept
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import Signature, read_signature
 from gpipe_compiler.frontend.state import state_table
@@ -80,8 +81,9 @@ def find_batch_dims(subject: Subject) -> FoundBatch:
     if all(dim is None for dim in choices[0]):
         return FoundBatch(_with(subject, signature, choices[0]))
     proof = Proof(runnable, signature)
-    best, verdict = _best(proof, choices)
-    dims = _with_target(proof, best, said)
+    with hooks_kept(subject.model):
+        best, verdict = _best(proof, choices)
+        dims = _with_target(proof, best, said)
     return FoundBatch(_with(subject, signature, dims), mixes=verdict is Verdict.MIXES)
 
 
@@ -92,15 +94,23 @@ _TOO_LARGE = (
 
 
 def _best(proof: Proof, choices: Sequence[Dims]) -> tuple[Dims, Verdict]:
-    """The first choice along which samples are independent; the first of all where none is."""
-    best, verdict = choices[0], proof.judge(choices[0])
-    started = time.monotonic()
-    for choice in choices[1:]:
-        if verdict >= Verdict.ROWS or time.monotonic() - started > _LONGEST_S:
-            break
-        found = proof.judge(choice)
-        if found >= Verdict.ROWS:
-            best, verdict = choice, found
+    """The first choice along which samples are independent; the first of all where none is.
+
+    One along which targets have samples too goes before others: a mean over channels is that of
+    parts of them as well.
+    """
+    targets = [n for n, source in enumerate(proof.signature.inputs) if _is_target(source.path)]
+    first = proof.judge(choices[0])
+    best, verdict, started = choices[0], first, time.monotonic()
+    for wanted in (True, False):
+        for choice in choices:
+            if all(choice[place] is not None for place in targets) is not wanted:
+                continue
+            if time.monotonic() - started > _LONGEST_S:
+                return best, verdict
+            found = first if choice is choices[0] else proof.judge(choice)
+            if found >= Verdict.ROWS:
+                return choice, found
     return best, verdict
 
 

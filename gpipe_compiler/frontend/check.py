@@ -32,7 +32,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     with_other_weights,
 )
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws
+from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, refuse_seeding
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.python_state import (
     buffer_assigned,
@@ -206,6 +206,8 @@ def _compare(
         given = found, expected.results, actual.results
         if found and (is_noise(*given) or is_rounding(*given, lower_dtype(graph.traced_in))):
             found = _in_double(graph, subject, entry, batch)
+        if found and not entry.states.on_meta:
+            refuse_seeding(entry, batch)
     for name, text in found.items():
         if name in expected.assigned:
             raise buffer_assigned(graph, name.removeprefix(_BUFFER), f"{mode}: {text}")

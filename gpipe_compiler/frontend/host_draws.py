@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -67,6 +68,36 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
         hint="draw by torch.rand for every sample, and choose by torch.where, as stochastic depth "
         "does; or leave the choice to your training loop",
     )
+
+
+def refuse_seeding(entry: Entry, samples: int) -> None:
+    """Refuses a model whose forward seeds torch's generator.
+
+    Raises:
+        ModelError: naming the line.
+    """
+    lines: list[SourceLocation | None] = []
+    seed = torch.manual_seed
+
+    def watched(number: int) -> torch.Generator:
+        lines.append(calling_line())
+        return seed(number)
+
+    model, entry.model = entry.model, isolated(entry.model)
+    watch = mock.patch.object(torch, "manual_seed", watched)
+    try:
+        with torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
+            entry(*entry.signature.samples(samples))
+    finally:
+        entry.model = model
+    if lines:
+        raise ModelError(
+            "forward seeds torch's generator: a package draws by seeds of its own, which depend on "
+            "the step and the micro-batch",
+            location=lines[0],
+            hint="draw what is always the same once, into a buffer in __init__; or seed outside "
+            "of forward, before training",
+        )
 
 
 def host_state() -> tuple[object, ...]:

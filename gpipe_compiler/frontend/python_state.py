@@ -227,6 +227,42 @@ def _remembers(keys: Sequence[str], places: Mapping[str, _Place], forward: objec
 
 
 @contextlib.contextmanager
+def hooks_kept(model: nn.Module) -> Iterator[None]:
+    """Refuses a model whose hooks are others after its calls: a later call computes something else.
+
+    Handles in closures of hooks are the model's own also where a copy of it is called.
+
+    Raises:
+        ModelError: naming the hook.
+    """
+    before = _hooks(model)
+    yield
+    after = _hooks(model)
+    for place in before.keys() ^ after.keys():
+        path, kind, _ = place
+        hook = before.get(place, after.get(place))
+        what = "removed" if place in before else "added"
+        raise ModelError(
+            f"a hook of {path or 'the model'} ({kind.strip('_')}) is {what} when the model is "
+            "called: a later call computes something else than the first",
+            location=definition(hook),
+            hint="call the model once in build_model(), so that only what stays is compiled; or "
+            "keep the hook, and have it read a buffer",
+        )
+
+
+def _hooks(model: nn.Module) -> dict[tuple[str, str, int], object]:
+    """The hooks of all modules, by module, kind and number."""
+    return {
+        (path, kind, number): hook
+        for path, module in model.named_modules()
+        for kind, hooks in vars(module).items()
+        if kind.endswith("_hooks")
+        for number, hook in hooks.items()
+    }
+
+
+@contextlib.contextmanager
 def no_new_parameters() -> Iterator[None]:
     """Refuses a model whose forward makes parameters, in place of others that it had.
 

@@ -129,6 +129,7 @@ def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> in
         raise PlanError(
             f"a batch of {batch_size} samples does not split into {microbatches} micro-batches",
             hint=f"use {' or '.join(map(str, near))} micro-batches, or an example batch of another "
-            "size; the package itself runs batches of any size",
+            "size; the package itself runs batches of any size. Where the batch is another "
+            "dimension of an input, say so: --batch-dim NAME=1",
         )
     return batch_size // microbatches

@@ -63,8 +63,9 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         f"{first.batch_dim} of {first.name}: outputs for some of them are not those rows of the "
         "outputs for all; no other dimension was found along which they are",
         location=line_of_forward(found.subject.model) if op is None else op.source,
-        hint=(_OBSERVING if op is not None and "_obs_" in op.name else "")
-        + f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
+        hint=_OBSERVING
+        if op is not None and "_obs_" in op.name
+        else f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
         "--batch-dim NAME=none which inputs all samples share; compile with --microbatches 1; or "
         "accept with --per-microbatch that every micro-batch is taken by itself",
     )
@@ -72,7 +73,7 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
 
 _OBSERVING = (
     "freeze observers, which take the range of all samples, once they have seen enough: "
-    "model.apply(torch.ao.quantization.disable_observer); or "
+    f"model.apply(torch.ao.quantization.disable_observer); or {ALONE}"
 )
 
 
@@ -137,10 +138,18 @@ def _refuse_mixing_backward(graph: Graph) -> None:
     if found is None:
         return
     what = "a hook on gradients" if found.is_hook else f"the backward of {found.name}"
+    location = next((op.source for op, own in owners if own == found.function), None)
+    if found.backward_draws():
+        raise ModelError(
+            f"{what} draws random numbers, others for a micro-batch than for its share of the "
+            "batch",
+            location=location,
+            hint=f"draw in forward, and keep what was drawn (save_for_backward); or {ALONE}",
+        )
     raise ModelError(
         f"{what} takes the samples of a batch together: what it makes of some of their gradients "
         "is not those rows of what it makes of all, or does not add up to it",
-        location=next((op.source for op, own in owners if own == found.function), None),
+        location=location,
         hint=f"{ALONE}; a bound on the gradient of each sample is exact",
     )
 

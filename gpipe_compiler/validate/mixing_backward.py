@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from gpipe_compiler.frontend.comparable_runs import generator_states
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
 from gpipe_compiler.ir import FunctionCall, Graph, Op, ops_within
 from gpipe_compiler.ir.own_functions import OwnFunction
@@ -43,6 +44,29 @@ class _Called:
     def is_hook(self) -> bool:
         """Whether its forward is its argument, and its backward a hook on the gradient."""
         return isinstance(self.function, OwnFunction) and bool(self.function.text)
+
+    def run(
+        self, args: Sequence[Any], given: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Sequence[Any]]:
+        """What the function gives, and the gradients of what is not integers."""
+        leaves = [item.clone().requires_grad_() if _is_float(item) else item for item in args]
+        with torch.enable_grad():
+            made: Any = self.function(*leaves)
+        if given is None:
+            return made, ()
+        wanted = [leaf for leaf in leaves if _is_float(leaf)]
+        return made, torch.autograd.grad(made, wanted, given, allow_unused=True)
+
+    def backward_draws(self) -> bool:
+        """Whether the backward draws random numbers."""
+        made = self.run(self.args)[0]
+        ends = []
+        for given in (None, torch.randn_like(made)):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                self.run(self.args, given)
+                ends.append(generator_states())
+        return any(not torch.equal(*pair) for pair in zip(*ends, strict=True))
 
 
 def has_own_backward(function: object) -> bool:
@@ -149,8 +173,8 @@ class _Split:
 
     def backward_splits(self) -> bool:
         """Whether gradients for the parts come to those for all, whatever their size."""
-        like = self._run(self.call.args)[0]
-        dim = _grown(like, self._run(self._args(0))[0])
+        like = self.call.run(self.call.args)[0]
+        dim = _grown(like, self.call.run(self._args(0))[0])
         for scale in _SCALES:
             given = scale * torch.randn_like(like)
             if dim is None:
@@ -166,15 +190,15 @@ class _Split:
         given = torch.randn_like(like)
         given.select(dim, 0).fill_(math.inf)
         (row, *_), (of_part, *_) = (
-            self._run(self.call.args, given)[1],
-            self._run(self._args(1), self._rows(given, dim, self.parts[1]))[1],
+            self.call.run(self.call.args, given)[1],
+            self.call.run(self._args(1), self._rows(given, dim, self.parts[1]))[1],
         )
         return row is None or _alike(self._rows(row, dim, self.parts[1]), of_part)
 
     def _comes_to(self, given: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether the gradients of the pieces are those of the whole, or add up to them."""
-        whole = self._run(self.call.args, given)[1]
-        made = [self._run(self._args(n), piece)[1] for n, piece in enumerate(pieces)]
+        whole = self.call.run(self.call.args, given)[1]
+        made = [self.call.run(self._args(n), piece)[1] for n, piece in enumerate(pieces)]
         wanted = [item for item in self.call.args if _is_float(item)]
         shorter = [item for item in self.others[0].args if _is_float(item)]
         for place, gradient in enumerate(whole):
@@ -191,18 +215,6 @@ class _Split:
             ):
                 return False
         return True
-
-    def _run(
-        self, args: Sequence[Any], given: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, Sequence[Any]]:
-        """What the function gives, and the gradients of what is not integers."""
-        leaves = [item.clone().requires_grad_() if _is_float(item) else item for item in args]
-        with torch.enable_grad():
-            made: Any = self.call.function(*leaves)
-        if given is None:
-            return made, ()
-        wanted = [leaf for leaf in leaves if _is_float(leaf)]
-        return made, torch.autograd.grad(made, wanted, given, allow_unused=True)
 
     def _args(self, number: int) -> list[Any]:
         return [

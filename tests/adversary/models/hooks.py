@@ -355,7 +355,27 @@ def simple(name: str, model: object, **options: object) -> Case:
 
 
 ONE_PIECE = ({}, {"remat": "full"})
+
+
+def removing_itself() -> nn.Module:
+    model = Two()
+
+    def doubled_once(module: nn.Module, inputs: object, output: Tensor) -> Tensor:  # refused: once
+        handle.remove()
+        return output * 2
+
+    handle = model.middle.register_forward_hook(doubled_once)
+    return model
+
+
 CASES = (
+    simple(
+        "once",
+        removing_itself,
+        expect=Refused(
+            ("a hook of middle", "is removed when the model is called"), ("build_model",)
+        ),
+    ),
     simple("forward", with_forward_hook),
     simple("pre", with_pre_hook),
     simple("closure", with_closure),

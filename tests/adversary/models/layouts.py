@@ -18,6 +18,17 @@ def mlp(inputs: int = 6, outputs: int = 3) -> nn.Module:
     )
 
 
+class ChannelsFirst(nn.Module):
+    """A mean over what stands before the batch is one of parts of it as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh().mean(0))
+
+
 class TimeFirst(nn.Module):
     """An LSTM in torch's default layout, every step classified."""
 
@@ -235,6 +246,7 @@ BENDS = Refused(
 )
 
 CASES = (
+    Case("channels_first", ChannelsFirst, steps, F.cross_entropy, classes),
     Case("time_first", TimeFirst, steps, square, lambda n: torch.randn(5, n, 3), quick=True),
     Case("time_first_inference", TimeFirst, steps, options="--mode infer", quick=True),
     Case("last_step", LastStep, steps, F.cross_entropy, classes),

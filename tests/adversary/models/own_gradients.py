@@ -341,7 +341,30 @@ class ByOperator(Two):
         return self.last(doubled(self.body(x), limit=50.0))  # refused: clips_in_operator
 
 
+class Jittered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient * (1 + 0.1 * torch.randn_like(gradient))
+
+
+class Jitters(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Jittered.apply(self.body(x)))  # refused: jitters
+
+
 CASES = (
+    simple(
+        "jitters",
+        Jitters,
+        expect=Refused(
+            ("the backward of Jittered draws random numbers",),
+            ("draw in forward", "save_for_backward", "--microbatches 1"),
+        ),
+    ),
     simple("straight_through", StraightThrough, quick=True),
     simple("reversed", DomainAdversarial, manners=None),
     simple("fused", FusedNorm, manners=None),

@@ -44,6 +44,12 @@ class OwnGenerator(Two):
         return self.last(x)
 
 
+class Seeds(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)  # refused: seeds
+        return self.last(self.first(x).tanh() + 0.1 * torch.randn(len(x), 8))
+
+
 class DeadDropout(Two):
     """Dropout of everything, which leaves nothing to chance."""
 
@@ -198,6 +204,16 @@ CASES = (
     Case("dropout_inference", Dropped, rows, options="--mode infer"),
     Case("dropout_of_nothing", ZeroDropout, rows, F.cross_entropy, classes),
     Case("dropout_of_everything", DeadDropout, rows, F.cross_entropy, classes),
+    Case(
+        "seeds",
+        Seeds,
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(
+            ("forward seeds torch's generator",), ("into a buffer", "outside of forward")
+        ),
+    ),
     Case(
         "own_generator",
         OwnGenerator,
