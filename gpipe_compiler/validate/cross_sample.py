@@ -19,6 +19,7 @@ from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
+from gpipe_compiler.validate.departure import hint_at
 from gpipe_compiler.validate.mixing_backward import function_that_mixes, ops_with_own_backward
 from gpipe_compiler.validate.rounding import double
 from gpipe_compiler.validate.some_samples import (
@@ -63,18 +64,13 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         f"{first.batch_dim} of {first.name}: outputs for some of them are not those rows of the "
         "outputs for all; no other dimension was found along which they are",
         location=line_of_forward(found.subject.model) if op is None else op.source,
-        hint=_OBSERVING
-        if op is not None and "_obs_" in op.name
-        else f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
-        "--batch-dim NAME=none which inputs all samples share; compile with --microbatches 1; or "
-        "accept with --per-microbatch that every micro-batch is taken by itself",
+        hint=hint_at(
+            op,
+            f"say with --batch-dim {first.name}=1 which dimension is the batch, and with "
+            "--batch-dim NAME=none which inputs all samples share; compile with --microbatches 1; "
+            "or accept with --per-microbatch that every micro-batch is taken by itself",
+        ),
     )
-
-
-_OBSERVING = (
-    "freeze observers, which take the range of all samples, once they have seen enough: "
-    f"model.apply(torch.ao.quantization.disable_observer); or {ALONE}"
-)
 
 
 def _refuse_gates(graph: Graph) -> None:

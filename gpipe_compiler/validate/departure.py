@@ -132,7 +132,18 @@ def departure(
         f"what the model makes of the mini-batch ({what}) is not what its {len(batch.sizes)} "
         f"micro-batches come to: {cause}",
         location=None if op is None else op.source,
-        hint=HINT,
+        hint=hint_at(op, HINT),
+    )
+
+
+def hint_at(op: Op | None, hint: str) -> str:
+    """The way out where an op takes samples together; observers of quantisation can be frozen."""
+    if op is None or "_obs_" not in op.name:
+        return hint
+    return (
+        "freeze observers, which take the range of all samples, once they have seen enough: "
+        "model.apply(torch.ao.quantization.disable_observer); or compile with --microbatches 1, "
+        "or accept with --per-microbatch that every micro-batch is taken by itself"
     )
 
 

@@ -432,7 +432,7 @@ CASES = (
         sizes=(8,),
         manners=FP32_ONLY,
         expect=Refused(
-            ("fake_quant", "together"),
+            ("fake_quant",),
             ("--per-microbatch", "--microbatches 1", "disable_observer"),
             accept="--per-microbatch",
             at_line=False,

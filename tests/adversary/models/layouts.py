@@ -157,7 +157,7 @@ class FirstEight(nn.Module):
         match self.how:
             case "mask":
                 kept = torch.arange(len(x)) < 8  # refused: first_eight_masked
-                x = x * kept[:, None]
+                x = x * kept[:, None]  # refused: first_eight_masked
             case "slice":
                 x = torch.cat([x[:8] * 2, x[8:]])  # refused: first_eight_sliced
             case "number":
