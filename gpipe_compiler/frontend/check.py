@@ -207,7 +207,7 @@ def _compare(
         if found and (is_noise(*given) or is_rounding(*given, lower_dtype(graph.traced_in))):
             found = _in_double(graph, subject, entry, batch)
         if found and not entry.states.on_meta:
-            refuse_seeding(entry, batch)
+            refuse_seeding(subject.model, entry, batch)
     for name, text in found.items():
         if name in expected.assigned:
             raise buffer_assigned(graph, name.removeprefix(_BUFFER), f"{mode}: {text}")

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,8 +71,11 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
     )
 
 
-def refuse_seeding(entry: Entry, samples: int) -> None:
+def refuse_seeding(model: nn.Module, entry: Entry, samples: int) -> None:
     """Refuses a model whose forward seeds torch's generator.
+
+    Args:
+        entry: left with a copy of the model.
 
     Raises:
         ModelError: naming the line.
@@ -83,13 +87,10 @@ def refuse_seeding(entry: Entry, samples: int) -> None:
         lines.append(calling_line())
         return seed(number)
 
-    model, entry.model = entry.model, isolated(entry.model)
+    entry.model = isolated(model).train(entry.training)
     watch = mock.patch.object(torch, "manual_seed", watched)
-    try:
-        with torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
-            entry(*entry.signature.samples(samples))
-    finally:
-        entry.model = model
+    with torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
+        entry(*entry.signature.samples(samples))
     if lines:
         raise ModelError(
             "forward seeds torch's generator: a package draws by seeds of its own, which depend on "
