@@ -396,7 +396,8 @@ class TestForReal:
         assert (
             "error: a batch of 8 samples does not split into 3 micro-batches\n"
             "  hint: use 2 or 4 micro-batches, or an example batch of another size; the package "
-            "itself runs batches of any size\n"
+            "itself runs batches of any size. Where the batch is another "
+            "dimension of an input, say so: --batch-dim NAME=1\n"
         ) in capsys.readouterr().err
 
     def test_a_model_that_raises_when_called(self, workplace: Path, capsys: Printed) -> None:
