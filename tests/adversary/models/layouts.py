@@ -248,7 +248,7 @@ BENDS = Refused(
 CASES = (
     Case("channels_first", ChannelsFirst, steps, F.cross_entropy, classes),
     Case("time_first", TimeFirst, steps, square, lambda n: torch.randn(5, n, 3), quick=True),
-    Case("time_first_inference", TimeFirst, steps, options="--mode infer", quick=True),
+    Case("time_first_inference", TimeFirst, steps, options="--mode infer"),
     Case("last_step", LastStep, steps, F.cross_entropy, classes),
     Case("last_step_inference", LastStep, steps, options="--mode infer"),
     Case(
