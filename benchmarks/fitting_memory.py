@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gpipe_compiler.frontend.exported import trace_export
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.cluster.catalogue import PCIE3
-from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK

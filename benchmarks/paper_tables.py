@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from baselines import balanced, memory, score
+from gpipe_compiler.frontend.exported import trace_export
 from published import TABLES, Recompute, Row, Table
 from tables import machine, markdown
 
-from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import Cut, cut

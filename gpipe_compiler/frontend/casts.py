@@ -12,14 +12,12 @@ import contextlib
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -28,25 +26,10 @@ from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.frontend.modules import is_plain
-
-_CAST = "gpipe_compiler_cast"
-"""Key of node.meta: the node is a cast that the model asks for, by the function of this name."""
-
-EVENT = "gpipe_compiler_event"
-"""Key of node.meta: number of the call that made the node."""
+from gpipe_compiler.frontend.recorder import recording
 
 READS = "gpipe_compiler_reads"
 """Key of node.meta: numbers of the events that read the type of the node's value."""
-
-_SPEAKING = (
-    *("float", "double", "half", "bfloat16", "bool", "byte", "char", "short", "int", "long"),
-    *("cfloat", "cdouble"),
-)
-"""Methods that say a type by their name."""
-
-_NAMED = frozenset(getattr(torch.Tensor, name) for name in (*_SPEAKING, "type", "type_as"))
-_GENERAL = frozenset({torch.Tensor.to, torch.as_tensor, torch.asarray})
-"""Functions that cast where a type or another tensor is among their arguments."""
 
 _GRADIENT_HOOKS = frozenset(
     {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
@@ -166,21 +149,18 @@ class CastWatch(TorchFunctionMode):
         if func is torch.Tensor.to and "other" in kwargs:
             args = (args[0], kwargs["other"].device, self._read(kwargs["other"]))
             kwargs = {key: item for key, item in kwargs.items() if key != "other"}
-        mode = get_proxy_mode()
         number = self._note(func, constants=tuple(_constants((args, kwargs))))
-        if mode is None:
+        recorder = recording()
+        if recorder is None:
             return func(*args, **kwargs)
-        start = next(iter(reversed(mode.tracer.graph.nodes)))
-        result = _kept(mode.tracer, func, args, kwargs)
-        if number is not None:
-            for node in reversed(mode.tracer.graph.nodes):
-                if node is start:
-                    break
-                node.meta[EVENT] = number
-        return result
+        recorder.event = number
+        try:
+            return func(*args, **kwargs)
+        finally:
+            recorder.event = None
 
     def _note(self, function: object, **known: Any) -> int | None:
-        if self._depth.calls or (self._traced and get_proxy_mode() is None):
+        if self._depth.calls or (self._traced and recording() is None):
             return None
         file, line = _calling()
         self.events.append(TorchCall(function, file, line, **known))
@@ -189,10 +169,10 @@ class CastWatch(TorchFunctionMode):
     def _read(self, tensor: torch.Tensor) -> torch.dtype:
         dtype = tensor.dtype
         number = self._note("dtype", dtype=dtype)
-        mode = get_proxy_mode()
-        slot = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
-        if slot is not None and number is not None:
-            slot.proxy.node.meta.setdefault(READS, []).append(number)
+        recorder = recording()
+        node = None if recorder is None else recorder.tensors.known(tensor)
+        if node is not None and number is not None:
+            node.meta.setdefault(READS, []).append(number)
         return dtype
 
     def _asked(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,35 +185,6 @@ class CastWatch(TorchFunctionMode):
         return ask
 
 
-def _kept(
-    tracer: Any, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """What a call returns; a tensor of its own in the trace, where a cast returns its argument."""
-    if not _says_type(func, args, kwargs):
-        return func(*args, **kwargs)
-    given = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-    before = get_proxy_slot(given, tracer, None) if _is_tensor(given) else None
-    result = func(*args, **kwargs)
-    made = get_proxy_slot(result, tracer, None) if _is_tensor(result) else None
-    if made is None or made is before:
-        return result
-    made.proxy.node.meta[_CAST] = func.__name__
-    if result is given and before is not None:
-        result = torch.ops.aten.alias.default(given)
-        set_proxy_slot(given, tracer, before)
-    return result
-
-
-def _says_type(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call asks for a type, if only for the type that its argument has."""
-    if func in _NAMED:
-        return True
-    others = (*args[1:], *kwargs.values())
-    return func in _GENERAL and any(
-        isinstance(item, torch.dtype) or _is_tensor(item) for item in others
-    )
-
-
 def hooked(method: str, where: SourceLocation | None) -> TraceError:
     """Of a model that hooks into the backward of one of its values."""
     return TraceError(
@@ -243,17 +194,6 @@ def hooked(method: str, where: SourceLocation | None) -> TraceError:
         hint="write what it does to the gradient into forward: y * k + y.detach() * (1 - k) is y, "
         "with a gradient times k; or hook into the parameters in a training loop of your own",
     )
-
-
-def is_asked_for(node: fx.Node) -> bool:
-    """Whether the model asks for the type that a conversion of the trace gives."""
-    return _CAST in node.meta
-
-
-def speaking_cast(node: fx.Node) -> str:
-    """The method that the model casts by, where its name is all that it takes; "" otherwise."""
-    name = node.meta.get(_CAST, "")
-    return name if name in _SPEAKING else ""
 
 
 def _constants(item: Any) -> Iterator[object]:

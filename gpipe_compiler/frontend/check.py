@@ -128,7 +128,9 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             refuse_late_checkpoints(graph, subject, entry, sizes[0][0])
         few, seconds = max(sizes[-1]), longest
         many = larger_batch(few, longest) if len(sizes) > 1 else 0
-        rules = {many: None, **{rule.samples: rule for rule in graph.sample_rules}}
+        # At the limit itself what a rule decides is often the same, as in `max(len(x), 500)`.
+        near = {rule.samples + more: rule for rule in graph.sample_rules for more in (1, 0)}
+        rules: dict[int, SampleRule | None] = {many: None, **near}
         for samples in sorted(rules.keys() - {0, SMALLEST}):
             if samples != many and not may_be_tried(samples, few, seconds):
                 untried = rules[samples]

@@ -145,7 +145,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
             found = True
             if leaf.is_nested:
                 raise ModelError(
-                    f"{what} holds a nested tensor, which torch.export does not follow",
+                    f"{what} holds a nested tensor, which no graph holds",
                     location=location,
                     hint="pad its rows to one length, and pass a mask beside them",
                 )

@@ -8,7 +8,6 @@ forward pass is an argument too. So a cut may lie on either side of it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,18 +15,12 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._higher_order_ops.utils import reenter_make_fx
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    set_proxy_slot,
-)
 from torch.utils.hooks import RemovableHandle
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.aten_functions import writes
+from gpipe_compiler.frontend.calls import Written
 from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.recorder import WRITES, Recorder, recording
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.frontend.written_bodies import file_text, function_text
 from gpipe_compiler.ir.own_functions import OwnFunction, function_of_text
@@ -75,20 +68,20 @@ _HOOK_TENSOR = torch.Tensor.register_hook
 
 def _hook_tensor(tensor: torch.Tensor, hook: _Hook) -> RemovableHandle:
     """Stands for `tensor.register_hook(hook)`."""
-    mode = get_proxy_mode()
-    if mode is None:
+    recorder = recording()
+    if recorder is None:
         handle: RemovableHandle = _HOOK_TENSOR(tensor, hook)  # type: ignore[no-untyped-call]  # of torch
         return handle
-    put = _put(mode.tracer, tensor, hook) if tensor.requires_grad else None
-    return _Handle(put, tensor, mode.tracer)
+    put = _put(recorder, tensor, hook) if tensor.requires_grad else None
+    return _Handle(put, tensor, recorder)
 
 
 class _Handle(RemovableHandle):
     """Takes a hook of a tensor out of a trace again: it never runs, whatever was computed since."""
 
-    def __init__(self, put: fx.Node | None, tensor: torch.Tensor, tracer: Any) -> None:
+    def __init__(self, put: fx.Node | None, tensor: torch.Tensor, recorder: Recorder) -> None:
         super().__init__(OrderedDict())
-        self._put, self._tensor, self._tracer = put, tensor, tracer
+        self._put, self._tensor, self._recorder = put, tensor, recorder
 
     def remove(self) -> None:
         """Once and for all."""
@@ -97,22 +90,20 @@ class _Handle(RemovableHandle):
             return
         before: Any = put.args[0]
         put.replace_all_uses_with(before)
-        slot = get_proxy_slot(self._tensor, self._tracer)
-        if slot.proxy.node is put:
-            proxy = self._tracer.proxy(before)
-            set_proxy_slot(self._tensor, self._tracer, dataclasses.replace(slot, proxy=proxy))
+        if self._recorder.tensors.known(self._tensor) is put:
+            self._recorder.tensors.stands_for(before, self._tensor)
         put.graph.erase_node(put)
 
 
-def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> fx.Node | None:
+def _put(recorder: Recorder, tensor: torch.Tensor, hook: _Hook) -> fx.Node | None:
     """Sends the gradient of a tensor through a hook, wherever the tensor is used; the node that
     does."""
-    carried, read = _written(tracer, tensor, hook)
+    carried, read = _written(recorder, tensor, hook)
     if carried is None:
         return None
-    slot = get_proxy_slot(tensor, tracer)
+    current = recorder.tensors.node(tensor)
     # Hooks run in the order in which they were registered: the last one is the nearest to the op.
-    node: fx.Node = slot.proxy.node.meta.get(_OF, slot.proxy.node)
+    node: fx.Node = current.meta.get(_OF, current)
     users = [user for user in node.users if _takes_gradient(user)]
     if users and read:
         raise TraceError(
@@ -121,25 +112,25 @@ def _put(tracer: Any, tensor: torch.Tensor, hook: _Hook) -> fx.Node | None:
             location=calling_line(),
             hint="register the hook right after the line that makes the tensor",
         )
-    proxies = [get_proxy_slot(other, tracer).proxy for other in read]
-    proxy = tracer.create_proxy("call_function", carried, (slot.proxy, *proxies), {})
-    proxy.node.args = (node, *proxy.node.args[1:])
-    proxy.node.meta.update({"val": tensor, _OF: node})
+    put = recorder.add(Written(carried, (node, *map(recorder.tensors.node, read))), tensor)
+    put.meta[_OF] = node
     if users:
-        node.append(proxy.node)
+        node.append(put)
     for user in users:
-        user.replace_input_with(node, proxy.node)
-    if slot.proxy.node is node:
-        set_proxy_slot(tensor, tracer, dataclasses.replace(slot, proxy=proxy))
-    return proxy.node  # type: ignore[no-any-return]  # of fx
+        user.replace_input_with(node, put)
+    if current is node:
+        recorder.tensors.stands_for(put, tensor)
+    return put
 
 
-def _traced(hook: _Hook, gradient: torch.Tensor) -> fx.GraphModule:
-    def called(given: torch.Tensor) -> Any:
-        return hook(given)  # methods and partials have more arguments than torch would count
-
-    body: fx.GraphModule = reenter_make_fx(called)(gradient)  # type: ignore[no-untyped-call]  # of torch
-    return body
+def _traced(recorder: Recorder, hook: _Hook, gradient: torch.Tensor) -> fx.GraphModule:
+    inner = Recorder(gradients=False)
+    inner.tensors.takes_all = True
+    inner.tensors.input("gradient", gradient)
+    with recorder.paused(), inner:
+        returned = hook(gradient)
+    inner.finish(returned)
+    return fx.GraphModule(inner.tensors.constants, inner.graph)
 
 
 def _takes_gradient(node: fx.Node) -> bool:
@@ -151,18 +142,14 @@ def _takes_gradient(node: fx.Node) -> bool:
 
 
 def _written(
-    tracer: Any, tensor: torch.Tensor, hook: _Hook
+    recorder: Recorder, tensor: torch.Tensor, hook: _Hook
 ) -> tuple[OwnFunction | None, list[torch.Tensor]]:
     """The function that stands for a hook, and the tensors of the forward pass that it reads; None
     for a hook that changes nothing."""
-    with disable_proxy_modes_tracing():
+    with torch._C.DisableTorchFunction():
         gradient = torch.empty_like(tensor, requires_grad=False)
-        body = _traced(hook, gradient)
-
-        def known(other: torch.Tensor) -> bool:
-            return get_proxy_slot(other, tracer, None) is not None
-
-        return written_hook(body, gradient, known)
+    body = _traced(recorder, hook, gradient)
+    return written_hook(body, gradient, lambda other: recorder.tensors.known(other) is not None)
 
 
 def written_hook(
@@ -209,10 +196,13 @@ def _refuse_writes(body: fx.GraphModule, *, changes: bool) -> None:
     Args:
         changes: whether it returns a gradient that it has made.
     """
+    held = [node for node in body.graph.nodes if node.op in ("get_attr", "placeholder")]
+    of_memory = {node.meta["val"].untyped_storage()._cdata: node for node in reversed(held)}
     for node in body.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or not writes(node.target):
+        memory = (tensor.untyped_storage()._cdata for tensor in node.meta.get(WRITES, ()))
+        written = next((of_memory[item] for item in memory if item in of_memory), None)
+        if written is None:
             continue
-        written = _memory_of(node.args[0])
         of_model = written.op == "get_attr"
         if of_model or (written.op == "placeholder" and not changes):
             what = "a tensor of the model" if of_model else "the gradient that it is given"
@@ -221,15 +211,6 @@ def _refuse_writes(body: fx.GraphModule, *, changes: bool) -> None:
                 location=calling_line(),
                 hint="return a new tensor from the hook; keep what it counts out of the model",
             )
-
-
-def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a node gives, by itself or a part of it."""
-    while isinstance(node.target, torch._ops.OpOverload):
-        if not any(made.alias_info for made in node.target._schema.returns):
-            break
-        (node, *_) = (item for item in node.args if isinstance(item, fx.Node))
-    return node
 
 
 class _ModuleHooks:
@@ -252,20 +233,20 @@ class _ModuleHooks:
         """What the module returns."""
         results = result if isinstance(result, tuple) else (result,)
         after, views = _views(results)
-        mode = get_proxy_mode()
-        if mode is None or not after:
+        recorder = recording()
+        if recorder is None or not after:
             return result
         for hook in self._pre_hooks:
-            self._each(mode.tracer, after, results, hook)
+            self._each(recorder, after, results, hook)
         if self._given:
             got = tuple(_gradient(item) for item in results)
             for hook in self._hooks:
-                self._each(mode.tracer, self._given, self._inputs, hook, got)
+                self._each(recorder, self._given, self._inputs, hook, got)
         return views if isinstance(result, tuple) else views[0]
 
     def _each(
         self,
-        tracer: Any,
+        recorder: Recorder,
         tensors: Sequence[torch.Tensor],
         places: Sequence[object],
         hook: _Hook,
@@ -288,15 +269,17 @@ class _ModuleHooks:
 
             foreign = {id(g) for i, g in enumerate(gradients) if i != own}
             foreign.update(id(other) for got in others for other in got)
-            _refuse_foreign(tensor, alone, foreign, hook)
-            _put(tracer, tensor, alone)
+            _refuse_foreign(recorder, tensor, alone, foreign, hook)
+            _put(recorder, tensor, alone)
 
 
-def _refuse_foreign(tensor: torch.Tensor, alone: _Hook, foreign: set[int], hook: _Hook) -> None:
+def _refuse_foreign(
+    recorder: Recorder, tensor: torch.Tensor, alone: _Hook, foreign: set[int], hook: _Hook
+) -> None:
     """Refuses a hook of a module that makes one gradient of others."""
-    with disable_proxy_modes_tracing():
+    with torch._C.DisableTorchFunction():
         gradient = torch.empty_like(tensor, requires_grad=False)
-        body = _traced(alone, gradient)
+    body = _traced(recorder, alone, gradient)
     read = (n for n in body.graph.nodes if n.op == "get_attr" and n.users)
     if any(id(getattr(body, str(node.target))) in foreign for node in read):
         raise TraceError(
@@ -315,7 +298,7 @@ def _gradient(item: object) -> torch.Tensor | None:
     """One without numbers, for a tensor that has one."""
     if not isinstance(item, torch.Tensor) or not item.requires_grad:
         return None
-    with disable_proxy_modes_tracing():
+    with torch._C.DisableTorchFunction():
         return torch.empty_like(item, requires_grad=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import linecache
@@ -29,8 +30,6 @@ _DEPENDENCIES = re.compile(
     r"sympy|torchgen|triton|typing_extensions)(?:/|\.)"
 )
 """Files of the libraries that torch and this compiler call by themselves."""
-
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>\S+))?')
 
 
 @functools.cache
@@ -92,26 +91,18 @@ def _located(frames: Sequence[_Frame]) -> SourceLocation:
     return location(*frames[0], callers)
 
 
-def model_frames(stack: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """The user's frames of a stack (outermost first) that the traced model runs in.
-
-    What stands outside of `Entry.forward` called the compiler and is no part of the model.
-    """
-    found: list[traceback.FrameSummary] = []
-    for frame in stack:
-        if frame.filename == _ENTRY and frame.name == "forward":
-            found = []
-        elif is_users(frame.filename):
-            found.append(frame)
-    return found
-
-
 _HERE = str(Path(__file__).parent)
 
 
-def calling_line() -> SourceLocation | None:
-    """The user's line that is being executed inside the traced model."""
-    return _innermost(frames_of_model(sys._getframe(1)))
+def calling_line(*, around: str = "") -> SourceLocation | None:
+    """The user's line that is being executed inside the traced model.
+
+    Args:
+        around: of a file of torch's: the line that called what runs there.
+    """
+    frames = list(frames_of_model(sys._getframe(1)))
+    inside = (number for number, frame in enumerate(frames, 1) if around and around in frame[0])
+    return _innermost(frames[max(inside, default=0) :])
 
 
 _BETWEEN = (
@@ -154,22 +145,24 @@ def line_of(error: BaseException, *, in_program: bool = False) -> SourceLocation
     return location(frames[-1].filename, frames[-1].lineno or 1, frames[-1].name)
 
 
-def line_of_trace(stack_trace: str | None) -> SourceLocation | None:
-    """The user's line in a printed stack trace, as torch keeps it with every node."""
-    return _innermost(_printed(stack_trace))
+def source_here(users: Sequence[str]) -> SourceLocation | None:
+    """The user's line that is being executed inside the traced model, and how it was reached.
+
+    Args:
+        users: the paths of the user's modules whose `forward`s run, the outermost first.
+    """
+    groups = list(_by_forwards(frames_of_model(sys._getframe(1))))
+    if not groups:
+        return None
+    source = _located(groups[0])
+    if len(users) != len(groups):
+        return source
+    lines = [_located(_of_one_file(frames)) for frames in groups[:0:-1]]
+    calls = zip((path.count(".") + 1 for path in users[1:]), lines, strict=True)
+    return dataclasses.replace(source, calls=tuple(calls))
 
 
-def lines_of_calls(stack_trace: str | None) -> tuple[SourceLocation, ...]:
-    """The lines by which the `forward`s in a printed stack trace called one another, the outermost
-    first; a line of the same file as the caller's `forward`, which decorators are not."""
-    found: list[SourceLocation] = []
-    for frames in list(_by_forwards(_printed(stack_trace)))[1:]:
-        alike = (group for _, group in itertools.groupby(frames[::-1], lambda frame: frame[0]))
-        found.append(_located([*next(alike)][::-1]))
-    return tuple(found[::-1])
-
-
-def _printed(stack_trace: str | None) -> Iterator[_Frame]:
-    """The frames of a printed stack trace, inside out."""
-    matches = map(_FRAME.match, reversed((stack_trace or "").splitlines()))
-    return ((m["file"], int(m["line"]), m["function"] or "") for m in matches if m)
+def _of_one_file(frames: Sequence[_Frame]) -> list[_Frame]:
+    """Those in the file of the outermost, which a `forward` is; decorators around it are not."""
+    _, alike = next(itertools.groupby(frames[::-1], lambda frame: frame[0]))
+    return [*alike][::-1]

@@ -63,12 +63,13 @@ def rebuild(path: str, module: nn.Module) -> ModuleSpec | None:
 
 
 def is_leaf(path: str, module: nn.Module, training: bool) -> bool:
-    """Whether a traced graph calls a module whole.
+    """Whether a traced graph calls a module whole: one of torch.nn that computes something.
 
     A module that stays in eval mode while its model trains (a frozen BatchNorm) is traced into:
     called whole, it would follow the mode of the emitted stage.
     """
-    return module.training == training and rebuild(path, module) is not None
+    computes = not isinstance(module, nn.Identity)
+    return computes and module.training == training and rebuild(path, module) is not None
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Carries whole through a trace what torch.export cannot look into.
+"""Carries whole through a trace what cannot be looked into.
 
 That is `apply` of the user's own torch.autograd.Functions, and CTC with lengths in tensors.
 """
@@ -12,16 +12,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
-from torch.fx.experimental.proxy_tensor import (
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    track_tensor_tree,
-)
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
+from gpipe_compiler.frontend.calls import Written
 from gpipe_compiler.frontend.own_code import written
 from gpipe_compiler.frontend.own_statements import UnwritableError
+from gpipe_compiler.frontend.recorder import recording
 from gpipe_compiler.ir.own_functions import OwnFunction, own_function
 
 
@@ -76,19 +74,15 @@ def _plain(cls: Any) -> Callable[..., Any]:
 
 def _apply(cls: Any, *args: Any) -> Any:
     plain = _plain(cls)
-    mode = get_proxy_mode()
-    if mode is None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
+    recorder = recording()
+    if recorder is None or not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
         return plain(*args)
     carried = carried_function(cls)
     if carried is None:
         return plain(*args)
-    tracer: Any = mode.tracer
-    given = tree_map(tracer.unwrap_proxy, args)
-    proxy = tracer.create_proxy("call_function", carried, given, {})
-    # A trace would note, of what is done in here, that gradients are turned on or off.
-    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+    with recorder.paused():
         made = plain(*args)
-    return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+    return recorder.record(Written(carried, args), made, (), effect=True)
 
 
 _PLAIN_CTC_LOSS = torch.ctc_loss
@@ -98,19 +92,11 @@ def _ctc_loss(log_probs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     """What is kept of it for the backward goes with the longest target, which no fake knows."""
     names = ("targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(given["input_lengths"], torch.Tensor):
+    fake = isinstance(log_probs, FakeTensor)
+    if not fake or not isinstance(given["input_lengths"], torch.Tensor):
         return _PLAIN_CTC_LOSS(log_probs, *args, **kwargs)
-    tracer: Any = mode.tracer
-    defaults = {"blank": 0, "reduction": _MEAN, "zero_infinity": False}
-    values = (log_probs, *({**defaults, **given}[name] for name in names))
-    proxies = tree_map(tracer.unwrap_proxy, values)
-    proxy = tracer.create_proxy("call_function", torch.ops.aten.ctc_loss.Tensor, proxies, {})
-    with disable_proxy_modes_tracing():
-        each = given.get("reduction", _MEAN) == 0 and log_probs.dim() > 2
-        made = log_probs.sum((0, 2)) if each else log_probs.sum()
-    found: torch.Tensor = track_tensor_tree(made, proxy, constant=None, tracer=tracer)
-    return found
+    each = given.get("reduction", _MEAN) == 0 and log_probs.dim() > 2
+    return log_probs.sum((0, 2)) if each else log_probs.sum()
 
 
 _MEAN = 1

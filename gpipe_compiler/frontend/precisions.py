@@ -19,10 +19,12 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpipe_compiler.frontend.casts import EVENT, READS, CastWatch, TorchCall
+from gpipe_compiler.frontend.casts import READS, CastWatch, TorchCall
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import location
-from gpipe_compiler.frontend.recompute import CHECKPOINT, activations_kept
+from gpipe_compiler.frontend.position import CHECKPOINT, REGIONS
+from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.recorder import EVENT
 from gpipe_compiler.frontend.recurrent import recurrent_forms
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
@@ -272,5 +274,5 @@ def _replaced(graph: fx.Graph, nodes: Sequence[fx.Node], source: fx.Node, item: 
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:
-    kept = ("source", "nn_module_stack", CHECKPOINT)
+    kept = ("source", "modules", REGIONS, CHECKPOINT)
     return {key: node.meta[key] for key in kept if key in node.meta}

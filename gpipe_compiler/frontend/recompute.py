@@ -6,24 +6,20 @@ In a trace the nodes of each call are marked, so that a package recomputes them 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from unittest import mock
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation
 from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.recorder import recording
 from gpipe_compiler.frontend.result_differences import GRADIENT, Results, different, is_noise
-
-CHECKPOINT = "gpipe_compiler_checkpoint"
-"""Key of node.meta: number of the outermost checkpoint that the node was made in."""
 
 _Function: TypeAlias = Callable[..., object]
 
@@ -156,15 +152,13 @@ def refuse_other_recomputation(
 @contextlib.contextmanager
 def _marking(number: int) -> Iterator[None]:
     """Marks the nodes that a trace makes inside, if there is one."""
-    mode = get_proxy_mode()
-    if mode is None:
+    recorder = recording()
+    if recorder is None or recorder.position.checkpoint is not None:
         yield
         return
-    graph: Any = mode.tracer.graph
-    before = next(iter(reversed(graph.nodes)), None)
+    recorder.position.checkpoint = number
     yield
-    for node in itertools.takewhile(lambda node: node is not before, reversed(graph.nodes)):
-        node.meta[CHECKPOINT] = number
+    recorder.position.checkpoint = None
 
 
 def _drops(hooks: saved_tensors_hooks) -> bool:

@@ -1,4 +1,4 @@
-"""Traces a model: the graph of torch.export, by way of fewer layers where that is right, too."""
+"""Traces a model: the graph that is recorded, by way of fewer layers where that is right, too."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
-from gpipe_compiler.frontend import exported
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces
@@ -17,6 +16,7 @@ from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
+from gpipe_compiler.frontend.recorded import RecordedMode, record_mode
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
@@ -69,7 +69,7 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
             raise own
         listing = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
         raise TraceError(
-            f"the graph that torch.export traced differs from the model: {listing}",
+            f"the graph that was traced differs from the model: {listing}",
             hint="something that the tracer cannot see decides what the model computes: a branch "
             "on the number of samples, Python values taken from tensors, global state, or random "
             "numbers not drawn by torch",
@@ -78,7 +78,7 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
 
 
 def unchecked(subject: Subject, precision: Precision) -> Graph:
-    """The graph of a model as torch.export traces it.
+    """The graph of a model as it is recorded.
 
     A model that is another program in the precision asked for is traced in that precision.
 
@@ -126,20 +126,20 @@ def _in_both_modes(subject: Subject, precision: Precision) -> Graph:
     """The graph of both modes."""
     modes = (True, False) if subject.training else (False,)
     try:
-        graphs = _exported(subject, modes, precision)
+        graphs = _recorded(subject, modes, precision)
     except TraceError:
         if not subject.free.everything:
             raise
-        graphs = _exported(subject.with_free(subject.free.needed), modes, precision)
+        graphs = _recorded(subject.with_free(subject.free.needed), modes, precision)
     return merge(*graphs) if subject.training else graphs[0]
 
 
-def _exported(subject: Subject, modes: Sequence[bool], precision: Precision) -> list[Graph]:
-    """The graphs of these modes by torch.export, in which the same dimensions are free."""
-    traces: list[exported.ExportedMode] = []
+def _recorded(subject: Subject, modes: Sequence[bool], precision: Precision) -> list[Graph]:
+    """The recorded graphs of these modes, in which the same dimensions are free."""
+    traces: list[RecordedMode] = []
     left: FreePlaces | None = None
     for training in modes:
-        traces.append(exported.export_mode(subject, training, precision, left))
+        traces.append(record_mode(subject, training, precision, left))
         left = traces[-1].free_among(traces[-1].trace.free)
     free: FreePlaces | None = None
     while left != free:
@@ -206,7 +206,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
     ),
 )
-"""What torch.export does not follow: how what it says of the user's line reads; in words; the way
+"""What is not followed: how what it says of the user's line reads; in words; the way
 out."""
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import fx
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.aten_to_python import aten_to_python
-from gpipe_compiler.frontend.locate import calling_line, line_of_trace
-from gpipe_compiler.runtime.core.random import draws
+from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.runtime.core.random import may_draw
 
 _IMPORTS: Mapping[str, str] = {
     "torch": "import torch",
@@ -44,10 +43,8 @@ def function_text(name: str, module: fx.GraphModule) -> str:
     for node in module.graph.nodes:
         if node.op == "get_attr":
             raise _unwritable(node, "it reads a tensor that it makes while it is traced")
-        overload = isinstance(node.target, torch._ops.OpOverload)
-        if overload and draws(node.target, node.args, node.kwargs):
+        if node.op == "call_function" and may_draw(node.target):
             raise _unwritable(node, "it draws random numbers")
-    aten_to_python([module.graph])
     _follow_devices(module.graph)
     for node in module.graph.nodes:
         node.type = None
@@ -76,7 +73,7 @@ def _unwritable(node: fx.Node, why: str) -> TraceError:
     return TraceError(
         f"the model computes {node.target} in a hook on a gradient, and "
         f"{why}: that cannot be written into a package",
-        location=node.meta.get("source") or line_of_trace(node.stack_trace) or calling_line(),
+        location=node.meta.get("source") or calling_line(),
         hint="compute it before, and hand it in",
     )
 

@@ -30,7 +30,7 @@ class Written:
 
 
 class OwnFunction(torch._ops.HigherOrderOperator):
-    """Calls `cls.apply`: in a trace by torch.export it is an operator, in a graph a function.
+    """Calls `cls.apply`: a function of its own in a graph.
 
     Attributes:
         cls: the torch.autograd.Function.

@@ -81,7 +81,7 @@ CASES = {
     "nested samples": (
         "def example_inputs():\n"
         "    return torch.nested.nested_tensor([torch.rand(3, 4), torch.rand(2, 4)])\n",
-        "example_inputs() holds a nested tensor, which torch.export does not follow",
+        "example_inputs() holds a nested tensor, which no graph holds",
     ),
     "no hash": (
         "Model.__hash__ = None\n",

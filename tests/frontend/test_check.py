@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_compiler.errors import ModelError, TraceError
 from gpipe_compiler.frontend import check
 from gpipe_compiler.frontend.check import differences
-from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.modes import merge
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, Ref, StateRef
 from gpipe_compiler.options import LossChoice
@@ -48,7 +48,7 @@ def subject():
 
 @pytest.fixture
 def graph(subject):
-    return merge(trace_export(subject, True), trace_export(subject, False))
+    return merge(trace_mode(subject, True), trace_mode(subject, False))
 
 
 def change(graph: Graph, name: str, **changes: object) -> Graph:
@@ -158,7 +158,7 @@ def test_models_on_meta_are_held_against_shapes():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     subject = Subject("toy", model, (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = merge(trace_export(subject, True), trace_export(subject, False))
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
     call = FunctionCall(torch.sum, (Ref("linear_0"), 0))
     name = graph.ops[1].name
 
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_be_trained_is_at_fault_itself():
             return y
 
     subject = Subject("toy", Broken(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = merge(trace_export(subject, True), trace_export(subject, False))
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
 
     with pytest.raises(ModelError, match="raises RuntimeError in a training step"):
         differences(graph, subject)
@@ -200,7 +200,7 @@ class Batches(nn.Module):
 
 def test_a_model_of_even_batches_is_compared_at_two_of_them():
     subject = Subject("toy", Batches(), (torch.randn(4, 4),), training=False)
-    right = trace_export(subject, False)
+    right = trace_mode(subject, False)
     call = FunctionCall(torch.reshape, (Ref("x"), (2, 4)))
     wrong = change(right, right.ops[-1].name, call=call)
     subject.model.taken = (2, 4)
@@ -218,7 +218,7 @@ def test_a_model_of_even_batches_is_compared_at_two_of_them():
 
 def test_a_model_of_one_batch_size_is_told():
     subject = Subject("toy", Batches(), (torch.randn(1, 4),), training=False)
-    graph = trace_export(subject, False)
+    graph = trace_mode(subject, False)
     subject.model.taken = (2,)
 
     with pytest.warns(UserWarning, match=r"no batch of 3 or 4 samples \(ValueError: too") as told:
@@ -240,7 +240,7 @@ class Assigning(nn.Module):
 
 def test_a_buffer_that_is_assigned_another_shape_is_explained():
     subject = Subject("toy", Assigning(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = merge(trace_export(subject, True), trace_export(subject, False))
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
 
     with pytest.raises(TraceError, match=r"buffer mean is \(1,\)") as caught:
         differences(graph, subject)
@@ -261,7 +261,7 @@ class Checkpointing(nn.Module):
 
 def test_what_the_model_checkpoints_runs_once():
     subject = Subject("toy", Checkpointing(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES)
-    graph = merge(trace_export(subject, True), trace_export(subject, False))
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
 
     assert differences(graph, subject) == []
 
@@ -288,7 +288,7 @@ def test_gradients_that_are_rounding_alone_may_differ(monkeypatch):
     subject = Subject(
         "toy", ShiftedScores(), (torch.randn(4, 4),), target=torch.randn(4, 3), loss_fn=F.mse_loss
     )
-    graph = merge(trace_export(subject, True), trace_export(subject, False))
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
     run = check._run_graph
 
     def noisy(*args, **options):
@@ -314,7 +314,7 @@ def test_a_small_gradient_is_no_rounding():
     subject = Subject(
         "toy", model, (torch.randn(4, 4),), target=torch.randn(4, 3), loss_fn=F.mse_loss
     )
-    graph = merge(trace_export(subject, True), trace_export(subject, False))
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
     (op,) = [op for op in graph.ops if StateRef("small") in getattr(op.call, "args", ())]
     twice = FunctionCall(op.call.function, (2e-7, StateRef("small")))
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.exported import trace_export
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.shapes import annotate
@@ -29,7 +29,7 @@ def subject_of(layer):
 def test_a_cumulative_average(training, same_as_eager):
     """Traced, run without numbers to learn its shapes, and still averaging by the count."""
     subject = subject_of(nn.BatchNorm1d(4, momentum=None))
-    graph = trace_export(subject, training)
+    graph = trace_mode(subject, training)
 
     same_as_eager(annotate(graph, 2), subject, training)
     assert subject.model[1].momentum is None
@@ -38,5 +38,5 @@ def test_a_cumulative_average(training, same_as_eager):
 def test_one_that_is_taken_apart_is_refused():
     """No number may stand for the average."""
     with pytest.raises(TraceError, match="momentum=None"):
-        trace_export(subject_of(Doubled(4, momentum=None)), True)
-    trace_export(subject_of(Doubled(4)), True)
+        trace_mode(subject_of(Doubled(4, momentum=None)), True)
+    trace_mode(subject_of(Doubled(4)), True)

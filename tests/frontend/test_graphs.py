@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpipe_compiler.frontend.exported import trace_export
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall, ModuleCall, Ref, StateKind
 from gpipe_compiler.options import LossChoice
@@ -154,7 +154,7 @@ def test_graph_equals_the_eager_model_bitwise(name, training, same_as_eager):
     torch.manual_seed(0)
     subject = MODELS[name]()
 
-    same_as_eager(trace_export(subject, training), subject, training)
+    same_as_eager(trace_mode(subject, training), subject, training)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,8 +168,8 @@ def test_tracing_leaves_the_model_and_the_random_numbers_alone(name):
     flags = [module.training for module in model.modules()]
     attributes = {path: dict(vars(module)) for path, module in model.named_modules()}
 
-    trace_export(subject, False)
-    trace_export(subject, True)
+    trace_mode(subject, False)
+    trace_mode(subject, True)
 
     assert all(torch.equal(state[n], t) for n, t in model.state_dict().items())
     assert objects == {n: id(t) for n, t in model.state_dict(keep_vars=True).items()}
@@ -179,7 +179,7 @@ def test_tracing_leaves_the_model_and_the_random_numbers_alone(name):
 
 
 def test_ops_are_named_after_module_paths_and_functions():
-    graph = trace_export(MODELS["resnet"](), True)
+    graph = trace_mode(MODELS["resnet"](), True)
 
     assert [
         *("stem", "layer1_0_conv", "layer1_0_bn", "add", "layer1_0_relu"),
@@ -189,7 +189,7 @@ def test_ops_are_named_after_module_paths_and_functions():
 
 
 def test_every_op_of_the_model_knows_its_line_and_module():
-    graph = trace_export(MODELS["resnet"](), True)
+    graph = trace_mode(MODELS["resnet"](), True)
     add = graph.op_of["add"]
     lines = Path(__file__).read_text().splitlines()
 
@@ -202,7 +202,7 @@ def test_every_op_of_the_model_knows_its_line_and_module():
 
 
 def test_multi_output_ops_are_unpacked_under_the_names_of_the_model():
-    graph = trace_export(MODELS["split"](), False)
+    graph = trace_mode(MODELS["split"](), False)
 
     assert [op.result for op in graph.ops if op.name == "split"] == [("q", "k", "v")]
     assert ("values", "indices") in [op.result for op in graph.ops]
@@ -210,7 +210,7 @@ def test_multi_output_ops_are_unpacked_under_the_names_of_the_model():
         op.result for op in graph.ops
     ]
     assert not [op for op in graph.ops if op.name.startswith("item")]
-    assert "lstm" in trace_export(MODELS["recurrent"](), True).op_of
+    assert "lstm" in trace_mode(MODELS["recurrent"](), True).op_of
 
 
 def test_a_single_size_is_asked_for_alone():
@@ -219,7 +219,7 @@ def test_a_single_size_is_asked_for_alone():
             b, t, _ = x.shape
             return x.view(b, -1) + x.shape[-1], x.reshape(x.size(0) * t, -1)
 
-    graph = trace_export(subject(Model(), torch.randn(2, 3, 4)), False)
+    graph = trace_mode(subject(Model(), torch.randn(2, 3, 4)), False)
     calls = [op.call for op in graph.ops]
 
     assert MethodCall("size", (Ref("x"), 0)) in calls
@@ -227,7 +227,7 @@ def test_a_single_size_is_asked_for_alone():
 
 
 def test_state_has_the_models_names_and_tied_ones_are_aliases():
-    graph = trace_export(MODELS["tied"](), True)
+    graph = trace_mode(MODELS["tied"](), True)
 
     assert {"embed.weight", "position"} == set(graph.state)
     assert graph.state["embed.weight"].aliases == ("head.weight",)
@@ -236,14 +236,14 @@ def test_state_has_the_models_names_and_tied_ones_are_aliases():
 
 
 def test_a_tensor_that_the_model_closes_over_is_a_constant():
-    graph = trace_export(MODELS["inplace"](), True)
+    graph = trace_mode(MODELS["inplace"](), True)
 
     assert StateKind.CONSTANT is graph.state["mask"].kind
     assert graph.tensors["mask"].tolist() == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_what_forward_creates_is_created_anew():
-    graph = trace_export(MODELS["inplace"](), True)
+    graph = trace_mode(MODELS["inplace"](), True)
 
     assert [16] not in [list(s.shape) for s in graph.state.values()]
     made = [op.call for op in graph.ops if isinstance(op.call, FunctionCall)]
@@ -259,15 +259,15 @@ def test_writes_in_place_stay_and_dead_ops_go():
             y[0] = 0
             return y
 
-    graph = trace_export(subject(Model(), torch.randn(2, 3)), False)
+    graph = trace_mode(subject(Model(), torch.randn(2, 3)), False)
 
-    assert [op.name for op in graph.ops[:4]] == ["mul", "add", "tensor", "setitem"]
-    assert graph.ops[3].result is None
-    assert operator.setitem is graph.ops[3].call.function
+    assert [op.name for op in graph.ops[:3]] == ["mul", "add", "setitem"]
+    assert graph.ops[2].result is None
+    assert operator.setitem is graph.ops[2].call.function
 
 
 def test_a_shared_module_is_one_module_called_often():
-    graph = trace_export(MODELS["shared"](), False)
+    graph = trace_mode(MODELS["shared"](), False)
 
     assert list(graph.modules) == ["linear"]
     assert sum(isinstance(op.call, ModuleCall) for op in graph.ops) == 3
@@ -278,6 +278,6 @@ def test_functional_dropout_keeps_its_flag_and_no_defaults():
         def forward(self, x):
             return F.dropout(x, 0.3, self.training)
 
-    graph = trace_export(subject(Model(), torch.randn(3, 4)), False)
+    graph = trace_mode(subject(Model(), torch.randn(3, 4)), False)
 
     assert dict(graph.op_of["dropout"].call.kwargs) == {"p": 0.3, "training": False}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.exported import trace_export
 from gpipe_compiler.frontend.modes import combine, merge
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import ByMode, FunctionCall, Mode, Ref
@@ -90,7 +90,7 @@ class Toy(nn.Module):
 
 def merged(model: nn.Module):
     subject = Subject("toy", model, (torch.randn(3, WIDTH),), loss=LossChoice.SUM_OF_SQUARES)
-    return merge(trace_export(subject, True), trace_export(subject, False))
+    return merge(trace_mode(subject, True), trace_mode(subject, False))
 
 
 def run(graph, training, x):
@@ -155,9 +155,9 @@ def test_a_graph_that_is_the_same_in_both_modes_stays_untouched():
         (torch.randn(3, 4),),
         loss=LossChoice.SUM_OF_SQUARES,
     )
-    train = trace_export(subject, True)
+    train = trace_mode(subject, True)
 
-    assert merge(train, trace_export(subject, False)) is train
+    assert merge(train, trace_mode(subject, False)) is train
 
 
 class Returns(nn.Module):

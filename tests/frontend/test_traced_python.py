@@ -1,4 +1,4 @@
-"""Python that torch.export does not follow by itself, compared with eager models."""
+"""Python that no function of torch tells of, compared with eager models."""
 
 from __future__ import annotations
 

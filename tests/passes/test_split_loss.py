@@ -30,7 +30,7 @@ from taggers import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpipe_compiler.frontend.exported import trace_export
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.loss_weight import weigh_loss
@@ -121,7 +121,7 @@ def test_terms_come_to_the_whole(loss: TermOf, drawn: tuple[dict[str, Tensor], l
         "mask": torch.ones_like(MASK).double(),
     }
     subject = Subject("tagger", model, (), example)
-    graph = weigh_loss(annotate(trace_export(subject, True).replace(example=example), 2))
+    graph = weigh_loss(annotate(trace_mode(subject, True).replace(example=example), 2))
     assert graph.loss is not None
     states = {**graph.tensors, **dict(model.named_parameters()), **dict(model.named_buffers())}
     pieces = {name: tensor.split(sizes) for name, tensor in inputs.items()}

@@ -15,7 +15,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.frontend import tracing
-from gpipe_compiler.frontend.exported import trace_export
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -61,7 +61,7 @@ def traced(training: bool = True) -> Graph:
     tokens = torch.randint(16, (BATCH, 5))
     loss = loss_fn if training else None
     subject = Subject("tied", Tied(), (tokens,), {}, tokens if training else None, loss, training)
-    graph = trace_export(subject, training)
+    graph = trace_mode(subject, training)
     if not graph.example:
         signature = read_signature(subject, on_meta=False)
         found = zip(signature.inputs, signature.examples, strict=True)

@@ -23,22 +23,21 @@ class Stage2(nn.Module):
         Returns:
             head_out: (B, 5) float32, for the caller.
         """
-        # models.py:42-208
+        # models.py:42-44
         x = self.blocks["1"](blocks_0, conv2_out)  # (B, 4, 8, 8)
         x = self.pool(x).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
-        head_out = head_out.flatten(0, -2)
         return head_out
 
-    def loss(self, flatten: Tensor, target: Tensor) -> Tensor:
+    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            flatten: (B, 5) float32, what forward returned.
+            head_out: (B, 5) float32, what forward returned.
             target: (B,) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(flatten, target.flatten())
+        loss = F.cross_entropy(head_out.flatten(0, -2), target.flatten())
         return loss
 
 

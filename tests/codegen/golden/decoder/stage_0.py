@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -23,8 +22,8 @@ class AttentionPart(nn.Module):
         k = k.view(*shape, 2, 4).transpose(1, 2)
         v = v.view(*shape, 2, 4).transpose(1, 2)
         scores = q @ k.transpose(-2, -1) / 2.0  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.mask, -math.inf)
-        softmax = F.softmax(scores, dim=-1)
+        scores = scores.masked_fill(~self.mask[:6, :6], -math.inf)
+        softmax = torch.softmax(scores, dim=-1)
         return v, softmax
 
 

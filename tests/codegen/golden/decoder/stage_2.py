@@ -18,8 +18,8 @@ class AttentionPart(nn.Module):
     def forward(self, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
         # models.py:63-66
         scores = q @ transpose / 2.0  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.mask, -math.inf)
-        mixed = F.dropout(F.softmax(scores, dim=-1), p=0.0, training=self.training) @ v
+        scores = scores.masked_fill(~self.mask[:6, :6], -math.inf)
+        mixed = F.dropout(torch.softmax(scores, dim=-1), p=0.0, training=self.training) @ v
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(q.shape[0], 6, 8))  # (B, 6, 8)
         return out
 

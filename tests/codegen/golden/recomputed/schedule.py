@@ -54,8 +54,8 @@ SPEC = PipelineSpec(
         StageSpec(
             module=stage_2.Stage2,
             inputs=("blocks_1_conv2", "blocks_0_relu_1"),
-            outputs=("flatten_1",),
-            loss_inputs=("flatten_1", "target"),
+            outputs=("head",),
+            loss_inputs=("head", "target"),
             writes=stage_2.WRITES,
             mixes=True,
             remat=Remat.SEGMENTS,
@@ -73,7 +73,7 @@ SPEC = PipelineSpec(
         Crossing("blocks_0_relu_1", 1, (2,), (2, 4, 8, 8), torch.float32),
         Crossing("blocks_1_conv2", 1, (2,), (2, 4, 8, 8), torch.float32),
     ),
-    outputs=Leaf("flatten_1"),
+    outputs=Leaf("head"),
     loss=LossSpec(
         "loss",
         Reduction.MEAN,

@@ -22,30 +22,29 @@ class Stage2(nn.Module):
             blocks_0: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
 
         Returns:
-            flatten: (B, 5) float32, for the caller.
+            head_out: (B, 5) float32, for the caller.
         """
-        # models.py:42-208
+        # models.py:42-44
         x = checkpoint(self.blocks["1"], blocks_0, conv2_out, use_reentrant=False)  # (B, 4, 8, 8)
-        flatten: Tensor = checkpoint(self.segment_1, x, use_reentrant=False)  # (B, 5)
-        return flatten
+        head_out: Tensor = checkpoint(self.segment_1, x, use_reentrant=False)  # (B, 5)
+        return head_out
 
     def segment_1(self, x: Tensor) -> Tensor:
         """Runs again in the backward; only arguments are kept."""
-        # models.py:43-208
+        # models.py:43-44
         x = self.pool(x).flatten(1)  # (B, 4)
         head_out: Tensor = self.head(x)  # (B, 5)
-        head_out = head_out.flatten(0, -2)
         return head_out
 
-    def loss(self, flatten: Tensor, target: Tensor) -> Tensor:
+    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            flatten: (B, 5) float32, what forward returned.
+            head_out: (B, 5) float32, what forward returned.
             target: (B,) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(flatten, target.flatten())
+        loss = F.cross_entropy(head_out.flatten(0, -2), target.flatten())
         return loss
 
 

@@ -51,7 +51,7 @@ class Stage3(nn.Module):
         """
         # loss_utils.py:42-70
         logits = logits.float()  # (B, 16, 64)
-        shift_labels = F.pad(labels, [0, 1], value=-100.0)[:, 1:].contiguous()  # (B, 16)
+        shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()  # (B, 16)
         logits = logits.view(-1, 64)  # (16*B, 64)
         shift_labels = shift_labels.view(-1)  # (16*B,)
         loss = F.cross_entropy(logits, shift_labels)

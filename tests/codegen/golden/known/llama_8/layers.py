@@ -12,10 +12,10 @@ class LlamaRotaryEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", torch.empty(4), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:111-116
         with torch.no_grad():
-            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
+            freqs = position_ids[..., None].float() * self.inv_freq.to(torch.float32)
             emb = torch.cat([freqs, freqs], dim=-1)
             cos = torch.cos(emb)
             sin = torch.sin(emb)

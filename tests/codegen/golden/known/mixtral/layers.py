@@ -13,10 +13,10 @@ class MixtralRotaryEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", torch.empty(4), persistent=False)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_mixtral.py:192-197
         with torch.no_grad():
-            freqs = x.unsqueeze(2).float() * self.inv_freq.to(torch.float32)
+            freqs = position_ids[..., None].float() * self.inv_freq.to(torch.float32)
             emb = torch.cat([freqs, freqs], dim=-1)
             cos = torch.cos(emb)
             sin = torch.sin(emb)
@@ -81,18 +81,18 @@ class MixtralExperts(nn.Module):
         out = self.gate_up_proj.transpose(-2, -1)  # (4, 32, 128)
         selected_hidden_states_g = selected_hidden_states_g.to(torch.float32)  # (32*B, 32)
         proj_out = torch.ops.transformers.grouped_mm_fallback.default(
-            selected_hidden_states_g, out, offsets
+            selected_hidden_states_g, out, offs=offsets
         )
         gate, up = proj_out.chunk(2, dim=-1)
         act_fn_out = F.silu(gate)  # (32*B, 64)
         proj_out = act_fn_out * up
         out = self.down_proj.transpose(-2, -1)  # (4, 64, 32)
         proj_out = proj_out.to(torch.float32)  # (32*B, 64)
-        proj_out = torch.ops.transformers.grouped_mm_fallback.default(proj_out, out, offsets)
+        proj_out = torch.ops.transformers.grouped_mm_fallback.default(proj_out, out, offs=offsets)
         del offsets
         weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
         inv_perm = torch.empty_like(perm)  # (32*B,)
-        inv_perm[perm] = torch.arange(top_k_weights.shape[0] * 2, device=top_k_weights.device)
+        inv_perm[perm] = torch.arange(perm.size(0), device=top_k_weights.device)
         weighted_out = weighted_out[inv_perm]  # (32*B, 32)
         final_hidden_states: Tensor = weighted_out.view(*top_k_weights.shape, 32).sum(1)
         final_hidden_states = final_hidden_states.to(torch.float32)

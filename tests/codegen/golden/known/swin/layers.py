@@ -35,13 +35,11 @@ def sdpa_attention_forward(
     value_states: Tensor,
     relative_position_bias_out: Tensor,
     scale: float,
-    reshape_number: int,
 ) -> Tensor:
     # sdpa_attention.py:193-206
     attn_output = F.scaled_dot_product_attention(
         query_states, key_states, value_states, attn_mask=relative_position_bias_out, scale=scale
     )
-    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, reshape_number)
     return attn_output.transpose(1, 2).contiguous()
 
 
@@ -77,13 +75,11 @@ def sdpa_attention_forward_2(
     value_states: Tensor,
     combined_mask: Tensor,
     scale: float,
-    reshape_number: int,
 ) -> Tensor:
     # sdpa_attention.py:193-206
     attn_output = F.scaled_dot_product_attention(
         query_states, key_states, value_states, attn_mask=combined_mask, scale=scale
     )
-    attn_output = attn_output.reshape(query_states.shape[0], -1, 16, reshape_number)
     return attn_output.transpose(1, 2).contiguous()
 
 
@@ -118,10 +114,10 @@ class SwinPatchMerging(nn.Module):
 
 
 class SwinAttention(nn.Module):
-    def __init__(self, in_features: int, size: int, scale: float, reshape_number: int) -> None:
+    def __init__(self, in_features: int, size: int, scale: float, view_number: int) -> None:
         super().__init__()
         self.scale = scale
-        self.reshape_number = reshape_number
+        self.view_number = view_number
         self.q_proj = nn.Linear(in_features, in_features)
         self.k_proj = nn.Linear(in_features, in_features)
         self.v_proj = nn.Linear(in_features, in_features)
@@ -130,26 +126,19 @@ class SwinAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
-        rows = hidden_states.shape[0]
-        query_states = (
-            self.q_proj(hidden_states).view(rows, 16, -1, self.reshape_number).transpose(1, 2)
-        )
-        key_states = (
-            self.k_proj(hidden_states).view(rows, 16, -1, self.reshape_number).transpose(1, 2)
-        )
+        q_proj_out = self.q_proj(hidden_states)
+        size = hidden_states.size(0)
+        view = q_proj_out.view(size, 16, -1, self.view_number)
+        query_states = view.transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(size, 16, -1, self.view_number).transpose(1, 2)
         value_states = (
-            self.v_proj(hidden_states).view(rows, 16, -1, self.reshape_number).transpose(1, 2)
+            self.v_proj(hidden_states).view(size, 16, -1, self.view_number).transpose(1, 2)
         )
         relative_position_bias_out = self.relative_position_bias()
         attn_output: Tensor = sdpa_attention_forward(
-            query_states,
-            key_states,
-            value_states,
-            relative_position_bias_out,
-            scale=self.scale,
-            reshape_number=self.reshape_number,
+            query_states, key_states, value_states, relative_position_bias_out, scale=self.scale
         )
-        attn_output = attn_output.reshape(rows, 16, -1)
+        attn_output = attn_output.reshape(size, 16, -1)
         attn_output = self.o_proj(attn_output)
         return attn_output
 
@@ -175,7 +164,7 @@ class SwinLayer(nn.Module):
         super().__init__()
         self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(64)
-        self.attention = SwinAttention(64, size=4, scale=0.25, reshape_number=16)
+        self.attention = SwinAttention(64, size=4, scale=0.25, view_number=16)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
         self.mlp = SwinMLP(64, 256)
@@ -186,7 +175,7 @@ class SwinLayer(nn.Module):
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
-        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)

@@ -40,7 +40,7 @@ class SwinLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(16)
-        self.attention = SwinAttention(16, size=2, scale=8**-0.5, reshape_number=8)
+        self.attention = SwinAttention(16, size=2, scale=8**-0.5, view_number=8)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
@@ -51,7 +51,7 @@ class SwinLayer2(nn.Module):
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
-        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)

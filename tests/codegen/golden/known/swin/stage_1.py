@@ -36,11 +36,12 @@ class SwinAttention2(nn.Module):
         key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         relative_position_bias_out = self.relative_position_bias()  # (1, 2, 16, 16)
-        expand = attention_mask[None, :, None].expand(hidden_states.shape[0] // 64, -1, -1, -1, -1)
-        attention_mask = expand.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
+        unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 64, 1, 16, 16)
+        unsqueeze = unsqueeze.expand(hidden_states.shape[0] // 64, -1, -1, -1, -1)
+        attention_mask = unsqueeze.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
         combined_mask = relative_position_bias_out + attention_mask  # (64*B, 2, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask, scale=8**-0.5, reshape_number=8
+            query_states, key_states, value_states, combined_mask, scale=8**-0.5
         )
         attn_output = attn_output.reshape(*shape, -1)  # (64*B, 16, 16)
         attn_output = self.o_proj(attn_output)
@@ -62,7 +63,7 @@ class SwinLayer2(nn.Module):
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
-        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
         del hidden_states
@@ -98,13 +99,13 @@ class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
-        self.attention = SwinAttention(32, size=2, scale=0.25, reshape_number=16)
+        self.attention = SwinAttention(32, size=2, scale=0.25, view_number=16)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-614
         batch = hidden_states.shape[0]
         hidden_states = self.layernorm_before(hidden_states).view(batch, 16, 16, 32)
-        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)

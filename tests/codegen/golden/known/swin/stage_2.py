@@ -70,11 +70,12 @@ class SwinAttention2(nn.Module):
         key_states = self.k_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         relative_position_bias_out = self.relative_position_bias()  # (1, 2, 16, 16)
-        expand = attention_mask[None, :, None].expand(hidden_states.shape[0] // 16, -1, -1, -1, -1)
-        attention_mask = expand.reshape(-1, 1, 16, 16)  # (16*B, 1, 16, 16)
+        unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 16, 1, 16, 16)
+        unsqueeze = unsqueeze.expand(hidden_states.shape[0] // 16, -1, -1, -1, -1)
+        attention_mask = unsqueeze.reshape(-1, 1, 16, 16)  # (16*B, 1, 16, 16)
         combined_mask = relative_position_bias_out + attention_mask  # (16*B, 2, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask, scale=0.25, reshape_number=16
+            query_states, key_states, value_states, combined_mask, scale=0.25
         )
         attn_output = attn_output.reshape(*shape, -1)  # (16*B, 16, 32)
         attn_output = self.o_proj(attn_output)
@@ -97,7 +98,7 @@ class SwinLayer2(nn.Module):
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)  # (B, 256, 32)
         hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
-        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)

@@ -34,11 +34,13 @@ class SwinAttention2(nn.Module):
         key_states = self.k_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         relative_position_bias_out = self.relative_position_bias()  # (1, 4, 16, 16)
-        expand = attention_mask[None, :, None].expand(hidden_states.shape[0] // 4, -1, -1, -1, -1)
-        attention_mask = expand.reshape(-1, 1, 16, 16)  # (4*B, 1, 16, 16)
+        unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 4, 1, 16, 16)
+        attention_mask = unsqueeze.expand(hidden_states.shape[0] // 4, -1, -1, -1, -1).reshape(
+            -1, 1, 16, 16
+        )
         combined_mask = relative_position_bias_out + attention_mask  # (4*B, 4, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask, scale=0.25, reshape_number=16
+            query_states, key_states, value_states, combined_mask, scale=0.25
         )
         attn_output = attn_output.reshape(*shape, -1)  # (4*B, 16, 64)
         attn_output = self.o_proj(attn_output)
@@ -61,7 +63,7 @@ class SwinLayer2(nn.Module):
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
-        hidden_states = F.pad(hidden_states, [0, 0, 0, 0, 0, 0])
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
         del hidden_states

@@ -33,9 +33,8 @@ def _relative_position_bucket(relative_position: Tensor) -> Tensor:
 def _shift_right(input_ids: Tensor) -> Tensor:
     # modeling_t5.py:628-635
     shifted_input_ids = input_ids.new_zeros([input_ids.shape[0], 16])  # (B, 16)
-    shifted_input_ids[:, 1:] = input_ids[:, :-1].clone()
-    tensor = torch.tensor(0, dtype=torch.int64, device=input_ids.device)
-    shifted_input_ids[:, 0] = tensor
+    shifted_input_ids[..., 1:] = input_ids[..., :-1].clone()
+    shifted_input_ids[..., 0] = 0
     shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
     return shifted_input_ids
 
@@ -67,12 +66,8 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
         key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        context_position = torch.arange(
-            16, dtype=torch.int64, device=hidden_states.device
-        ).unsqueeze(1)
-        memory_position = torch.arange(
-            16, dtype=torch.int64, device=hidden_states.device
-        ).unsqueeze(0)
+        context_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[:, None]
+        memory_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[None]
         relative_position = memory_position - context_position  # (16, 16)
         relative_position_bucket = _relative_position_bucket(relative_position)
         values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
@@ -108,12 +103,8 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
         key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        context_position = torch.arange(
-            16, dtype=torch.int64, device=hidden_states.device
-        ).unsqueeze(1)
-        memory_position = torch.arange(
-            16, dtype=torch.int64, device=hidden_states.device
-        ).unsqueeze(0)
+        context_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[:, None]
+        memory_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[None]
         relative_position_bucket = _relative_position_bucket_2(memory_position - context_position)
         values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
         values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
@@ -220,7 +211,7 @@ class Stage0(nn.Module):
         Returns:
             position_bias: (1, 4, 16, 16) float32, for stage 1.
             hidden_states: (B, 16, 32) float32, for stage 1.
-            unsqueeze_5: (1, 4, 16, 16) float32, for stage 2 and stage 3.
+            unsqueeze_1: (1, 4, 16, 16) float32, for stage 2 and stage 3.
             attention_output: (B, 16, 32) float32, for stage 1.
         """
         # encoder (modeling_t5.py:678-725)
@@ -239,5 +230,5 @@ class Stage0(nn.Module):
         attention_mask = create_causal_mask(input_ids.device)  # (1, 1, 16, 16)
         dropout_out = self.decoder.dropout(inputs_embeds)  # (B, 16, 32)
         del inputs_embeds
-        unsqueeze_5, attention_output = self.decoder.block["0"](dropout_out, attention_mask)
-        return position_bias, hidden_states, unsqueeze_5, attention_output
+        unsqueeze_1, attention_output = self.decoder.block["0"](dropout_out, attention_mask)
+        return position_bias, hidden_states, unsqueeze_1, attention_output

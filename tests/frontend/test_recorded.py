@@ -1,4 +1,4 @@
-"""The torch.export frontend, compared with eager models."""
+"""Recorded graphs, compared with eager models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.exported import trace_export
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.options import LossChoice
 
@@ -260,7 +260,7 @@ SUBJECTS = {
 def test_graph_computes_what_the_model_computes(name, training, same_as_eager):
     """And no operator is left as it was exported."""
     subject = SUBJECTS[name]()
-    graph = trace_export(subject, training)
+    graph = trace_mode(subject, training)
 
     same_as_eager(graph, subject, training)
     assert "aten" not in str(graph)
@@ -300,7 +300,7 @@ def hugging_face(name):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "mixtral"])
 def test_hugging_face_model_computes_the_same(name, training, same_as_eager):
     subject = hugging_face(name)
-    graph = trace_export(subject, training)
+    graph = trace_mode(subject, training)
 
     # While it is traced, Llama keeps a mask of ones that it leaves out otherwise.
     same_as_eager(graph, subject, training, tolerance=1e-6 if name in ("llama", "mixtral") else 0)
@@ -355,7 +355,7 @@ REFUSED = {
 def test_what_cannot_be_traced_is_named_with_line_and_advice(name, free):
     make, problem, code, hint = REFUSED[name]
     with pytest.raises(TraceError) as caught:
-        trace_export(Subject("m", make(), (torch.randn(4, 6),), training=False, free=free), False)
+        trace_mode(Subject("m", make(), (torch.randn(4, 6),), training=False, free=free), False)
 
     assert problem in caught.value.problem
     assert code in caught.value.location.code
@@ -366,7 +366,7 @@ def test_what_cannot_be_traced_is_named_with_line_and_advice(name, free):
 def test_a_refused_trace_leaves_nothing_on_other_modules():
     before = dict(nn.modules.module._global_buffer_registration_hooks)
     with pytest.raises(TraceError):
-        trace_export(Subject("m", ByValue(), (torch.randn(4, 6),), training=False), False)
+        trace_mode(Subject("m", ByValue(), (torch.randn(4, 6),), training=False), False)
 
     assert dict(nn.modules.module._global_buffer_registration_hooks) == before
 
@@ -381,7 +381,7 @@ def test_masks_whose_values_choose_a_kernel_are_applied(training, same_as_eager)
         loss=LossChoice.SUM_OF_SQUARES,
     )
 
-    same_as_eager(trace_export(subject, training), subject, training, tolerance=1e-5)
+    same_as_eager(trace_mode(subject, training), subject, training, tolerance=1e-5)
 
 
 # --- what stands in the graph ---------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_masks_whose_values_choose_a_kernel_are_applied(training, same_as_eager)
 
 def test_every_op_knows_the_users_line():
     for name in ("resnet", "gpt", "regions", "unet"):
-        graph = trace_export(SUBJECTS[name](), True)
+        graph = trace_mode(SUBJECTS[name](), True)
         own = [op for op in graph.ops if op.name not in graph.loss_only]
 
         assert {op.source.file for op in own} == {__file__}
@@ -397,7 +397,7 @@ def test_every_op_knows_the_users_line():
 
 def test_batch_of_one_is_traced_as_any_other(same_as_eager):
     subject = Subject("m", Mlp(), (torch.randn(1, 6),), loss_fn=cross_entropy, target=CLASSES[:1])
-    graph = trace_export(subject, True)
+    graph = trace_mode(subject, True)
 
     same_as_eager(graph, subject, True)
 
@@ -436,7 +436,7 @@ def test_contractions_are_ordered_when_they_run(same_as_eager, monkeypatch):
         "m", Contracts(), (torch.randn(6, 4),), {}, torch.randint(0, 5, (6,)), F.cross_entropy
     )
 
-    same_as_eager(trace_export(subject, True), subject, True)
+    same_as_eager(trace_mode(subject, True), subject, True)
 
     assert ordered
 
@@ -445,7 +445,7 @@ def test_meta_model_is_traced_without_memory():
     with torch.device("meta"):
         model = Gpt(width=4096, heads=32)
         ids = torch.zeros(4, 9, dtype=torch.long)
-    graph = trace_export(Subject("m", model, (ids,), loss_fn=cross_entropy, target=ids), True)
+    graph = trace_mode(Subject("m", model, (ids,), loss_fn=cross_entropy, target=ids), True)
 
     assert all(tensor.is_meta for tensor in graph.tensors.values())
     assert graph.parameter_count == sum(p.numel() for p in model.parameters())

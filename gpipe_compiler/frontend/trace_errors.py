@@ -1,4 +1,4 @@
-"""What went wrong in an export, in the words of the user's program."""
+"""What went wrong in a trace, in the words of the user's program."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import is_users, line_of, location
-from gpipe_compiler.frontend.lower import is_transform, source_of
-from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
 
 @dataclass(frozen=True)
 class _Cause:
-    """A known reason for an export to fail: how its message reads, what it is, what helps."""
+    """A known reason for a trace to fail: how its message reads, what it is, what helps."""
 
     pattern: str
     problem: str
@@ -52,13 +50,6 @@ _CAUSES = (
         "compute it with torch operators",
     ),
     _Cause(
-        r"fake tensor in the exported program constant's list",
-        "the model makes a tensor in a way that torch.export does not record, as in "
-        "torch.autograd.grad or torch.distributions in forward",
-        "write what it computes with torch's operators on the inputs, or compute it in __init__ "
-        "and keep it in a buffer",
-    ),
-    _Cause(
         r"no fake impl|no Meta kernel",
         "the model calls an operator of which nothing says what it returns",
         "register that for it, by torch.library.register_fake",
@@ -80,14 +71,9 @@ _ONE_BY_ONE = re.compile(r"\bfor\b|\brange\(|\bunbind\(|\b(?:list|tuple|zip|enum
 """How a line reads that takes the samples of a batch one after the other."""
 
 
-def explained(error: Exception, transform: SourceLocation | None = None) -> TraceError:
-    """The error that says which construct cannot be traced, and where.
-
-    Args:
-        transform: the user's line that runs inside of a transform of torch.func, if any does; the
-            fault where the error itself knows no line.
-    """
-    where = line_of(error) or transform
+def explained(error: Exception) -> TraceError:
+    """The error that says which construct cannot be traced, and where."""
+    where = line_of(error)
     code = f" at `{where.code}`" if where and where.code else ""
     text = text_of(error)
     called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
@@ -97,14 +83,14 @@ def explained(error: Exception, transform: SourceLocation | None = None) -> Trac
             return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
     if isinstance(error, GuardOnDataDependentSymNode):
         return TraceError(
-            f"the model decides by the values of a tensor{code}: torch.export follows shapes only",
+            f"the model decides by the values of a tensor{code}: only shapes are followed",
             location=where,
             hint="use torch.where instead of a branch on the data, "
             "and a fixed number instead of .item()",
         )
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
-        f"torch.export cannot trace the model{code}: {type(error).__name__}: {first}",
+        f"the model cannot be run without numbers{code}: {type(error).__name__}: {first}",
         location=where,
     )
 
@@ -130,9 +116,6 @@ def refuse_fixed_batch(
         size: Any = value.shape[source.batch_dim]
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
-        transform = next(filter(is_transform, node.graph.nodes), None)
-        if transform is not None:
-            raise transformed(source_of(transform))
         where = line_of_size(size) or _fixing_line(value)
         one_by_one = where is not None and _ONE_BY_ONE.search(where.code)
         code = f" at `{where.code}`" if where and where.code else ""

@@ -1,0 +1,101 @@
+"""Lets a recorder see what no function of torch tells it.
+
+Modules and regions of autocast; `len(x)`, which would be a constant; `max` and `min` of sizes,
+which would ask which is larger; what forward assigns to a buffer, which would be lost.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.amp.autocast_mode import autocast
+
+from gpipe_compiler.frontend.position import Region
+from gpipe_compiler.frontend.recorder import recording
+from gpipe_compiler.ir import Autocast
+from gpipe_compiler.ir.symbolic import same_shape
+
+
+@contextlib.contextmanager
+def calls_seen() -> Iterator[None]:
+    """Lets a recorder see what no function of torch tells it: modules and regions of autocast."""
+    enter, leave = autocast.__enter__, autocast.__exit__
+    own_call = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recorder = recording()
+        if recorder is None:
+            return own_call(module, *args, **kwargs)
+        return recorder.module(own_call, module, args, kwargs)
+
+    def entered(context: Any) -> Any:
+        recorder = recording()
+        if recorder is not None:
+            region = Autocast(context.device, context.fast_dtype, bool(context._enabled))
+            recorder.position.enter(Region(region))
+        return enter(context)  # type: ignore[no-untyped-call]  # of torch
+
+    def left(context: Any, *raised: Any) -> Any:
+        recorder = recording()
+        if recorder is not None:
+            recorder.position.leave_autocast()
+        return leave(context, *raised)
+
+    with (
+        mock.patch.object(builtins, "len", _length),
+        mock.patch.object(builtins, "max", _bound(builtins.max, torch.sym_max)),
+        mock.patch.object(builtins, "min", _bound(builtins.min, torch.sym_min)),
+        mock.patch.object(nn.Module, "__setattr__", _assign),
+        mock.patch.object(nn.Module, "__call__", call),
+        mock.patch.object(autocast, "__enter__", entered),
+        mock.patch.object(autocast, "__exit__", left),
+    ):
+        yield
+
+
+_own_length = len
+
+
+def _length(of: Any) -> Any:
+    """`len` of anything; of a tensor it may vary, which Python's own makes a constant."""
+    return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else _own_length(of)
+
+
+def _bound(own: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """`max` or `min`, which of a size that may vary and another is no question, but a number."""
+
+    def bound(*items: Any, **options: Any) -> Any:
+        sizes = sum(isinstance(item, _SIZE) for item in items)
+        numbers = not options and all(isinstance(item, _SIZE | int | float) for item in items)
+        if sizes and numbers and _own_length(items) == 2:
+            return of_sizes(*items)
+        return own(*items, **options)
+
+    return bound
+
+
+_SIZE = torch.SymInt | torch.SymFloat
+
+_own_assign = nn.Module.__setattr__
+
+
+def _assign(module: nn.Module, name: str, value: Any) -> None:
+    """Assigns to a module; what is assigned to a buffer is written into it."""
+    buffer = vars(module).get("_buffers", {}).get(name)
+    if (
+        isinstance(value, torch.Tensor)
+        and isinstance(buffer, torch.Tensor)
+        and recording() is not None
+        and value.dtype == buffer.dtype
+        and same_shape(value.shape, buffer.shape)
+    ):
+        if value is not buffer:
+            buffer.copy_(value)
+    else:
+        _own_assign(module, name, value)

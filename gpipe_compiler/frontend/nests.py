@@ -1,0 +1,54 @@
+"""The tensors in nests of arguments and results of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_LITERAL_ELEMENTS = 16
+"""A constant of at most this many elements is written where it is used."""
+
+
+def tensors_in(item: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a nest of arguments."""
+    if isinstance(item, torch.Tensor):
+        yield item
+    elif isinstance(item, tuple | list):
+        for part in item:
+            yield from tensors_in(part)
+    elif isinstance(item, dict):
+        for part in item.values():
+            yield from tensors_in(part)
+    elif isinstance(item, slice):
+        yield from tensors_in((item.start, item.stop, item.step))
+
+
+def has_tensors(item: Any) -> bool:
+    """Whether there is a tensor in a nest."""
+    return any(True for _ in tensors_in(item))
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:
+    """A nest with other tensors, itself where none changes."""
+    if isinstance(item, torch.Tensor):
+        return change(item)
+    if isinstance(item, tuple | list):
+        parts = [map_tensors(change, part) for part in item]
+        if all(new is old for new, old in zip(parts, item, strict=True)):
+            return item
+        if isinstance(item, list):
+            return parts
+        named = hasattr(item, "_fields")
+        return type(item)(*parts) if named else type(item)(parts)
+    return item
+
+
+def is_literal(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be written out, exactly."""
+    return (
+        tensor.numel() <= _LITERAL_ELEMENTS
+        and not tensor.is_complex()
+        and bool(torch.isfinite(tensor).all())
+    )

@@ -1,0 +1,166 @@
+"""Where in a model its calls of torch are made, as they are recorded: its modules and regions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from gpipe_compiler.frontend.locate import source_here
+from gpipe_compiler.ir import Autocast, Context, NoGrad
+
+REGIONS = "gpipe_compiler_regions"
+"""Key of node.meta: the regions around the node, outermost first."""
+
+CHECKPOINT = "gpipe_compiler_checkpoint"
+"""Key of node.meta: number of the outermost checkpoint that the node was made in."""
+
+_MODEL = "model"
+
+
+def local_path(path: str) -> str:
+    """A path inside the entry as the user's model calls it: `model.layer1` is `layer1`."""
+    return "" if path == _MODEL else path.removeprefix(f"{_MODEL}.")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Region:
+    """A part of the program that runs in a context of its own.
+
+    Attributes:
+        before: the other setting of gradients, for a region that sets them.
+    """
+
+    context: Context
+    before: bool = False
+
+
+class Position:
+    """Where in the model calls are made now, and where in the graph their nodes stand.
+
+    Attributes:
+        checkpoint: number of the outermost checkpoint that is open.
+        gradients: whether autograd records.
+    """
+
+    def __init__(self, graph: fx.Graph, *, gradients: bool) -> None:
+        """Outside of every module and region.
+
+        Args:
+            gradients: whether autograd records there.
+        """
+        self.checkpoint: int | None = None
+        self.gradients = gradients
+        self._graph = graph
+        self._regions: tuple[Region, ...] = ()
+        self._modules: list[tuple[str, str, int]] = []
+        self._turns = Counter[str]()
+
+    def origin(self) -> dict[str, Any]:
+        """What is noted of a node that is made now: its line, and what it is made in."""
+        users = [
+            local_path(path) for path, made, _ in self._modules if not made.startswith("torch.")
+        ]
+        meta: dict[str, Any] = {
+            "source": source_here(users),
+            REGIONS: self._regions,
+            "modules": tuple(self._modules),
+        }
+        if self.checkpoint is not None:
+            meta[CHECKPOINT] = self.checkpoint
+        return meta
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """The modules, and the outermost region."""
+        return (*self._modules, *self._regions[:1])
+
+    @contextlib.contextmanager
+    def inside(self, path: str, kind: str) -> Iterator[None]:
+        """In a call of a module.
+
+        Args:
+            kind: the qualified name of its class.
+        """
+        self._modules.append((path, kind, self._turns[path]))
+        self._turns[path] += 1
+        try:
+            yield
+        finally:
+            self._modules.pop()
+
+    def set_gradients(self, enabled: bool) -> None:
+        """From now on autograd records, or does not."""
+        if enabled == self.gradients:
+            return
+        own = next(
+            (
+                region
+                for region in reversed(self._regions)
+                if isinstance(region.context, NoGrad) and region.before == enabled
+            ),
+            None,
+        )
+        self.gradients = enabled
+        if own is None:
+            self.enter(Region(NoGrad(enabled), before=not enabled))
+        else:
+            self._leave(own)
+
+    def enter(self, region: Region) -> None:
+        """A region begins."""
+        self._regions = (*self._regions, region)
+
+    def leave_autocast(self) -> None:
+        """The innermost region of autocast ends."""
+        kinds = (region for region in reversed(self._regions))
+        self._leave(next(region for region in kinds if isinstance(region.context, Autocast)))
+
+    def _leave(self, region: Region) -> None:
+        """A region ends; those that were entered later go on as others."""
+        place = self._regions.index(region)
+        later = (Region(other.context, other.before) for other in self._regions[place + 1 :])
+        self._regions = (*self._regions[:place], *later)
+
+    @contextlib.contextmanager
+    def at_the_start(self) -> Iterator[None]:
+        """Nodes that are made inside stand before all others, in no module."""
+        regions, modules = self._regions, self._modules
+        self._regions, self._modules = (), []
+        first = next((n for n in self._graph.nodes if n.op not in _GIVEN and not _is_size(n)), None)
+        try:
+            with contextlib.nullcontext() if first is None else self._graph.inserting_before(first):
+                yield
+        finally:
+            self._regions, self._modules = regions, modules
+
+    @contextlib.contextmanager
+    def outside_of_regions(self) -> Iterator[None]:
+        """Nodes that are made inside stand before the outermost region that is open."""
+        regions, self._regions = self._regions, ()
+        first = None
+        if regions:
+            of_region = (
+                node for node in self._graph.nodes if node.meta.get(REGIONS, ())[:1] == regions[:1]
+            )
+            first = next(of_region, None)
+        try:
+            with contextlib.nullcontext() if first is None else self._graph.inserting_before(first):
+                yield
+        finally:
+            self._regions = regions
+
+
+_GIVEN = ("placeholder", "get_attr")
+
+
+def _is_size(node: fx.Node) -> bool:
+    return (
+        node.target == "size"
+        and isinstance(node.args[0], fx.Node)
+        and (node.args[0].op == "placeholder")
+    )

@@ -1,0 +1,276 @@
+"""One mode of a model, recorded on tensors without numbers, as a graph.
+
+Parameters and buffers keep their names, regions under `no_grad` and `autocast` stay whole, and
+torch.nn modules are called as the model calls them; see `recorder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from gpipe_compiler.errors import GPipeCompilerError, TraceError
+from gpipe_compiler.frontend.calls_seen import calls_seen
+from gpipe_compiler.frontend.casts import CastWatch
+from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.free_sizes import (
+    FoundSizes,
+    FreePlaces,
+    NotedSizes,
+    asking_first,
+    noting_sizes,
+    read_sizes,
+    refuse_fixed,
+    ties,
+    wanted,
+    write_fixed,
+)
+from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
+from gpipe_compiler.frontend.lower import lower
+from gpipe_compiler.frontend.modules import is_leaf
+from gpipe_compiler.frontend.own_functions import own_functions_carried
+from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
+from gpipe_compiler.frontend.raising_branches import checks_passed
+from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.recorder import Recorder
+from gpipe_compiler.frontend.sample_rules import sample_rules
+from gpipe_compiler.frontend.state import named_state
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
+from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
+from gpipe_compiler.frontend.trace_settings import tracing_settings
+from gpipe_compiler.frontend.user_code import line_of_forward
+from gpipe_compiler.frontend.without_numbers import (
+    inputs_without_numbers,
+    state_without_numbers,
+)
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
+from gpipe_compiler.ir.symbolic import general
+from gpipe_compiler.runtime.core.precision import lower_dtype
+from gpipe_compiler.runtime.spec import Precision
+
+
+def trace_mode(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
+    """The model's graph in one mode; see `record_mode`."""
+    recorded = record_mode(subject, training, precision)
+    return recorded.graph(recorded.free_among(recorded.trace.free))
+
+
+def record_mode(
+    subject: Subject,
+    training: bool,
+    precision: Precision = Precision.FP32,
+    free: FreePlaces | None = None,
+) -> RecordedMode:
+    """The model in one mode, as it is recorded.
+
+    Args:
+        precision: one in which the model is another program than in fp32; the graph is for that
+            precision alone.
+        free: the dimensions that are to stay free, by default those that the subject's wish names.
+
+    Raises:
+        TraceError: with the construct that cannot be traced, its line, and what to do about it.
+        ModelError: when the model raises on its example inputs.
+    """
+    entry = make_entry(subject, training)
+    free = wanted(subject.free, entry.signature) if free is None else free
+    if precision is not Precision.FP32:
+        if entry.states.on_meta:
+            raise TraceError(
+                f"in {precision.value} the model is another program than in fp32, and on meta it "
+                "cannot be traced there",
+                hint="build the model with its numbers, or compile with --precision fp32",
+            )
+        with ambient(lower_dtype(precision), kind_of(entry)):
+            trace = _trace(entry, lower_dtype(precision), free)
+            return RecordedMode(trace, entry, only_in(precision))
+    trace = _trace(entry, None, free)
+    if not trace.watch.looks:
+        return RecordedMode(trace, entry, SAME)
+    found = account(entry, gradients=trace.gradients)
+    if found.asked:
+        trace = _trace(entry, torch.float32, free)
+    return RecordedMode(trace, entry, found)
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A recorded run, and what was noted meanwhile.
+
+    Attributes:
+        inputs: the nodes of the inputs, in order.
+        free: the dimensions that were to stay free, beside the batch.
+        sizes: the user's lines that looked at sizes.
+        gradients: whether it was recorded as autograd would record it.
+    """
+
+    recorder: Recorder
+    inputs: list[fx.Node]
+    watch: CastWatch
+    free: FreePlaces
+    sizes: NotedSizes
+    gradients: bool
+
+
+def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _Trace:
+    """The entry recorded, under autocast to a type.
+
+    What has no backward, and need have none, is recorded without gradients.
+    """
+    try:
+        return _attempt(entry, autocast_to, free, gradients=True)
+    except TraceError:
+        if entry.has_loss:
+            raise
+        with contextlib.suppress(TraceError):
+            return _attempt(entry, autocast_to, free, gradients=False)
+        raise
+
+
+def _attempt(
+    entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces, *, gradients: bool
+) -> _Trace:
+    watch = CastWatch(entry, traced=True)
+    modules = {path: module for path, module in entry.named_modules() if path}
+    # To be asked before hooks watch them.
+    leaves = {
+        path
+        for path, module in modules.items()
+        if path.startswith("model.") and is_leaf(path, module, entry.training)
+    }
+    recorder = Recorder(gradients=gradients)
+    momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
+    with noting_sizes() as sizes, momentum, ambient(autocast_to, kind_of(entry)):
+        sizes.ties = ties(entry.signature, free)
+        entry.sizes = sizes if free else None
+        inputs = _record(entry, recorder, leaves, watch, free)
+        return _Trace(recorder, inputs, watch, free, sizes, gradients)
+
+
+@dataclass
+class RecordedMode:
+    """A model as it was traced in one mode, before it is a graph.
+
+    Attributes:
+        found: how the model compares in other precisions; the graph follows the types that it
+            meets when it runs.
+    """
+
+    trace: _Trace
+    entry: Entry
+    found: Account
+
+    def free_among(self, places: FreePlaces) -> FreePlaces:
+        """Those of some dimensions that the trace leaves free, where all others are fixed."""
+        return self._sizes(places).places
+
+    def _sizes(self, places: FreePlaces) -> FoundSizes:
+        values = [node.meta.get("val") for node in self.trace.recorder.graph.nodes]
+        where = self.trace.sizes.where
+        return read_sizes(self.entry.signature, self.trace.inputs, values, places, where)
+
+    def graph(self, places: FreePlaces) -> Graph:
+        """The graph in which these dimensions are free; to be asked for once."""
+        recorder, entry = self.trace.recorder, self.entry
+        sizes = self._sizes(places)
+        refuse_fixed_batch(entry, self.trace.inputs, self.trace.sizes.line_of)
+        refuse_fixed(entry.must, sizes, self.trace.sizes)
+        graphs = [recorder.graph]
+        if self.trace.free:
+            write_fixed(graphs)
+        _refuse_stand_in(recorder.graph)
+        unlike = follow(graphs, self.found, self.trace.watch.events)
+        root = nn.Module()
+        for name, tensor in recorder.tensors.constants.items():
+            # Gradients of what is in no package, such as a teacher's parameters, are nobody's.
+            object.__setattr__(root, name, tensor.detach())
+        lowered = lower(recorder.graph, root, entry)
+        lowered = lowered.replace(
+            unlike=unlike,
+            inputs=sizes.inputs,
+            requires=sizes.requires,
+            sample_rules=sample_rules(entry.signature, self.trace.inputs, self.trace.sizes),
+        )
+        return asking_first(lowered)
+
+
+def _refuse_stand_in(graph: fx.Graph) -> None:
+    """Layers with a momentum of None are calls of the module, or cannot be recorded."""
+    for node in graph.nodes:
+        if STAND_IN in (*node.args, *node.kwargs.values()):
+            raise TraceError(
+                "BatchNorm with momentum=None averages by a count that cannot be followed outside "
+                "of a torch.nn module",
+                location=node.meta["source"],
+                hint="give the layer a momentum, or use the class of torch.nn itself",
+            )
+
+
+def _refuse_new_state(entry: Entry) -> None:
+    for name, _ in named_state(entry.model):
+        if name not in entry.states.canonical:
+            raise TraceError(
+                f"forward makes {name}, a parameter or buffer that the model did not have before: "
+                "no stage can begin with it",
+                location=line_of_forward(entry.model),
+                hint="call the model once in build_model(), or make it in the constructor",
+            )
+
+
+def _record(
+    entry: Entry,
+    recorder: Recorder,
+    leaves: Collection[str],
+    watch: CastWatch,
+    free: FreePlaces,
+) -> list[fx.Node]:
+    """Records the entry, the batch free to vary; returns the nodes of the inputs.
+
+    Args:
+        leaves: the paths of the modules that are called whole.
+        free: the dimensions that are free to vary too.
+
+    Raises:
+        TraceError: for what no graph can hold.
+    """
+    environment = ShapeEnv()
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True, export=True)
+    try:
+        with (
+            general() if free else contextlib.nullcontext(),
+            checks_passed(),  # says which it has passed when the trace is no longer quiet
+            tracing_settings(),
+            as_exported(),
+            torch.set_grad_enabled(recorder.position.gradients),
+            own_functions_carried() if entry.has_loss else contextlib.nullcontext(),
+            gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
+            # By itself a reentrant checkpoint is recorded without gradients.
+            activations_kept(trains=entry.has_loss),
+            torch.random.fork_rng(),
+        ):
+            inputs = inputs_without_numbers(entry, mode, environment, free)
+            sources = zip(entry.signature.inputs, inputs, strict=True)
+            nodes = [recorder.tensors.input(source.name, tensor) for source, tensor in sources]
+            python = enable_python_dispatcher()  # its kernels take sizes that are free
+            with state_without_numbers(entry, mode) as state, python, mode, calls_seen():
+                for name, (own, lent) in state.items():
+                    recorder.tensors.lend(name, own, lent)
+                recorder.follow({path: m for path, m in entry.named_modules() if path}, leaves)
+                with recorder, watch.watching():
+                    returned = entry(*inputs)
+                _refuse_new_state(entry)
+            recorder.finish(returned)
+            return nodes
+    except GPipeCompilerError:
+        raise
+    except Exception as error:  # whatever the user's code or torch raises on fake tensors
+        raise explained(error) from error

@@ -1,0 +1,370 @@
+"""Records the calls of torch that a model makes, at the level at which its Python makes them.
+
+The model runs on tensors without numbers. Each torch function, tensor method and torch.nn leaf
+module that it calls becomes one node of a torch.fx graph; what happens inside of such a call is
+torch's own. Sizes that are free are expressions, written where a call is given one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.calls import Written, is_all_of, written
+from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors, tensors_in
+from gpipe_compiler.frontend.position import Position
+from gpipe_compiler.frontend.size_nodes import SizeNodes
+from gpipe_compiler.frontend.state import named_state
+from gpipe_compiler.frontend.tensor_nodes import TensorNodes
+from gpipe_compiler.frontend.untraced import transformed
+from gpipe_compiler.ir.symbolic import same_shape
+from gpipe_compiler.runtime.core.random import may_draw
+
+EVENT = "gpipe_compiler_event"
+"""Key of node.meta: number of the call that made the node."""
+
+EFFECT = "gpipe_compiler_effect"
+"""Key of node.meta: the node may do more than give its value: write to a tensor, or draw."""
+
+WRITES = "gpipe_compiler_writes"
+"""Key of node.meta: the tensors that the node writes to."""
+
+_MOVES = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "requires_grad_", "pin_memory")
+)
+"""What a model may call to no effect, and says nothing of types by."""
+
+_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Attributes of a tensor that are tensors."""
+
+_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+
+_OPEN = frozenset({F.gaussian_nll_loss})
+"""Functions that look at values, to raise: recorded by what they call."""
+
+
+def recording() -> Recorder | None:
+    """The recorder of what runs; None in what it takes for one call."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return None
+    modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]  # of torch
+    found = next((mode for mode in reversed(modes) if isinstance(mode, Recorder)), None)
+    return found if found is not None and found.is_on else None
+
+
+class Recorder(TorchFunctionMode):
+    """Makes a graph of the calls of torch while it is entered.
+
+    Attributes:
+        graph: so far.
+        position: where in the model calls are made now.
+        tensors: the nodes that stand for tensors.
+        is_on: whether calls are recorded.
+        event: number of the call that is being made.
+    """
+
+    def __init__(self, *, gradients: bool = True) -> None:
+        """A recorder with an empty graph.
+
+        Args:
+            gradients: whether autograd records at the start.
+        """
+        super().__init__()
+        self.graph = fx.Graph()
+        self.position = Position(self.graph, gradients=gradients)
+        self.is_on = True
+        self.event: int | None = None
+        self._sizes = SizeNodes(self.graph, self.position)
+        self.tensors = TensorNodes(self.graph, self._sizes)
+        self._paths: dict[int, str] = {}
+        self._own: dict[str, list[int]] = {}
+
+    def follow(self, modules: Mapping[str, nn.Module], leaves: Collection[str]) -> None:
+        """Notes the modules that are called from now on.
+
+        Args:
+            leaves: the paths of those that are called whole.
+        """
+        self._paths = {id(module): path for path, module in modules.items()}
+        self._own = {path: _identities(modules[path]) for path in leaves}
+        self.tensors.follow(modules)
+
+    def argument(self, item: Any) -> Any:
+        """An argument of a call, in terms of nodes."""
+        if isinstance(item, torch.Tensor):
+            return self.tensors.node(item)
+        match item:
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return self._sizes.written(item)
+            case tuple() | list():
+                parts = [self.argument(part) for part in item]
+                return parts if isinstance(item, list) else tuple(parts)
+            case dict():
+                return {key: self.argument(part) for key, part in item.items()}
+            case slice(start=start, stop=stop, step=step):
+                return slice(*map(self.argument, (start, stop, step)))
+            case range():
+                return list(item)
+        return item
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one function of torch, and records it."""
+        kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._get(func, *args)
+        if name == "__set__":
+            return self._set(func, *args)
+        if func is torch._C._set_grad_enabled:
+            func(*args)
+            return self.position.set_gradients(bool(args[0]))
+        if func is torch.Tensor.__iter__:
+            return iter(self._call(torch.Tensor.unbind, args, {}))
+        if func is torch._VF._pack_padded_sequence:
+            where = calling_line()
+            code = f" at `{where.code}`" if where and where.code else ""
+            raise TraceError(f"no graph holds packed sequences{code}", location=where)
+        if func in _OPEN:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        return self._call(func, args, kwargs)
+
+    def _get(self, func: Any, *args: Any) -> Any:
+        """An attribute of a tensor."""
+        name = func.__self__.__name__
+        if name == "data":
+            data = args[0].detach()
+            return self.record(Written(getattr, (args[0], "data")), data, ())
+        made = func(*args)
+        if name == "shape":
+            self._sizes.asked(self.tensors.known(args[0]), args[0])
+        if name not in _VALUES:
+            return made
+        return self.record(Written(getattr, (args[0], name)), made, ())
+
+    def _set(self, func: Any, tensor: Any, value: Any) -> None:
+        """An attribute of a tensor is assigned to."""
+        if func.__self__.__name__ != "data" or self.tensors.known(tensor) is None:
+            func(tensor, value)
+            return
+        self._refuse_other_memory(tensor, value)
+        data = self._get(torch.Tensor.data.__get__, tensor)  # type: ignore[attr-defined]  # of C
+        self._call(torch.Tensor.copy_, (data, value), {})
+
+    def _refuse_other_memory(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        made = self.tensors.known(value)
+        earlier = itertools.takewhile(lambda node: node is not made, self.graph.nodes)
+        values = [node.meta.get("val") for node in earlier]
+        held = {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
+        same = same_shape(value.shape, tensor.shape) and value.dtype == tensor.dtype
+        if not same or value.untyped_storage()._cdata in held:
+            raise TraceError(
+                "the `.data` of a tensor becomes that of another one, or of another shape or type",
+                location=calling_line(),
+                hint="write into the tensor, under torch.no_grad(): `tensor.copy_(value)`",
+            )
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise transformed(calling_line(around="torch/_functorch/"))
+        given = list(tensors_in((args, kwargs)))
+        versions = [tensor._version for tensor in given]
+        made = func(*args, **kwargs)
+        changed = [
+            tensor for tensor, v in zip(given, versions, strict=True) if tensor._version != v
+        ]
+        if func is torch.Tensor.size:
+            self._sizes.asked(self.tensors.known(args[0]), args[0])
+        if not changed and not given and func in _DATA:
+            return self._from_data(func, args, kwargs, made)
+        if not changed and not has_tensors(made) and not self._sizes.are_new(made):
+            return made
+        stays = not changed and any(made is tensor for tensor in given)
+        asked = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))
+        if stays and func in _MOVES and not asked:
+            return made
+        if stays and func is torch.Tensor.contiguous and self.tensors.is_made(made):
+            return made
+        call = written(func, args, kwargs, made)
+        if is_all_of(call):
+            self.tensors.stands_for(self.tensors.node(call.args[0]), made)
+            return made
+        return self.record(call, made, changed, effect=_has_effect(func))
+
+    def _from_data(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        """A tensor that is made of Python's numbers."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if self._sizes.are_in(data):
+            return self.record(written(func, args, kwargs, made), made, ())
+        options = {"dtype": made.dtype, "device": made.device}
+        if made.is_meta:
+            return self.record(Written(torch.tensor, (data,), options), made, ())
+        with unset_fake_temporarily():
+            real = func(*args, **kwargs).detach()
+            numbers = real.tolist() if is_literal(real) else None
+        if numbers is not None:
+            return self.record(Written(torch.tensor, (numbers,), options), made, ())
+        self.tensors.constant(real)
+        return self.record(Written("clone", (real,)), made, ())
+
+    def record(
+        self, call: Written, made: Any, changed: Sequence[torch.Tensor], *, effect: bool = False
+    ) -> Any:
+        """What a call has made, with a node for it.
+
+        A call that returns its argument as it is gives another tensor, so that it has a node of
+        its own.
+        """
+        given = {id(tensor) for tensor in tensors_in((call.args, call.kwargs))}
+        written_to = {id(tensor) for tensor in changed}
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) in given and id(tensor) not in written_to:
+                return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]  # of torch
+            return tensor
+
+        made = map_tensors(own, made)
+        node = self.add(call, made, effect=bool(changed) or effect)
+        if changed:
+            node.meta[WRITES] = tuple(changed)
+        self._bind(node, made)
+        return made
+
+    def add(self, call: Written, made: Any, *, effect: bool = False) -> fx.Node:
+        """A node for a call; what it has made is not its yet."""
+        args, kwargs = self.argument(tuple(call.args)), self.argument(dict(call.kwargs))
+        kind = "call_method" if isinstance(call.target, str) else "call_function"
+        return self._create(kind, call.target, args, kwargs, made, effect)
+
+    def _create(
+        self, kind: str, target: Any, args: Any, kwargs: Any, made: Any, effect: bool = False
+    ) -> fx.Node:
+        node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta.update(self.position.origin())
+        node.meta["val"] = made
+        if effect:
+            node.meta[EFFECT] = True
+        if self.event is not None:
+            node.meta[EVENT] = self.event
+        return node
+
+    def _bind(self, node: fx.Node, made: Any) -> None:
+        """Lets nodes stand for the tensors that a call has made."""
+        if isinstance(made, torch.Tensor):
+            self.tensors.stands_for(node, made)
+        elif isinstance(made, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self._sizes.note_number(node, made)
+        elif isinstance(made, tuple | list):
+            for index, part in enumerate(made):
+                if isinstance(part, torch.Tensor | torch.SymInt) or has_tensors(part):
+                    item = self._create("call_function", operator.getitem, (node, index), {}, part)
+                    self._bind(item, part)
+        elif isinstance(made, dict):
+            raise TraceError("a function of torch returns a dict", location=calling_line())
+
+    # --- modules ----------------------------------------------------------------------------------
+
+    def module(self, own: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a module returns, called whole where it is a leaf."""
+        path = self._paths.get(id(module))
+        if not path:
+            return own(module, *args, **kwargs)
+        # A model may lend a module other parameters than its own.
+        if self._own.get(path) == _identities(module) and self._takes(args, kwargs):
+            return self._leaf(path, own, module, args, kwargs)
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        with self.position.inside(path, kind):
+            return own(module, *args, **kwargs)
+
+    def _takes(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call of a module can be written down."""
+        plain = (bool, int, float, str, torch.dtype, torch.Tensor, torch.SymInt, type(None))
+
+        def fits(item: Any) -> bool:
+            if type(item) in (tuple, list):
+                return all(map(fits, item))
+            return isinstance(item, plain) and not isinstance(item, nn.utils.rnn.PackedSequence)
+
+        return all(map(fits, (*args, *kwargs.values())))
+
+    def _leaf(
+        self, path: str, own: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        tensors = [*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()]
+        versions = [tensor._version for tensor in tensors]
+        with torch._C.DisableTorchFunction():
+            made = own(module, *args, **kwargs)
+        changed = {
+            id(tensor)
+            for tensor, version in zip(tensors, versions, strict=True)
+            if tensor._version != version
+        }
+        given = {id(tensor) for tensor in tensors_in((args, kwargs))} - changed
+
+        def distinct(tensor: torch.Tensor) -> torch.Tensor:
+            same = id(tensor) in given
+            return torch.ops.aten.alias.default(tensor) if same else tensor
+
+        with torch._C.DisableTorchFunction():
+            made = map_tensors(distinct, made)
+        # What a layer writes to its statistics need not show in their versions.
+        buffers = next(module.buffers(), None) is not None
+        effect = bool(changed) or buffers or may_draw(type(module).forward)
+        given_args = self.argument(tuple(args)), self.argument(dict(kwargs))
+        node = self._create("call_module", path, *given_args, made, effect)
+        self._bind(node, made)
+        return made
+
+    # --- around the run ---------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is recorded inside."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
+    def finish(self, returned: Any) -> None:
+        """Ends the graph, without what nothing reads and has no effect."""
+        self.graph.output(self.argument(returned))
+        for node in reversed(list(self.graph.nodes)):
+            used = node.users or node.op in ("placeholder", "output")
+            if not used and not node.meta.get(EFFECT):
+                self.graph.erase_node(node)
+
+
+def _identities(module: nn.Module) -> list[int]:
+    return [id(tensor) for _, tensor in named_state(module)]
+
+
+@cache
+def _opened(func: types.FunctionType) -> Callable[..., Any]:
+    """A function of torch.nn.functional that is no call for a mode, as those that it calls are."""
+    names = {**func.__globals__, "has_torch_function_variadic": lambda *_: False}
+    return types.FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+
+
+@cache
+def _has_effect(func: Any) -> bool:
+    """Whether a function may draw, or write to statistics: that need not show in their versions."""
+    name = getattr(func, "__name__", "")
+    return may_draw(func) or name in ("batch_norm", "instance_norm")

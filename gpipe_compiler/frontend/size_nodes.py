@@ -1,0 +1,205 @@
+"""Writes sizes that a model computes as calls in its graph."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.position import REGIONS, Position
+from gpipe_compiler.ir.symbolic import expression_of
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+_BINARY: Mapping[str, Callable[..., Any]] = {
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "IntTrueDiv": operator.truediv,
+    "FloatTrueDiv": operator.truediv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Min": builtins.min,
+    "Max": builtins.max,
+    "FloatPow": operator.pow,
+    "PowByNatural": operator.pow,
+    "Pow": operator.pow,
+    "Equality": operator.eq,
+    "Unequality": operator.ne,
+    "StrictLessThan": operator.lt,
+    "LessThan": operator.le,
+    "StrictGreaterThan": operator.gt,
+    "GreaterThan": operator.ge,
+    "LShift": operator.lshift,
+    "RShift": operator.rshift,
+}
+_UNARY: Mapping[str, Callable[..., Any]] = {
+    "ToFloat": builtins.float,
+    "TruncToInt": builtins.int,
+    "FloorToInt": math.floor,
+    "CeilToInt": math.ceil,
+    "RoundToInt": builtins.round,
+    "Not": operator.not_,
+    "Abs": builtins.abs,
+    "OpaqueUnaryFn_sqrt": math.sqrt,
+    "OpaqueUnaryFn_log2": math.log2,
+    "OpaqueUnaryFn_log": math.log,
+    "OpaqueUnaryFn_exp": math.exp,
+}
+"""Functions of torch's on sizes, by name, and what they are on numbers."""
+
+_OF_SYMBOLS: Mapping[Any, Callable[..., Any]] = {
+    builtins.max: torch.sym_max,
+    builtins.min: torch.sym_min,
+    builtins.float: torch.sym_float,
+    builtins.int: torch.sym_int,
+    math.sqrt: torch.sym_sqrt,
+    operator.not_: torch.sym_not,
+}
+"""What they are on sizes that may vary."""
+
+
+class SizeNodes:
+    """The nodes of a recorded graph that compute sizes."""
+
+    def __init__(self, graph: fx.Graph, position: Position) -> None:
+        self._graph = graph
+        self._position = position
+        self._symbols: dict[Any, tuple[fx.Node, int | None]] = {}
+        self._sizes: dict[Any, tuple[fx.Node, int]] = {}
+        self._written: dict[Any, fx.Node] = {}
+
+    def note(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """Lets the sizes of a tensor be asked of it that no tensor had before."""
+        sizes: tuple[Any, ...] = tensor.shape
+        for dim, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt):
+                expression = expression_of(size)
+                if expression.is_Symbol:
+                    self._symbols.setdefault(expression, (node, dim))
+
+    def asked(self, node: fx.Node | None, tensor: torch.Tensor) -> None:
+        """A tensor is asked for its sizes: those that follow from others are had from here."""
+        if node is None:
+            return
+        sizes: tuple[Any, ...] = tensor.shape
+        for dim, size in enumerate(sizes):
+            if isinstance(size, torch.SymInt) and not expression_of(size).is_Symbol:
+                self._sizes.setdefault((expression_of(size), self._position.place), (node, dim))
+
+    def note_number(self, node: fx.Node, number: Any) -> None:
+        """Lets a number that was read from a tensor be that of a node."""
+        expression = expression_of(number)
+        if expression.is_Symbol:
+            self._symbols.setdefault(expression, (node, None))
+
+    def are_in(self, item: Any) -> bool:
+        """Whether there is a size that may vary in a nest."""
+        if isinstance(item, tuple | list):
+            return any(map(self.are_in, item))
+        return isinstance(item, _SYMBOLIC)
+
+    def are_new(self, item: Any) -> bool:
+        """Whether what a call returned is a number that it has read from a tensor."""
+        if not isinstance(item, _SYMBOLIC):
+            return False
+        symbols = expression_of(item).free_symbols
+        return bool(symbols) and symbols.isdisjoint(self._symbols)
+
+    def written(self, number: Any) -> Any:
+        """A size in terms of nodes; a number where it is one."""
+        return self._of(expression_of(number))
+
+    def _of(self, expression: Any) -> Any:
+        if expression.is_Integer:
+            return int(expression)
+        if expression.is_Boolean and not expression.free_symbols:
+            return bool(expression)
+        if expression.is_number:
+            return float(expression)
+        if (expression, self._position.place) in self._sizes:
+            return self._node("size", self._sizes[expression, self._position.place], expression)
+        name = expression.func.__name__
+        if expression.is_Symbol:
+            return self._asked(expression)
+        if expression.is_Add:
+            return self._sum(expression)
+        if expression.is_Mul:
+            factors = sorted(expression.args, key=lambda item: item.is_number)
+            return self._folded(operator.mul, factors)
+        if name in _BINARY:
+            return self._folded(_BINARY[name], expression.args)
+        if name in _UNARY:
+            return self._node(_UNARY[name], (self._of(expression.args[0]),), expression)
+        raise TraceError(
+            f"the model computes {expression} of sizes, which no graph holds",
+            location=calling_line(),
+        )
+
+    def _asked(self, symbol: Any) -> fx.Node:
+        if symbol not in self._symbols:
+            raise TraceError(
+                "the model uses a size that follows from the values of a tensor",
+                location=calling_line(),
+            )
+        node, dim = self._symbols[symbol]
+        if dim is None:
+            return node
+        return self._node("size", (node, dim), symbol)
+
+    def _sum(self, expression: Any) -> Any:
+        terms = sorted(
+            expression.args, key=lambda item: (item.is_number, item.could_extract_minus_sign())
+        )
+        total, so_far = self._of(terms[0]), terms[0]
+        for term in terms[1:]:
+            taken = term.could_extract_minus_sign()
+            so_far = so_far + term
+            function = operator.sub if taken else operator.add
+            total = self._node(function, (total, self._of(-term if taken else term)), so_far)
+        return total
+
+    def _folded(self, function: Callable[..., Any], items: Any) -> Any:
+        first, *others = map(self._of, items)
+        return functools.reduce(lambda a, b: self._node(function, (a, b), None), others, first)
+
+    def _node(self, target: Any, args: tuple[Any, ...], expression: Any) -> fx.Node:
+        """A node outside of all regions: what is computed of sizes may be read anywhere.
+
+        Sizes of inputs are asked at the start, once; each module computes its own with them.
+        """
+        position = self._position
+        of_input = isinstance(target, str) and args[0].op == "placeholder"
+        key = (
+            (expression if expression is not None else (target, args)),
+            (() if of_input else position.place),
+        )
+        if key in self._written:
+            return self._written[key]
+        sources = [item for item in args if isinstance(item, fx.Node)]
+        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if of_input:
+            around = position.at_the_start()
+        elif not any(item.meta.get(REGIONS) for item in sources):
+            around = position.outside_of_regions()
+        with around:
+            kind = "call_method" if isinstance(target, str) else "call_function"
+            node = self._graph.create_node(kind, target, args)
+            node.meta.update(position.origin())
+        node.meta["val"] = self._value(target, args)
+        self._written[key] = node
+        return node
+
+    def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
+        values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in args]
+        if isinstance(target, str):
+            return values[0].shape[values[1]]
+        return _OF_SYMBOLS.get(target, target)(*values)
