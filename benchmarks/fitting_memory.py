@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from gpipe_compiler.frontend.exported import trace_export
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.cluster.catalogue import PCIE3
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
@@ -125,7 +125,7 @@ def planned(
     subject = Subject(
         "model", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
     )
-    graph = trace_export(subject, training=True)
+    graph = trace_mode(subject, training=True)
     device = Device("8 GB", 10e12, 500e9, memory, 0.0)
     policy = Policy(
         schedule=schedule, remat=remat, optimizer=OptimizerKind.MOMENTUM, cut_inside=0.0

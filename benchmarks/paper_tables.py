@@ -29,10 +29,10 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from baselines import balanced, memory, score
-from gpipe_compiler.frontend.exported import trace_export
 from published import TABLES, Recompute, Row, Table
 from tables import machine, markdown
 
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cut import Cut, cut
@@ -94,7 +94,7 @@ def price(table: Table) -> dict[int, Priced]:
 
     It is traced without a comparison with the model, which the tests of the examples make.
     """
-    graph = trace_export(table.build(), training=True)
+    graph = trace_mode(table.build(), training=True)
     found = {}
     for size in sorted({row.size for row in table.rows}):
         described = annotate(graph, size)

@@ -360,7 +360,9 @@ def _tells_little(tensor: torch.Tensor, dim: int | None) -> bool:
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite().all())
+    """Whether all numbers are finite; of types and layouts that have no ops, which are refused."""
+    has_ops = tensor.layout is torch.strided and not tensor.is_quantized and tensor.itemsize > 1
+    return not has_ops or bool(tensor.isfinite().all())
 
 
 def _other_values(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:

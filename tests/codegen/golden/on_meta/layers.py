@@ -28,12 +28,12 @@ class Attention(nn.Module):
         # meta_decoder.py:38-44
         qkv = self.qkv(x).view(*x.shape[:2], 3, 2, 16)  # (B, 8, 3, 2, 16)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind()
-        scale = torch.sqrt(torch.full([], 16.0, device=x.device))
+        scale = torch.sqrt(torch.tensor(16.0, dtype=torch.float32, device=x.device))
         matmul = turn(query, self.cos, self.sin) @ turn(key, self.cos, self.sin).transpose(-1, -2)
         scores = matmul / scale
         del matmul
         scores.masked_fill_(~self.mask, -1000000000.0)
-        softmax = F.softmax(scores, dim=-1)
+        softmax = torch.softmax(scores, dim=-1)
         del scores
         mixed = softmax @ value  # (B, 2, 8, 16)
         del qkv, query, key, value
