@@ -330,9 +330,14 @@ def replay(tensor: torch.Tensor, name: str, steps: Steps, seed: int) -> None:
     """
     torch.manual_seed(seed_of(name, seed))
     results: list[Any] = []
-    with torch.no_grad():
-        for step in steps:
-            results.append(_do(tensor, step, results, seed))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # an orthogonal matrix is rounded by how many compute it
+    try:
+        with torch.no_grad():
+            for step in steps:
+                results.append(_do(tensor, step, results, seed))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def seed_of(name: str, seed: int) -> int:
