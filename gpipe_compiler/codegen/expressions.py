@@ -143,6 +143,8 @@ class ExpressionWriter:
         match made:
             case FunctionCall():
                 return self._function(made)
+            case MethodCall("size", (of, int() as dim)):
+                return Expression(f"{self.argument(of).within(Binding.ATOM)}.shape[{dim}]")
             case MethodCall(method=method):
                 (receiver, *args), kwargs = by_keyword(method, None, made.args, made.kwargs)
                 if method not in UNTYPED:
