@@ -92,7 +92,7 @@ class MixtralExperts(nn.Module):
         del offsets
         weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
         inv_perm = torch.empty_like(perm)  # (32*B,)
-        inv_perm[perm] = torch.arange(perm.size(0), device=top_k_weights.device)
+        inv_perm[perm] = torch.arange(perm.shape[0], device=top_k_weights.device)
         weighted_out = weighted_out[inv_perm]  # (32*B, 32)
         final_hidden_states: Tensor = weighted_out.view(*top_k_weights.shape, 32).sum(1)
         final_hidden_states = final_hidden_states.to(torch.float32)

@@ -127,7 +127,7 @@ class SwinAttention(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
         q_proj_out = self.q_proj(hidden_states)
-        size = hidden_states.size(0)
+        size = hidden_states.shape[0]
         view = q_proj_out.view(size, 16, -1, self.view_number)
         query_states = view.transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(size, 16, -1, self.view_number).transpose(1, 2)
