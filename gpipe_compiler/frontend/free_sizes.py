@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user
+from gpipe_compiler.frontend.locate import calling_line, chooses_kernel, is_asked_by_user
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
@@ -87,6 +87,7 @@ class NotedSizes:
     Attributes:
         fixed: by the symbol of a size, the line that turned it into a number.
         guards: by what they compared.
+        of_kernels: what decides which kernel of a convolution runs, to the same result.
         asked: what the user's own code compared, and no function that it called.
         settled: of that, with its lines, what torch answers without a guard.
         ties: dimensions of inputs, by the number of the input, that are of one size: the batch,
@@ -96,6 +97,7 @@ class NotedSizes:
     ties: Sequence[Sequence[tuple[int, int]]] = ()
     fixed: dict[Any, SourceLocation] = field(default_factory=dict)
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
+    of_kernels: set[Any] = field(default_factory=set)
     asked: set[Any] = field(default_factory=set)
     settled: dict[Any, SourceLocation | None] = field(default_factory=dict)
     _examples: Mapping[Any, int] = field(default_factory=dict)
@@ -153,6 +155,8 @@ def noting_sizes() -> Iterator[NotedSizes]:
             noted.guards.setdefault(guard, where)
         if is_asked_by_user():
             noted.asked.add(guard)
+        if chooses_kernel():
+            noted.of_kernels.add(guard)
         logged(environment, prefix, guard, *rest, **named)
         noted.fix_long(environment, guard)
 

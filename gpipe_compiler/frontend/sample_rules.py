@@ -43,7 +43,7 @@ def sample_rules(
     found: list[SampleRule] = []
     for guard in environment.guards:
         condition = environment.replace(guard.expr)
-        if not condition.free_symbols <= symbols:
+        if not condition.free_symbols <= symbols or guard.expr in noted.of_kernels:
             continue
         numbers: set[int] = set()
         if getattr(condition, "rel_op", "") in _ORDERS:

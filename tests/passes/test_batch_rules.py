@@ -38,6 +38,12 @@ def bounded(x: Tensor) -> Tensor:
     return x * (min(len(x), 700) / len(x))
 
 
+def convolved(x: Tensor) -> Tensor:
+    """From 16 samples on, torch runs another kernel on some processors."""
+    wide = x[:, None, None, :].expand(-1, 64, 56, -1)
+    return torch.nn.functional.conv2d(wide, torch.ones(64, 64, 1, 1)).sum((1, 2))
+
+
 def columns(x: Tensor) -> Tensor:
     """Along another dimension than the batch."""
     return x.repeat(1, 300)[:, 250:] * (torch.arange(1200 - 250) < 800)
@@ -57,7 +63,7 @@ def filled(x: Tensor) -> Tensor:
     ("rule", "number"),
     [
         *((masked, 500), (in_groups, 200), (sliced, 300), (cleared, 599), (bounded, 700)),
-        *((columns, 0), (values, 0), (filled, 0)),
+        *((convolved, 0), (columns, 0), (values, 0), (filled, 0)),
     ],
 )
 def test_the_largest_number(rule: Rule, number: int) -> None:
