@@ -240,8 +240,9 @@ class KernelLog(PlainDispatchMode):
         made = tuple([self.number(item) for item in items if isinstance(item, torch.Tensor)])
         if func in _VIEWS:
             call = ("view", torch.is_grad_enabled(), tuple(returned.shape))
-        self._writes |= _writes(func)
-        stays = not made or _writes(func) or draws(func, args, kwargs)
+        written = _writes(func)
+        self._writes |= written
+        stays = not made or written or draws(func, args, kwargs)
         copies = func in _COPIES or (
             func is torch.ops.aten.slice.Tensor and returned.shape == given[0].shape
         )
@@ -389,6 +390,7 @@ def _run_graph(graph: Graph, entry: Entry, log: KernelLog, outputs: bool) -> Has
     return log.program(interpreter.resolve(graph.outputs, values) if outputs else None, loss)
 
 
+@cache
 def _writes(func: Any) -> bool:
     """Whether a kernel may write to a tensor.
 

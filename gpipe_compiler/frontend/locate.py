@@ -94,14 +94,15 @@ def _located(frames: Sequence[_Frame]) -> SourceLocation:
 _HERE = str(Path(__file__).parent)
 
 
-def calling_line(*, around: str = "") -> SourceLocation | None:
-    """The user's line that is being executed inside the traced model.
+def calling_line() -> SourceLocation | None:
+    """The user's line that is being executed inside the traced model."""
+    return _innermost(frames_of_model(sys._getframe(1)))
 
-    Args:
-        around: of a file of torch's: the line that called what runs there.
-    """
+
+def line_around(part: str) -> SourceLocation | None:
+    """The user's line that called what runs in files of torch's, by a part of their paths."""
     frames = list(frames_of_model(sys._getframe(1)))
-    inside = (number for number, frame in enumerate(frames, 1) if around and around in frame[0])
+    inside = (number for number, (file, _, _) in enumerate(frames, 1) if part in file)
     return _innermost(frames[max(inside, default=0) :])
 
 

@@ -117,8 +117,8 @@ class Position:
 
     def leave_autocast(self) -> None:
         """The innermost region of autocast ends."""
-        kinds = (region for region in reversed(self._regions))
-        self._leave(next(region for region in kinds if isinstance(region.context, Autocast)))
+        inside_out = reversed(self._regions)
+        self._leave(next(own for own in inside_out if isinstance(own.context, Autocast)))
 
     def _leave(self, region: Region) -> None:
         """A region ends; those that were entered later go on as others."""

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.calls import Written, is_all_of, written
-from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.locate import calling_line, line_around
 from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors, tensors_in
 from gpipe_compiler.frontend.position import Position
 from gpipe_compiler.frontend.size_nodes import SizeNodes
@@ -183,13 +183,11 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise transformed(calling_line(around="torch/_functorch/"))
+            raise transformed(line_around("torch/_functorch/"))
         given = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in given]
         made = func(*args, **kwargs)
-        changed = [
-            tensor for tensor, v in zip(given, versions, strict=True) if tensor._version != v
-        ]
+        changed = _changed_since(given, versions)
         if func is torch.Tensor.size:
             self._sizes.asked(self.tensors.known(args[0]), args[0])
         if not changed and not given and func in _DATA:
@@ -232,15 +230,7 @@ class Recorder(TorchFunctionMode):
         A call that returns its argument as it is gives another tensor, so that it has a node of
         its own.
         """
-        given = {id(tensor) for tensor in tensors_in((call.args, call.kwargs))}
-        written_to = {id(tensor) for tensor in changed}
-
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in given and id(tensor) not in written_to:
-                return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]  # of torch
-            return tensor
-
-        made = map_tensors(own, made)
+        made = _apart(made, (call.args, call.kwargs), changed)
         node = self.add(call, made, effect=bool(changed) or effect)
         if changed:
             node.meta[WRITES] = tuple(changed)
@@ -311,19 +301,9 @@ class Recorder(TorchFunctionMode):
         versions = [tensor._version for tensor in tensors]
         with torch._C.DisableTorchFunction():
             made = own(module, *args, **kwargs)
-        changed = {
-            id(tensor)
-            for tensor, version in zip(tensors, versions, strict=True)
-            if tensor._version != version
-        }
-        given = {id(tensor) for tensor in tensors_in((args, kwargs))} - changed
-
-        def distinct(tensor: torch.Tensor) -> torch.Tensor:
-            same = id(tensor) in given
-            return torch.ops.aten.alias.default(tensor) if same else tensor
-
+        changed = _changed_since(tensors, versions)
         with torch._C.DisableTorchFunction():
-            made = map_tensors(distinct, made)
+            made = _apart(made, (args, kwargs), changed)
         # What a layer writes to its statistics need not show in their versions.
         buffers = next(module.buffers(), None) is not None
         effect = bool(changed) or buffers or may_draw(type(module).forward)
@@ -350,6 +330,22 @@ class Recorder(TorchFunctionMode):
             used = node.users or node.op in ("placeholder", "output")
             if not used and not node.meta.get(EFFECT):
                 self.graph.erase_node(node)
+
+
+def _changed_since(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:
+    """Those that were written to since they had these versions."""
+    pairs = zip(tensors, versions, strict=True)
+    return [tensor for tensor, version in pairs if tensor._version != version]
+
+
+def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
+    """What a call has made, with views in place of arguments that it returns as they were."""
+    given = {id(tensor) for tensor in tensors_in(arguments)} - {id(tensor) for tensor in changed}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
+
+    return map_tensors(own, made)
 
 
 def _identities(module: nn.Module) -> list[int]:

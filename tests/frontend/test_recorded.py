@@ -91,13 +91,14 @@ class Encoder(nn.Module):
 
 
 class Translator(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.1, causal: bool | None = True) -> None:
         super().__init__()
-        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=0.1, batch_first=True)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=dropout, batch_first=True)
+        self.causal = causal
 
     def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
-        return self.transformer(src, tgt, tgt_mask=mask, tgt_is_causal=True)
+        return self.transformer(src, tgt, tgt_mask=mask, tgt_is_causal=self.causal)
 
 
 class UNet(nn.Module):
@@ -332,16 +333,6 @@ class Leaves(nn.Module):
         return x + torch.from_numpy(x.detach().numpy()).sum()
 
 
-class Causal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tgt.shape[1])
-        return self.transformer(src, tgt, tgt_mask=mask)
-
-
 REFUSED = {
     "branch on data": (ByValue, "values of a tensor", "if x.sum() > 0", "torch.where"),
     "item": (ByItem, "values of a tensor", "x.max().item()", "torch.where"),
@@ -376,7 +367,7 @@ def test_masks_whose_values_choose_a_kernel_are_applied(training, same_as_eager)
     """nn.Transformer looks whether its mask is causal; it rounds otherwise if so, no more."""
     subject = Subject(
         "m",
-        Causal(),
+        Translator(dropout=0.0, causal=None),
         (torch.randn(4, 5, 8), torch.randn(4, 6, 8)),
         loss=LossChoice.SUM_OF_SQUARES,
     )
