@@ -20,6 +20,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     EvenDraws,
     generator_states,
     larger_batch,
+    other_values,
     with_other_weights,
 )
 from gpipe_compiler.frontend.signature import Signature
@@ -38,6 +39,9 @@ _SIZES = ((2, 3), (2, 4), (2, 2))
 
 _SLOW_S = 10.0
 """Seconds of a trial from which on there is no second one with other values."""
+
+_LOSSES = 2
+"""Batches of other values, beside the example, for which a loss is looked at."""
 
 _DOUBTFUL = 1e-2
 """Differences up to this share of an output may be rounding, where float64 cannot decide."""
@@ -116,7 +120,7 @@ class Proof:
             return Verdict.MIXES
         if not any(_tells_little(x, dim) for x, dim in zip(examples, dims, strict=True)):
             return verdict
-        others = self._others(dims)
+        others = self._others(dims, torch.Generator().manual_seed(_SEED))
         other = self._answer(others, dims)
         if other is None or not all(map(_finite, other.tensors[0])):
             return verdict
@@ -159,15 +163,32 @@ class Proof:
     def judge_losses(self, choices: Sequence[Dims]) -> list[Verdict]:
         """Whether the loss of a batch is the mean or the sum of its parts', by choice.
 
+        One number may be so by chance, thus other values are tried too where the loss takes them.
+
         Args:
             choices: which differ in the dimensions of targets only.
         """
-        answer = self._answer(self.signature.examples, choices[0])
+        random = torch.Generator().manual_seed(_SEED)
+        verdicts = self._loss_verdicts(self.signature.examples, choices)
+        for _ in range(_LOSSES):
+            others = self._loss_verdicts(self._others(choices[0], random), choices)
+            verdicts = [
+                verdict if other is Verdict.FAILS else min(verdict, other)
+                for verdict, other in zip(verdicts, others, strict=True)
+            ]
+        return verdicts
+
+    def _loss_verdicts(
+        self, tensors: Sequence[torch.Tensor], choices: Sequence[Dims]
+    ) -> list[Verdict]:
+        answer = self._answer(tensors, choices[0])
         if answer is None:
             return [Verdict.FAILS] * len(choices)
-        return [self._loss_verdict(answer, dims) for dims in choices]
+        return [self._loss_verdict(answer, tensors, dims) for dims in choices]
 
-    def _loss_verdict(self, answer: _Answer, dims: Dims) -> Verdict:
+    def _loss_verdict(
+        self, answer: _Answer, tensors: Sequence[torch.Tensor], dims: Dims
+    ) -> Verdict:
         loss_fn: Any = self.subject.loss_fn
         try:
             with torch.no_grad(), torch.random.fork_rng(), quiet():
@@ -175,7 +196,7 @@ class Proof:
                     loss_fn(output, self.signature.rebuild(inputs)[2])
                     for output, inputs in zip(
                         answer.returned,
-                        _picked(self.signature.examples, dims, answer.sizes),
+                        _picked(tensors, dims, answer.sizes),
                         strict=True,
                     )
                 ]
@@ -218,11 +239,10 @@ class Proof:
         finally:
             self._model = single
 
-    def _others(self, dims: Dims) -> list[torch.Tensor]:
+    def _others(self, dims: Dims, random: torch.Generator) -> list[torch.Tensor]:
         """Other values for the inputs that have samples."""
-        random = torch.Generator().manual_seed(_SEED)
         return [
-            x if dim is None else _other_values(x, random)
+            x if dim is None else other_values(x, random)
             for x, dim in zip(self.signature.examples, dims, strict=True)
         ]
 
@@ -363,26 +383,3 @@ def _tells_little(tensor: torch.Tensor, dim: int | None) -> bool:
 
 def _finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.isfinite().all())
-
-
-def _other_values(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Values of the same type within the range of a tensor's own; about it where all are equal."""
-    flat = tensor.detach().cpu().reshape(-1)
-    if not len(flat):
-        return tensor
-    if not tensor.is_floating_point() and not tensor.is_complex() and bool((flat == flat[0]).all()):
-        ends = min(int(flat[0]), 0), max(int(flat[0]), 1) + 1
-        made = torch.randint(*ends, flat.shape, generator=random)
-    elif tensor.dtype == torch.bool or tensor.is_complex() or not _finite(flat):
-        made = flat[torch.randperm(len(flat), generator=random)]
-    elif not tensor.is_floating_point():
-        ends = int(flat.min()), int(flat.max()) + 1
-        made = torch.randint(*ends, flat.shape, generator=random).to(flat.dtype)
-    else:
-        low, high = flat.min().double(), flat.max().double()
-        share = torch.rand(flat.shape, generator=random, dtype=torch.float64)
-        if low < high:
-            made = low + (high - low) * share
-        else:
-            made = low * (0.5 + share) if low else 2 * share - 1
-    return made.to(tensor.dtype).reshape(tensor.shape).to(tensor.device)

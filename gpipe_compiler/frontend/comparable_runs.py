@@ -119,6 +119,29 @@ def with_other_weights(model: nn.Module) -> nn.Module | None:
     return copied
 
 
+def other_values(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """Values of the same type within the range of a tensor's own; about it where all are equal."""
+    flat = tensor.detach().cpu().reshape(-1)
+    if not len(flat):
+        return tensor
+    if not tensor.is_floating_point() and not tensor.is_complex() and bool((flat == flat[0]).all()):
+        ends = min(int(flat[0]), 0), max(int(flat[0]), 1) + 1
+        made = torch.randint(*ends, flat.shape, generator=random)
+    elif tensor.dtype == torch.bool or tensor.is_complex() or not bool(flat.isfinite().all()):
+        made = flat[torch.randperm(len(flat), generator=random)]
+    elif not tensor.is_floating_point():
+        ends = int(flat.min()), int(flat.max()) + 1
+        made = torch.randint(*ends, flat.shape, generator=random).to(flat.dtype)
+    else:
+        low, high = flat.min().double(), flat.max().double()
+        share = torch.rand(flat.shape, generator=random, dtype=torch.float64)
+        if low < high:
+            made = low + (high - low) * share
+        else:
+            made = low * (0.5 + share) if low else 2 * share - 1
+    return made.to(tensor.dtype).reshape(tensor.shape).to(tensor.device)
+
+
 def _is_trained(parameter: nn.Parameter) -> bool:
     """Whether it can be moved: for numbers of 8 bits torch has no sums."""
     fractions = parameter.is_floating_point() or parameter.is_complex()

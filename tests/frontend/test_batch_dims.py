@@ -159,6 +159,17 @@ def test_the_dimension_of_a_target_is_that_of_its_loss(
     assert dims == {"x": 1, "target": dim}
 
 
+def test_a_loss_that_adds_up_by_chance_is_tried_on_other_values() -> None:
+    torch.manual_seed(126)  # With these numbers the mean fits along the wrong dimension too.
+    target = torch.randint(5, (BATCH, BATCH))
+
+    dims = found(
+        Encoder(), x(BATCH, BATCH), target=target, loss_fn=lambda y, t: tokens_loss(y, t.T)
+    )
+
+    assert dims == {"x": 1, "target": 0}
+
+
 def test_a_model_that_returns_its_loss_alone_is_told_by_that() -> None:
     class Losing(Encoder):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
