@@ -157,7 +157,7 @@ class Input:
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
-"""How a tensor of a model without weights gets its first numbers; see `core/weights.py`."""
+"""How a tensor of a model without weights gets its first numbers; see `core/replay.py`."""
 
 
 def layer_name(name: str) -> str:

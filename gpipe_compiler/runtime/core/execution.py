@@ -17,7 +17,8 @@ from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
-from .inputs import BoundCall, bind_call, give_back, wanted_of
+from .input_gradients import give_back, wanted_of
+from .inputs import BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
 from .options import ExecutionOptions, refuse_left_out, refuse_parts

@@ -19,13 +19,7 @@ from .gradients import NormClipping, make_scaler, parameter_names, told_here
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
-from .options import (
-    TransportKind,
-    check_numbers,
-    chosen,
-    execution_options,
-    refuse_parts,
-)
+from .options import TransportKind, check_numbers, chosen, execution_options, refuse_parts
 from .programs import ProgramCache
 from .random import seed_in_eval
 from .reducer import collected, make_reducer, share_initial
@@ -102,9 +96,7 @@ class Pipeline:
         programs = ProgramCache(
             spec, self._topology, self.schedule, self.options.batchnorm, self._owners
         )
-        for work in (
-            (RunRequest.INFER,) if spec.loss is None else (RunRequest.INFER, RunRequest.TRAIN)
-        ):
+        for work in (RunRequest.INFER, *([] if spec.loss is None else [RunRequest.TRAIN])):
             programs.of(work, self.microbatches, training=self._mode)
         store = None if weights is None else Weights.open(Path(weights))
         where = self._topology.where.items()
@@ -114,7 +106,7 @@ class Pipeline:
         self._weigher = LossWeigher(spec, store, seed)
         self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
         self._reducer = make_reducer(self._topology, self.local_stages, self._owners)
-        self._execution = Execution(
+        self.execution = Execution(
             spec,
             self._topology,
             self.local_stages,
@@ -137,11 +129,6 @@ class Pipeline:
     def placement(self) -> tuple[int, ...]:
         """The device of each stage, by its number in the pipeline."""
         return self._topology.placement
-
-    @property
-    def execution(self) -> Execution:
-        """What runs the calls, for those who time it."""
-        return self._execution
 
     @property
     def rank(self) -> int:
@@ -167,11 +154,6 @@ class Pipeline:
     def feeds(self) -> bool:
         """Whether this process passes inputs: the first of each replica does."""
         return self._topology.feeds
-
-    @property
-    def threads(self) -> int:
-        """Intra-op threads that a stage computes with on a CPU."""
-        return self._execution.threads
 
     def step(
         self, inputs: Inputs = None, target: object = None, *, weight: float = 1.0
@@ -265,7 +247,7 @@ class Pipeline:
             self._calls += 1
         key = RandomKey(seed, self.step_number)
         read, self._read = self._read, 0
-        return self._execution.run(
+        return self.execution.run(
             CallArgs(work, self._mode, inputs, target, outputs, key, loss_scale, read)
         )
 
@@ -278,7 +260,7 @@ class Pipeline:
         Raises:
             UsageError: for inputs that do not fit.
         """
-        return self._execution.loss_weights(inputs, target)
+        return self.execution.loss_weights(inputs, target)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters held here under the model's own names, each once."""
@@ -388,7 +370,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads, or leave the process group."""
-        self._execution.close()
+        self.execution.close()
 
     def __enter__(self) -> Self:
         return self

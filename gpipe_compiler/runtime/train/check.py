@@ -89,7 +89,7 @@ def check_pipeline(
     if references:
         batches = [_read(path, pipe, inputs, target) for path in references]
     elif weights is not None:
-        with intra_op_threads(pipe.threads):
+        with intra_op_threads(pipe.execution.threads):
             results = run_stages(pipe, weights, inputs, target)
         batches = [Expected(inputs, target, results, pipe.microbatches)]
     else:
@@ -97,7 +97,7 @@ def check_pipeline(
             "there is nothing to check against: this package has no weights",
             hint="train it and save weights, or pass --reference",
         )
-    with intra_op_threads(pipe.threads):
+    with intra_op_threads(pipe.execution.threads):
         return _compared(pipe, batches)
 
 
