@@ -128,12 +128,13 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             refuse_late_checkpoints(graph, subject, entry, sizes[0][0])
         few, seconds = max(sizes[-1]), longest
         many = larger_batch(few, longest) if len(sizes) > 1 else 0
-        # At the limit itself what a rule decides is often the same, as in `max(len(x), 500)`.
-        near = {rule.samples + more: rule for rule in graph.sample_rules for more in (1, 0)}
-        rules: dict[int, SampleRule | None] = {many: None, **near}
-        for samples in sorted(rules.keys() - {0, SMALLEST}):
-            if samples != many and not may_be_tried(samples, few, seconds):
-                untried = rules[samples]
+        tried: dict[int, SampleRule | None] = {many: None, **_near(graph.sample_rules)}
+        for samples in sorted(tried.keys() - {0, SMALLEST}):
+            rule = tried[samples]
+            # The package runs the example in any case, and would refuse it beyond a limit.
+            known = rule is None or samples == many or rule.samples <= entry.signature.batch_size
+            if not known and not may_be_tried(samples, few, seconds):
+                untried = rule
                 break
             larger = (samples, *sizes[0])  # what takes no more is compared again as before
             started = time.process_time()
@@ -142,6 +143,16 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             if found:
                 return found, graph
     return found, graph.replace(untried=untried, alone=_alone(graph, subject, entries))
+
+
+def _near(rules: Sequence[SampleRule]) -> dict[int, SampleRule | None]:
+    """Numbers of samples to try for the sake of rules.
+
+    At the limit itself what a rule decides is often the same, as in `max(len(x), 500)`. What tells
+    a single sample from several is not among them: several are always compared.
+    """
+    told = (rule for rule in rules if rule.samples > SMALLEST)
+    return {rule.samples + more: rule for rule in told for more in (1, 0)}
 
 
 def _alone(graph: Graph, subject: Subject, entries: Sequence[Entry]) -> dict[bool, SampleRule]:

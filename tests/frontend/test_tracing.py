@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend import check
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, RegionCall
@@ -138,6 +139,36 @@ def test_a_branch_that_changes_no_number_is_taken():
     (rule,) = graph.sample_rules
     assert rule.samples == 501
     assert "parts = x.split(500)" in rule.source.code
+
+
+def _too_slow(monkeypatch):
+    monkeypatch.setattr(check, "may_be_tried", lambda *_: False)
+
+
+def test_what_tells_one_sample_from_several_is_no_limit_on_a_slow_machine(monkeypatch):
+    class Model(nn.Module):
+        def forward(self, x):
+            x = x.transpose(1, 2)
+            return x.reshape(x.shape[0], -1, 2) if x.is_contiguous() else x.flatten(1) + 1
+
+    _too_slow(monkeypatch)
+
+    graph = trace(Subject("s", Model(), (torch.randn(4, 1, 4),), training=False))
+
+    assert graph.untried is None
+
+
+@pytest.mark.parametrize(("samples", "untried"), [(6, None), (5, None), (4, 5)])
+def test_the_batch_of_the_example_is_tried_however_slow(monkeypatch, samples, untried):
+    class Model(nn.Module):
+        def forward(self, x):
+            return x.tanh() if x.shape[0] >= 5 else torch.tanh(x)
+
+    _too_slow(monkeypatch)
+
+    graph = trace(Subject("s", Model(), (torch.randn(samples, 4),), training=False))
+
+    assert (None if graph.untried is None else graph.untried.samples) == untried
 
 
 def test_the_graph_is_refused_when_python_state_decides_what_is_computed():
