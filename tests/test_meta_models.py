@@ -280,7 +280,7 @@ def test_parameters_that_nobody_fills_are_validated_with_given_weights(tmp_path:
 def test_a_model_too_large_to_be_filled_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpipe_compiler.validate.package.LARGEST_MATERIALISED", 1000)
+    monkeypatch.setattr("gpipe_compiler.validate.large_models.LARGEST_MATERIALISED", 1000)
 
     made = compiled(MODEL, tmp_path / "p")
 
@@ -336,7 +336,7 @@ def test_a_model_too_large_to_be_filled_is_compared_with_fewer_layers(
 ) -> None:
     """Six of twenty blocks would be too many bytes; with four of them everything is compared."""
     most = 4 * 6 * (8 * 16 * 2 + 8 + 16 + 16)
-    monkeypatch.setattr("gpipe_compiler.validate.package.LARGEST_MATERIALISED", most)
+    monkeypatch.setattr("gpipe_compiler.validate.large_models.LARGEST_MATERIALISED", most)
 
     model = tmp_path / "deep.py"
     model.write_text(DEEP)
@@ -396,7 +396,7 @@ def test_a_model_that_is_a_list_itself_is_compared_with_fewer_of_its_layers(
     model: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 4 * 6 * (8 * 16 * 2 + 8 + 16 + 16)
-    monkeypatch.setattr("gpipe_compiler.validate.package.LARGEST_MATERIALISED", most)
+    monkeypatch.setattr("gpipe_compiler.validate.large_models.LARGEST_MATERIALISED", most)
     file = tmp_path / "deep.py"
     file.write_text(deep(model))
 

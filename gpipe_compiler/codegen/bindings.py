@@ -14,10 +14,8 @@ from gpipe_compiler.codegen.sizes import usual_name
 from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.uses import Uses
-from gpipe_compiler.codegen.variables import (
-    END,
+from gpipe_compiler.codegen.value_names import (
     StatementRun,
-    Variables,
     argument_name,
     called_for,
     cast_by,
@@ -27,6 +25,7 @@ from gpipe_compiler.codegen.variables import (
     reshaped_by,
     wishes,
 )
+from gpipe_compiler.codegen.variables import END, Variables
 from gpipe_compiler.ir import (
     FunctionCall,
     Graph,

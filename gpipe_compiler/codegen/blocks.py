@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_compiler.codegen.argument_names import number_name, parameter_names
 from gpipe_compiler.codegen.body import write_body
-from gpipe_compiler.codegen.calls import Calls
+from gpipe_compiler.codegen.calls import Calls, relative
 from gpipe_compiler.codegen.construction import (
     Arguments,
     Construction,
@@ -22,7 +22,6 @@ from gpipe_compiler.codegen.construction import (
     by_position,
     class_lines,
     init_lines,
-    relative,
 )
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, Written, outer_argument
@@ -44,11 +43,11 @@ from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
-from gpipe_compiler.codegen.variables import is_result
+from gpipe_compiler.codegen.value_names import is_result
 from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
-from gpipe_compiler.ir.classes import MethodBlocks, Methods, is_chain, outer_states
+from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter, is_chain, outer_states
+from gpipe_compiler.ir.classes import MethodBlocks, Methods
 from gpipe_compiler.ir.contents import Contents, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.plan import Stage

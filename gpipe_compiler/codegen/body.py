@@ -15,8 +15,9 @@ from gpipe_compiler.codegen.expressions import (
     reads_in_order,
 )
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
-from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, consecutive, name
-from gpipe_compiler.codegen.loops import Loop, loop_begun, loop_ended
+from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, name
+from gpipe_compiler.codegen.loop_lines import LoopLines
+from gpipe_compiler.codegen.loops import loop_begun, loop_ended
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
 from gpipe_compiler.codegen.methods import Method, drop_dead
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
@@ -24,14 +25,13 @@ from gpipe_compiler.codegen.releases import LettingGo, Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import Uses, is_attribute, with_callers
-from gpipe_compiler.codegen.variables import (
-    Variables,
+from gpipe_compiler.codegen.value_names import (
     argument_name,
     find_runs,
-    name_of_one,
     name_of_result,
     plain_name,
 )
+from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import (
@@ -141,24 +141,6 @@ class _Pending:
     named: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenLoop:
-    """A loop whose rounds are being written.
-
-    Attributes:
-        line: its first.
-        statements: those before it.
-        writer: as it is before it.
-        given: the variables of what its rounds are given.
-    """
-
-    loop: Loop
-    line: Statement
-    statements: list[Statement]
-    writer: ExpressionWriter
-    given: dict[str, str]
-
-
 @dataclass
 class _Scribe:
     """Writes the ops of one method, or of one region, in order.
@@ -178,7 +160,6 @@ class _Scribe:
     told: Mapping[str, str] = field(default_factory=dict)
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
-    open: list[_OpenLoop] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.letting_go = LettingGo(self.variables, self.releases, self.writer)
@@ -192,6 +173,7 @@ class _Scribe:
             self.unnoted,
             self.told,
         )
+        self.loops = LoopLines(self.graph, self.writer, self.variables, self.names, self.bindings)
 
     def write(self, ops: Sequence[Op]) -> None:
         """Writes all ops."""
@@ -212,10 +194,12 @@ class _Scribe:
     def _op(self, op: Op, position: int) -> None:
         made = op.call
         if loop := loop_begun(op):
-            self._begin_loop(op, loop, position)
+            self._flush()
+            self.statements = self.loops.begin(op, loop, position, self.statements)
             return
         if loop := loop_ended(op):
-            self._end_loop(op, loop, position)
+            self._flush()
+            self.statements = self.loops.end(op, loop, position, self.statements)
             return
         if isinstance(made, FunctionCall) and self._inlines(op, made):
             assert isinstance(op.result, str)
@@ -370,85 +354,6 @@ class _Scribe:
         self.statements.append(
             Statement(target, expression, op.mode, op.module, (*sources, op.source), note)
         )
-
-    def _begin_loop(self, op: Op, loop: Loop, position: int) -> None:
-        """Writes what stands before a loop; the statements after that are those of its rounds."""
-        self._flush()
-        assert isinstance(op.call, FunctionCall)
-        given: dict[str, str] = {}
-        for result, before in zip(op.outputs, op.inputs, strict=True):
-            if not self._takes_over(result, before, position):
-                wish = argument_name(self.graph, loop.carried[result])
-                self._append(
-                    op, f"{self.variables.fresh(result, wish)} = ", self.writer.variables[before]
-                )
-                self.writer.variables[result] = name(self.variables.holder(result) or wish)
-            given[result] = self.writer.variables[result].flat
-        self.letting_go.before(op, self.statements)
-        self.letting_go.after(op, position, self.statements)
-        line, places = self._line_of_loop(op, loop)
-        self.open.append(_OpenLoop(loop, line, self.statements, replace(self.writer), given))
-        names = {loop.carried[value]: own for value, own in given.items()}
-        self.bindings.told = {**self.bindings.told, **names}
-        self.bindings.loop = loop
-        self.statements = []
-        self.writer.move(places)
-
-    def _line_of_loop(self, op: Op, loop: Loop) -> tuple[Statement, dict[str, str]]:
-        """The first line of a loop, and the expressions in it for the modules that it runs over."""
-        around = {path: self.writer.modules[path] for path in loop.lists}
-        if loop.numbers is None and loop.lists and loop.whole:
-            ones = [self.names.take(name_of_one(path)) for path in loop.lists]
-            each = [name(f"{place}.values()") for place in around.values()]
-            expression = call("zip", [*each, name("strict=True")]) if len(each) > 1 else each[0]
-        elif loop.numbers is None and not loop.lists:
-            ones, expression = ["_"], name(f"range({loop.count})")
-        else:
-            index = self.names.take("index")
-            self.writer.counters[op.name] = index
-            keys = loop.keys or [str(number) for number in loop.numbers or ()]
-            expression = name(consecutive(keys) or f"({', '.join(keys)})")
-            if loop.numbers is not None and loop.numbers.step != 1:
-                expression = name(str(loop.numbers))
-            ones = [f"{place}[str({index})]" for place in around.values()] or [index]
-        last = (f"{path}.{loop.keys[-1]}".removeprefix(".") for path in around)
-        places = dict(zip(last, ones, strict=False))
-        target = self.writer.counters.get(op.name) or ", ".join(ones)
-        return Statement(f"for {target} in ", expression, op.mode, op.module), places
-
-    def _end_loop(self, op: Op, loop: Loop, position: int) -> None:
-        """Writes a loop, its rounds ending with what the next one is given."""
-        self._flush()
-        opened = self.open.pop()
-        made = {loop.carried[value]: own for value, own in opened.given.items()}
-        changed = {
-            own: self.writer.variables[value]
-            for value, own in made.items()
-            if self.writer.variables[value].flat != own
-        }
-        if changed:
-            values = ", ".join(expression.flat for expression in changed.values())
-            self._append(op, f"{', '.join(changed)} = ", name(values))
-        self.variables.hold(made)
-        self.letting_go.before(op, self.statements)
-        statement = replace(opened.line, body=tuple(self.statements))
-        self.statements = opened.statements
-        self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
-        self.bindings.loop = self.open[-1].loop if self.open else None
-        self.writer.variables.update((value, name(own)) for value, own in made.items())
-        self.statements.append(statement)
-        self.letting_go.after(op, position, self.statements)
-
-    def _takes_over(self, result: str, value: str, position: int) -> bool:
-        """Whether the variable of a value that nobody else reads becomes that of a result."""
-        variable = self.variables.holder(value)
-        if variable is None or self.writer.variables[value].flat != variable:
-            return False
-        if not self.variables.free(variable, position):
-            return False
-        self.variables.alias(result, value)
-        self.writer.variables[result] = name(variable)
-        return True
 
     def _region(self, op: Op, made: RegionCall) -> None:
         """Writes a block under its context, its results straight into the op's variables."""

@@ -17,9 +17,18 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.helpers import HelperCall, module_path
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, StateRef
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part
-from gpipe_compiler.ir.classes import MethodBlocks, outer_states
+from gpipe_compiler.ir import (
+    Call,
+    FunctionCall,
+    Graph,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    StateRef,
+)
+from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states
+from gpipe_compiler.ir.classes import MethodBlocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import Result
@@ -161,3 +170,15 @@ class Calls:
     def place(self, place: str, root: str) -> str:
         """An expression of the stage in a method of the module at `root`."""
         return "self" + place.removeprefix(self.holders[root].place)
+
+
+def relative(op: Op, root: str) -> Op:
+    """An op whose module is called as the module at `root` calls it."""
+    made = op.call
+    if isinstance(made, RegionCall):
+        body = dataclasses.replace(
+            made.body, ops=tuple(relative(inner, root) for inner in made.body.ops)
+        )
+        made = dataclasses.replace(made, body=body)
+    module = op.module.removeprefix(root).removeprefix(".")
+    return dataclasses.replace(op, call=made, module=module)

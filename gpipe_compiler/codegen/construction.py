@@ -26,7 +26,7 @@ from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError
-from gpipe_compiler.ir import Graph, ModuleSpec, Op, RegionCall, State, StateKind
+from gpipe_compiler.ir import Graph, ModuleSpec, State, StateKind
 from gpipe_compiler.ir.blocks import BlockClass, Parameter
 from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
@@ -129,18 +129,6 @@ def init_lines(types: Mapping[str, str], lines: Sequence[str]) -> list[str]:
     parameters = [name(f"{own}: {kind}") for own, kind in types.items()]
     head = lay_out(call("def __init__", [name("self"), *parameters]), suffix=" -> None:", indent=1)
     return [*head, "        super().__init__()", *lines]
-
-
-def relative(op: Op, root: str) -> Op:
-    """An op whose module is called as the module at `root` calls it."""
-    made = op.call
-    if isinstance(made, RegionCall):
-        body = dataclasses.replace(
-            made.body, ops=tuple(relative(inner, root) for inner in made.body.ops)
-        )
-        made = dataclasses.replace(made, body=body)
-    module = op.module.removeprefix(root).removeprefix(".")
-    return dataclasses.replace(op, call=made, module=module)
 
 
 def by_position(parameter: str) -> bool:

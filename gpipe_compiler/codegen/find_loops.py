@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
-import re
 from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.codegen.expressions import Counted, OwnModule, runs_again
+from gpipe_compiler.codegen.expressions import Counted
 from gpipe_compiler.codegen.loops import Loop, begin, end
 from gpipe_compiler.codegen.nested import ModuleNode
+from gpipe_compiler.codegen.round_parts import (
+    DIGITS,
+    Growing,
+    InList,
+    MadeInRound,
+    PartKind,
+    PathPart,
+    SameInAll,
+    are_apart,
+    call_arguments,
+    calls_module,
+    form_of,
+    parts_of,
+)
 from gpipe_compiler.codegen.sources import begins_with_module, is_repeated, statement_at
 from gpipe_compiler.ir import (
-    Call,
     FunctionCall,
     Graph,
     Mode,
@@ -23,7 +34,6 @@ from gpipe_compiler.ir import (
     Op,
     Ref,
     RegionCall,
-    StateRef,
 )
 from gpipe_compiler.ir.arguments import leaves, map_argument
 from gpipe_compiler.ir.forms import structure
@@ -34,8 +44,6 @@ LONGEST = 200
 
 TRIES = 4
 """Lengths of rounds that are tried at one op."""
-
-_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -91,15 +99,15 @@ class LoopFinder:
             return op.name
         own: Hashable = called(made)
         if isinstance(made, ModuleCall):
-            own = self.functions.get(made.module) or _DIGITS.sub("", made.module)
+            own = self.functions.get(made.module) or DIGITS.sub("", made.module)
         elif isinstance(made, FunctionCall):
             own = id(made.function)
-        arguments = _arguments(made)
+        arguments = call_arguments(made)
         return (
             type(made),
             own,
             structure(arguments),
-            tuple(map(_form, leaves(arguments))),
+            tuple(map(form_of, leaves(arguments))),
             len(op.outputs),
         )
 
@@ -112,95 +120,6 @@ class LoopFinder:
         """Whether these are the keys of all modules of a list, in order."""
         holder = self.holders[path]
         return list(holder.members) == list(keys) and all(map(holder.is_keyed, keys))
-
-
-def _form(leaf: object) -> Hashable:
-    match leaf:
-        case Ref():
-            return Ref
-        case StateRef(name=path) | OwnModule(path=path):
-            return _DIGITS.sub("", path)
-        case int() if type(leaf) is int:
-            return int
-        case _:
-            return type(leaf), repr(leaf)
-
-
-@dataclass(frozen=True, slots=True)
-class _Same:
-    """An argument that is the same in all rounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Of:
-    """One that is made in the same round, or in the one before; in which place, of which output."""
-
-    before: bool
-    place: int
-    output: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Listed:
-    """A module or state below another one of a list in each round."""
-
-    around: str
-
-
-@dataclass(frozen=True, slots=True)
-class _By:
-    """A number that grows from round to round."""
-
-    step: int
-
-
-_Kind = _Same | _Of | _Listed | _By
-
-
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """A module or state, as a part of a call."""
-
-    path: str
-
-
-def _arguments(made: Call) -> tuple[object, object]:
-    """The arguments of a call; slices from the start on as those from 0."""
-    args, kwargs = made.args, {} if isinstance(made, RegionCall) else dict(made.kwargs)
-    if not isinstance(made, FunctionCall) or made.function is not operator.getitem:
-        return args, kwargs
-    tensor, index = args
-
-    def whole(item: object) -> object:
-        if isinstance(item, slice) and item.start is None and type(item.stop) is int:
-            return slice(0, item.stop, item.step)
-        return item
-
-    index = tuple(map(whole, index)) if isinstance(index, tuple) else whole(index)
-    return (tensor, index), kwargs
-
-
-def _parts(op: Op) -> list[object]:
-    """What an op calls, where that is a module, and the leaves of the arguments."""
-    made = op.call
-    found = [
-        _Path(leaf.name if isinstance(leaf, StateRef) else leaf.path)
-        if isinstance(leaf, StateRef | OwnModule)
-        else leaf
-        for leaf in leaves(_arguments(made))
-    ]
-    return [_Path(made.module), *found] if isinstance(made, ModuleCall) else found
-
-
-def _calls_module(op: Op) -> bool:
-    return isinstance(op.call, ModuleCall) or runs_again(op.call)
-
-
-def _are_apart(one: Op, other: Op) -> bool:
-    """Whether two ops are of different statements, of which a loop of the user's has one."""
-    sources = [op.source for op in (one, other) if op.source is not None]
-    repeated = any(map(is_repeated, sources))
-    return repeated and len({statement_at(source) for source in sources}) > 1
 
 
 @dataclass
@@ -225,14 +144,14 @@ class _Rounds:
     makers: Mapping[str, int]
     last: Mapping[str, int]
     count: int = 1
-    kinds: dict[tuple[int, int], _Kind] = field(default_factory=dict)
+    kinds: dict[tuple[int, int], PartKind] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     initial: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def find(self) -> bool:
         """Whether there are several rounds, and nothing but the last is read after them."""
         sources = (op.source for op in self._round(0) if op.source is not None)
-        if not (any(map(is_repeated, sources)) or any(map(_calls_module, self._round(0)))):
+        if not (any(map(is_repeated, sources)) or any(map(calls_module, self._round(0)))):
             return False
         while self._ends(self.count - 1) and self._is_round(self.count):
             self.count += 1
@@ -257,10 +176,10 @@ class _Rounds:
         first = self._round(0)
         repeated = [op.source for op in first if op.source is not None and is_repeated(op.source)]
         lines = [known.line for source in repeated if (known := statement_at(source))]
-        listed = {place for (place, _), kind in self.kinds.items() if isinstance(kind, _Listed)}
+        listed = {place for (place, _), kind in self.kinds.items() if isinstance(kind, InList)}
         if len(lines) < self.size:
             return bool(listed) or (self.size == 1 and isinstance(first[0].call, ModuleCall))
-        calls = [*map(_calls_module, first)]
+        calls = [*map(calls_module, first)]
         opens = begins_with_module(repeated[0])
         alike = zip(calls, lines, strict=True)
         others = any(own is opens and line == lines[0] for own, line in alike)
@@ -275,9 +194,9 @@ class _Rounds:
         kinds, initial = dict(self.kinds), dict(self.initial)
         keys: set[tuple[str, str]] = set()
         for place, (one, same) in enumerate(zip(first, other, strict=True)):
-            if _are_apart(one, same):
+            if are_apart(one, same):
                 return False
-            pairs = zip(_parts(one), _parts(same), strict=True)
+            pairs = zip(parts_of(one), parts_of(same), strict=True)
             for index, (item, matching) in enumerate(pairs):
                 kind = self._kind(item, matching, number, keys, initial)
                 if kind is None or kinds.setdefault((place, index), kind) != kind:
@@ -286,7 +205,7 @@ class _Rounds:
         distinct = len({*own}) == len(own) == number + 1
         if own and not (distinct and all(key == own[0] for key, _ in keys)):
             return False
-        steps = {kind.step for kind in kinds.values() if isinstance(kind, _By)}
+        steps = {kind.step for kind in kinds.values() if isinstance(kind, Growing)}
         if len(steps) > 1 or any(
             int(key) - int(own[0]) != step * place
             for step in steps
@@ -303,22 +222,22 @@ class _Rounds:
         number: int,
         keys: set[tuple[str, str]],
         initial: dict[tuple[int, int], str],
-    ) -> _Kind | None:
+    ) -> PartKind | None:
         """What a part of a round is to that of the first one; None where they do not match."""
         match one, other:
             case Ref(name=first), Ref(name=second):
                 return self._value(first, second, number, initial)
-            case _Path(path=first), _Path(path=second):
+            case PathPart(path=first), PathPart(path=second):
                 return self._path(first, second, keys)
         if type(one) is int and type(other) is int and one != other:
             step, rest = divmod(other - one, number)
-            return None if rest else _By(step)
-        return _Same() if type(one) is type(other) and repr(one) == repr(other) else None
+            return None if rest else Growing(step)
+        return SameInAll() if type(one) is type(other) and repr(one) == repr(other) else None
 
-    def _path(self, first: str, second: str, keys: set[tuple[str, str]]) -> _Kind | None:
+    def _path(self, first: str, second: str, keys: set[tuple[str, str]]) -> PartKind | None:
         functions = self.finder.functions
         if first == second or (first in functions and functions[first] == functions.get(second)):
-            return _Same()
+            return SameInAll()
         words, others = first.split("."), second.split(".")
         if len(words) != len(others):
             return None
@@ -333,22 +252,22 @@ class _Rounds:
         listed = holder is not None and all(map(holder.is_keyed, (words[place], others[place])))
         decimal = words[place].isdecimal() and others[place].isdecimal()
         held = self.finder.holds(first) and self.finder.holds(second)
-        return _Listed(around) if listed and decimal and held else None
+        return InList(around) if listed and decimal and held else None
 
     def _value(
         self, first: str, second: str, number: int, initial: dict[tuple[int, int], str]
-    ) -> _Kind | None:
+    ) -> PartKind | None:
         maker, own = self.makers.get(second, -1), self.makers.get(first, -1)
         if maker < self._begin(number - 1):
-            return _Same() if first == second and maker < self.start else None
+            return SameInAll() if first == second and maker < self.start else None
         later, place = divmod(maker - self._begin(number - 1), self.size)
         output = self.ops[maker].outputs.index(second)
         if later:
             same = own == self.start + place and self.ops[own].outputs.index(first) == output
-            return _Of(False, place, output) if same and later == 1 else None
+            return MadeInRound(False, place, output) if same and later == 1 else None
         if own >= self.start or initial.setdefault((place, output), first) != first:
             return None
-        return _Of(True, place, output)
+        return MadeInRound(True, place, output)
 
     def written(self) -> Iterator[Op]:
         """The ops of the last round, between those of the loop."""
@@ -377,7 +296,7 @@ class _Rounds:
     def _loop(self, carried: Mapping[str, str]) -> Loop:
         made = [value for op in self._round(self.count - 1) for value in op.outputs]
         after = (v for v in made if self.last.get(v, -1) >= self._begin(self.count))
-        listed = (kind.around for kind in self.kinds.values() if isinstance(kind, _Listed))
+        listed = (kind.around for kind in self.kinds.values() if isinstance(kind, InList))
         lists, keys = tuple(dict.fromkeys(listed)), tuple(self.keys[: self.count])
         return Loop(
             lists,
@@ -393,11 +312,11 @@ class _Rounds:
 
     def _numbers(self) -> range | None:
         """What the rounds are numbered by: the keys of modules, else the least of the numbers."""
-        parts = [_parts(op) for op in self._round(0)]
+        parts = [parts_of(op) for op in self._round(0)]
         found = [
             (int(str(parts[place][index])), kind.step)
             for (place, index), kind in self.kinds.items()
-            if isinstance(kind, _By)
+            if isinstance(kind, Growing)
         ]
         if not found:
             return None
@@ -413,7 +332,7 @@ class _Rounds:
         index = itertools.count(int(isinstance(made, ModuleCall)))
 
         def leaf(item: int | None) -> object:
-            by = isinstance(self.kinds[place, next(index)], _By)
+            by = isinstance(self.kinds[place, next(index)], Growing)
             return Counted(label, (item or 0) - numbers[-1]) if by else item
 
         args, kwargs = map_argument(leaf, (made.args, dict(made.kwargs)))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 
 from gpipe_compiler.codegen.sources import calls_at, is_closure, is_repeated, statement_at
-from gpipe_compiler.codegen.variables import kind_of
+from gpipe_compiler.codegen.value_names import kind_of
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Op
 from gpipe_compiler.ir.contents import prefixes

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.expressions import Written, again
 from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sizes import varies
@@ -53,9 +56,9 @@ def split_off(
             ops.extend(run)
             continue
         unnamed += not module
-        name = names.take(module or f"segment_{unnamed}")
-        segments[name] = method
-        ops.append(_call(facts.graph, name, method))
+        own = names.take(module or f"segment_{unnamed}")
+        segments[own] = method
+        ops.append(_call(facts.graph, own, method))
     return dataclasses.replace(forward, ops=tuple(ops)), segments
 
 
@@ -146,3 +149,35 @@ def _call(graph: Graph, name: str, method: Method) -> Op:
     result = method.returns[0] if len(method.returns) == 1 else method.returns
     source = graph.producer[method.returns[-1]].source
     return Op(name, again(Written(f"self.{name}"), map(Ref, method.arguments)), result, source)
+
+
+def segments_lines(held: Mapping[str, Sequence[str]]) -> list[str]:
+    """`SEGMENTS = {...}`; layers in a row with the like buffers are one entry."""
+    entries: list[Expression] = []
+    for (before, after, rests), group in itertools.groupby(
+        held, lambda label: _layer(label, held[label])
+    ):
+        labels = list(group)
+        span = consecutive([own.removeprefix(before).removesuffix(after) for own in labels])
+        if span and len(labels) > 1:
+            own = f"{before}{{i}}{after}"
+            names = ", ".join(f'f"{own}{rest}"' for rest in rests)
+            listed = f"({names}{',' if len(rests) == 1 else ''})"
+            entries.append(name(f'**{{f"{own}": {listed} for i in {span}}}'))
+            continue
+        for own in labels:
+            buffers = [name(quote(buffer)) for buffer in held[own]]
+            listing = tuple_of(buffers, exploded=len(buffers) > 1)
+            entries.append(listing.prefixed(f"{quote(own)}: "))
+    lines = (line for entry in entries for line in lay_out(entry, suffix=",", indent=1))
+    return ["SEGMENTS = {", *lines, "}"] if held else []
+
+
+def _layer(label: str, buffers: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
+    """What stands before and after the number of a layer, and its buffers by their names in it."""
+    numbered = re.fullmatch(r"((?:[\w.]*\.)?)\d+((?:\.[A-Za-z_]\w*)*)", label)
+    inside = tuple(own.removeprefix(label) for own in buffers if own.startswith(label))
+    plain = all(re.fullmatch(r"[\w.]*", own) for own in inside)
+    if numbered is None or len(inside) < len(buffers) or not plain:
+        return label, "", ()
+    return numbered[1], numbered[2], inside

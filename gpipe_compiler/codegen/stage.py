@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
 from gpipe_compiler.codegen.body import write_body
@@ -17,7 +15,7 @@ from gpipe_compiler.codegen.facts import CodeFacts, Randoms
 from gpipe_compiler.codegen.found_blocks import FoundBlocks, write_blocks
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
-from gpipe_compiler.codegen.layout import WIDTH, Expression, consecutive, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
     MethodBody,
     docstring,
@@ -28,10 +26,16 @@ from gpipe_compiler.codegen.method_text import (
 )
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
-from gpipe_compiler.codegen.segments import buffers_of, modules_run_again, path_of, split_off
+from gpipe_compiler.codegen.segments import (
+    buffers_of,
+    modules_run_again,
+    path_of,
+    segments_lines,
+    split_off,
+)
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
-from gpipe_compiler.codegen.variables import names_apart
+from gpipe_compiler.codegen.value_names import names_apart
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.blocks import BlockCall
 from gpipe_compiler.ir.contents import prefixes
@@ -205,7 +209,7 @@ class _Draft:
             methods=methods,
             renamed=renamed_table(state),
             writes=_writes_lines(writes),
-            segments=_segments_lines(held),
+            segments=segments_lines(held),
             initial=initial_text,
         )
         return StageSource(
@@ -266,36 +270,6 @@ def _writes_lines(writes: Sequence[str]) -> list[str]:
         return []
     names = [name(quote(own)) for own in writes]
     return lay_out(tuple_of(names, exploded=len(names) > 1), prefix="WRITES = ")
-
-
-def _segments_lines(held: Mapping[str, Sequence[str]]) -> list[str]:
-    """`SEGMENTS = {...}`; layers in a row with the like buffers are one entry."""
-    entries: list[Expression] = []
-    for (before, after, rests), group in groupby(held, lambda label: _layer(label, held[label])):
-        labels = list(group)
-        span = consecutive([own.removeprefix(before).removesuffix(after) for own in labels])
-        if span and len(labels) > 1:
-            own = f"{before}{{i}}{after}"
-            names = ", ".join(f'f"{own}{rest}"' for rest in rests)
-            listed = f"({names}{',' if len(rests) == 1 else ''})"
-            entries.append(name(f'**{{f"{own}": {listed} for i in {span}}}'))
-            continue
-        for own in labels:
-            buffers = [name(quote(buffer)) for buffer in held[own]]
-            listing = tuple_of(buffers, exploded=len(buffers) > 1)
-            entries.append(listing.prefixed(f"{quote(own)}: "))
-    lines = (line for entry in entries for line in lay_out(entry, suffix=",", indent=1))
-    return ["SEGMENTS = {", *lines, "}"] if held else []
-
-
-def _layer(label: str, buffers: Sequence[str]) -> tuple[str, str, tuple[str, ...]]:
-    """What stands before and after the number of a layer, and its buffers by their names in it."""
-    numbered = re.fullmatch(r"((?:[\w.]*\.)?)\d+((?:\.[A-Za-z_]\w*)*)", label)
-    inside = tuple(own.removeprefix(label) for own in buffers if own.startswith(label))
-    plain = all(re.fullmatch(r"[\w.]*", own) for own in inside)
-    if numbered is None or len(inside) < len(buffers) or not plain:
-        return label, "", ()
-    return numbered[1], numbered[2], inside
 
 
 @dataclass(frozen=True, slots=True)

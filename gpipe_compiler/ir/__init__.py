@@ -1,17 +1,8 @@
 """The intermediate representation: Graph, Op and Value, what is legal, how it prints and runs."""
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
-from gpipe_compiler.ir.graph import (
-    Graph,
-    Loss,
-    LossTerm,
-    LossWeight,
-    State,
-    StateKind,
-    Stretch,
-    Value,
-    ValueKind,
-)
+from gpipe_compiler.ir.graph import Graph, Stretch
+from gpipe_compiler.ir.losses import Loss, LossTerm, LossWeight
 from gpipe_compiler.ir.ops import (
     Autocast,
     Call,
@@ -29,6 +20,7 @@ from gpipe_compiler.ir.ops import (
     called,
     ops_within,
 )
+from gpipe_compiler.ir.values import State, StateKind, Value, ValueKind
 from gpipe_compiler.runtime.spec import Input, Reduction
 
 __all__ = [

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
-from gpipe_compiler.ir.contents import prefixes
-from gpipe_compiler.ir.forms import ConstantSlot
-from gpipe_compiler.ir.ops import Mode, Op
+from gpipe_compiler.ir.arguments import Ref
+from gpipe_compiler.ir.contents import Contents, prefixes
+from gpipe_compiler.ir.forms import ConstantSlot, states_read
+from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -195,3 +196,45 @@ class _Nesting:
             path in self._again,
             turn,
         )
+
+
+def outer_states(contents: Contents, call: BlockCall) -> list[str]:
+    """The states that a call reads by itself and its module does not hold, in order of use."""
+    prefix = f"{call.path}."
+    read = dict.fromkeys(name for op in call.ops for name in states_read(op))
+    return [name for name in read if not contents.places[name].startswith(prefix)]
+
+
+def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) -> bool:
+    """Whether a call is that of an nn.Sequential.
+
+    It calls modules 0, 1, ..., each of what the one before it made, and holds nothing else.
+
+    Args:
+        templates: the values that are read off shapes, and so not passed.
+    """
+    held = {
+        name[len(call.path) + 1 :].split(".")[0] for name in chain(*contents.own(call.path, ()))
+    }
+    if held != set(map(str, range(len(call.parts)))):
+        return False
+    carried: str | None = None
+    for number, part in enumerate(call.parts):
+        if part.mode is not call.mode or len(part.outputs) != 1:
+            return False
+        if isinstance(part, BlockCall) and part.again:
+            return False  # nn.Sequential calls its modules without a checkpoint
+        match part:
+            case Op(call=ModuleCall(path, (Ref(name=given),), kwargs)) if not kwargs:
+                pass
+            case BlockCall(path=path) if not outer_states(contents, part):
+                passed = [value for value in part.inputs if value not in templates]
+                if len(passed) != 1:
+                    return False
+                given = passed[0]
+            case _:
+                return False
+        if path != f"{call.path}.{number}" or carried not in (None, given):
+            return False
+        carried = part.outputs[0]
+    return call.outputs == (carried,)

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import Argument, BatchMultiple, Ref, leaves, map_argument
+from gpipe_compiler.ir.arguments import Argument, BatchMultiple, leaves, map_argument
 from gpipe_compiler.ir.blocks import (
     BlockCall,
     BlockClass,
@@ -18,13 +18,16 @@ from gpipe_compiler.ir.blocks import (
     Part,
     Turn,
     calls_in,
+    is_chain,
     nest,
+    outer_states,
 )
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
-from gpipe_compiler.ir.graph import Graph, ValueKind
+from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.sizes import asked, is_free
+from gpipe_compiler.ir.values import ValueKind
 
 MOST_PARAMETERS = 8
 """Calls whose numbers differ in more ways are taken to be those of different blocks."""
@@ -344,48 +347,6 @@ def _relative(template: Argument, base: float) -> Argument:
         return ("times", item.factor / base) if isinstance(item, BatchMultiple) else item
 
     return map_argument(leaf, template)
-
-
-def outer_states(contents: Contents, call: BlockCall) -> list[str]:
-    """The states that a call reads by itself and its module does not hold, in order of use."""
-    prefix = f"{call.path}."
-    read = dict.fromkeys(name for op in call.ops for name in states_read(op))
-    return [name for name in read if not contents.places[name].startswith(prefix)]
-
-
-def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) -> bool:
-    """Whether a call is that of an nn.Sequential.
-
-    It calls modules 0, 1, ..., each of what the one before it made, and holds nothing else.
-
-    Args:
-        templates: the values that are read off shapes, and so not passed.
-    """
-    held = {
-        name[len(call.path) + 1 :].split(".")[0] for name in chain(*contents.own(call.path, ()))
-    }
-    if held != set(map(str, range(len(call.parts)))):
-        return False
-    carried: str | None = None
-    for number, part in enumerate(call.parts):
-        if part.mode is not call.mode or len(part.outputs) != 1:
-            return False
-        if isinstance(part, BlockCall) and part.again:
-            return False  # nn.Sequential calls its modules without a checkpoint
-        match part:
-            case Op(call=ModuleCall(path, (Ref(name=given),), kwargs)) if not kwargs:
-                pass
-            case BlockCall(path=path) if not outer_states(contents, part):
-                passed = [value for value in part.inputs if value not in templates]
-                if len(passed) != 1:
-                    return False
-                given = passed[0]
-            case _:
-                return False
-        if path != f"{call.path}.{number}" or carried not in (None, given):
-            return False
-        carried = part.outputs[0]
-    return call.outputs == (carried,)
 
 
 def _parameters(members: Sequence[tuple[BlockCall, list[Constant]]]) -> tuple[Parameter, ...]:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gpipe_compiler.ir.forms import Constant, ConstantSlot
-from gpipe_compiler.ir.graph import Graph, StateKind
+from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import ModuleSpec
+from gpipe_compiler.ir.values import StateKind
 
 LITERAL_ELEMENTS = 16
 """Constants up to this size are written out."""

@@ -29,14 +29,10 @@ from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.validate.cross_sample import refuse_mixing
+from gpipe_compiler.validate.large_models import validate_shortened, why_not_materialised
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.loss_splitting import refuse_unsplit
-from gpipe_compiler.validate.package import (
-    Validation,
-    validate,
-    validate_shortened,
-    why_not_materialised,
-)
+from gpipe_compiler.validate.package import Validation, validate
 from gpipe_compiler.validate.reference import reference_of
 from gpipe_compiler.validate.some_samples import with_limit
 

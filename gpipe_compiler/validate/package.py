@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,14 +21,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from gpipe_compiler.errors import GPipeCompilerError, UnsplittableError, ValidationError, summary
+from gpipe_compiler.errors import UnsplittableError, ValidationError, summary
 from gpipe_compiler.frontend.check import refuse_late_checkpoints
 from gpipe_compiler.frontend.entry import make_entry
-from gpipe_compiler.frontend.materialise import known, materialised, with_real_example
-from gpipe_compiler.frontend.shorten import shortened
-from gpipe_compiler.frontend.signature import read_signature
+from gpipe_compiler.frontend.materialise import known, materialised
 from gpipe_compiler.frontend.state import state_table
-from gpipe_compiler.frontend.subject import Example, Subject
+from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir.sizes import other_sizes
 from gpipe_compiler.passes.batch_rules import taken_together
 from gpipe_compiler.passes.free_sizes import required
@@ -254,10 +251,6 @@ def _second_reference(
     return [], f"the example alone was compared: {why}"
 
 
-LARGEST_MATERIALISED = 1 << 30
-"""Bytes of parameters up to which a model on meta is given numbers, to be validated."""
-
-
 def _with_numbers(
     subject: Subject, plan: Plan, seed: int
 ) -> tuple[Subject, Mapping[str, torch.Tensor] | None]:
@@ -278,18 +271,6 @@ def _with_numbers(
     return real, {name: tensor for name, tensor in weights.items() if name in used}
 
 
-def why_not_materialised(plan: Plan) -> str:
-    """Why a model on meta is too large to be validated; "" where it is not."""
-    assert plan.graph is not None
-    size = sum(state.bytes for state in plan.graph.state.values())
-    if size <= LARGEST_MATERIALISED:
-        return ""
-    return (
-        f"the model is on the meta device, and its {size / 2**30:.1f} GiB of parameters are too "
-        f"much to be filled and run here (the limit is {LARGEST_MATERIALISED >> 30} GiB)"
-    )
-
-
 def run_check(
     directory: Path, options: Sequence[object], *, threads: int, launch: Launch = fresh
 ) -> None:
@@ -305,108 +286,3 @@ def run_check(
         raise ValidationError(
             f"the package does not run: exit code {ended.code}\n{ended.errors.strip()}"
         )
-
-
-# --- models too large to be given numbers: as many stages of one with fewer layers ----------------
-
-_KEPT = (8, 4, 3, 2)
-"""Repetitions that are left of a block, the first number whose model is small enough."""
-
-_MICROBATCHES = 4
-"""Micro-batches that are compared at most."""
-
-_SLOW_S = 3.0
-"""Processor seconds of a forward of one sample from which on nothing is compared: a step of all
-micro-batches, forward and backward, on two batches, here and in the package, takes minutes."""
-
-
-Repackage = Callable[[Subject, int, Path], Plan]
-"""Writes the package of a subject, with a number of micro-batches, to a folder; gives its plan."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Shorter:
-    """A subject with fewer repetitions, and a description of how many."""
-
-    subject: Subject
-    what: str
-
-
-def shorter(subject: Subject) -> Shorter | None:
-    """The subject with as many repetitions as can be filled with numbers; None where none can."""
-    for kept in _KEPT:
-        short, what = subject, list[str]()
-        while found := shortened(short, least=kept + 1, kept=kept):
-            short = found.subject
-            what += (
-                f"{run.kept} of the {run.count} repetitions in {run.path or 'it'}"
-                for run in found.runs
-            )
-            if _bytes(short.model) <= LARGEST_MATERIALISED:
-                return Shorter(short, " and ".join(what))
-    return None
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def validate_shortened(
-    subject: Subject,
-    plan: Plan,
-    package: Repackage,
-    *,
-    seed: int,
-    per_microbatch: bool,
-    launch: Launch,
-) -> Validation | str:
-    """What was compared of a shortened model; or why nothing was.
-
-    Args:
-        package: compiles the shortened model as the whole one was.
-
-    Raises:
-        ValidationError: when the package of the shortened model does not run.
-    """
-    short = shorter(subject)
-    if short is None:
-        return "no list of equal layers makes it small enough with fewer of them"
-    least = least_samples(plan)
-    microbatches = min(plan.microbatches, _MICROBATCHES)
-    few = _with_samples(short.subject, microbatches * least)
-    if _is_slow(few, seed):
-        return f"even with {short.what}, one sample takes over {_SLOW_S:g} seconds here"
-    try:
-        with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-            folder = Path(scratch, "package")
-            made = package(few, microbatches, folder)
-            found = validate(
-                few, made, folder, seed=seed, per_microbatch=per_microbatch, launch=launch
-            )
-    except (UnsplittableError, ValidationError):
-        raise
-    except GPipeCompilerError as error:
-        return f"with {short.what} it cannot be compiled: {error.problem}"
-    note = (
-        f"the whole model is too large to be filled with numbers here: compared was the same model "
-        f"with {short.what}, on {microbatches * least} samples"
-    )
-    return dataclasses.replace(found, notes=(note, *found.notes))
-
-
-def _with_samples(subject: Subject, count: int) -> Subject:
-    """The subject with this number of samples in its example."""
-    real = with_real_example(subject)
-    signature = read_signature(real, on_meta=False)
-    args, kwargs, target = signature.rebuild(signature.samples(count))
-    given = Example(args, kwargs, target)
-    called = dataclasses.replace(subject, args=args, kwargs=kwargs, target=target, example=given)
-    return called.with_example(lambda tensor: tensor.to("meta"))
-
-
-def _is_slow(subject: Subject, seed: int) -> bool:
-    entry = make_entry(materialised(subject, seed), training=False)
-    started = time.process_time()
-    with torch.no_grad():
-        entry(*entry.signature.samples(1))
-    return time.process_time() - started > _SLOW_S

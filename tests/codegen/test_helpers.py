@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.stage import write_stages
-from gpipe_compiler.codegen.variables import name_of_module
+from gpipe_compiler.codegen.value_names import name_of_module
 from gpipe_compiler.plan import Plan
 
 

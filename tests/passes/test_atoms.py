@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_compiler.ir import ByMode, Mode, Ref, ValueKind
-from gpipe_compiler.ir.graph import StateKind
+from gpipe_compiler.ir.values import StateKind
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.duplicate import (
     BatchMultiple,

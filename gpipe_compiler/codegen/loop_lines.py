@@ -1,0 +1,138 @@
+"""The lines of loops: what stands before, around and at the end of their rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from gpipe_compiler.codegen.bindings import Bindings
+from gpipe_compiler.codegen.expressions import ExpressionWriter
+from gpipe_compiler.codegen.layout import Expression, call, consecutive, name
+from gpipe_compiler.codegen.loops import Loop
+from gpipe_compiler.codegen.names import Identifiers
+from gpipe_compiler.codegen.statements import Statement
+from gpipe_compiler.codegen.value_names import argument_name, name_of_one
+from gpipe_compiler.codegen.variables import Variables
+from gpipe_compiler.ir import FunctionCall, Graph, Op
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenLoop:
+    """A loop whose rounds are being written.
+
+    Attributes:
+        line: its first.
+        statements: those before it.
+        writer: as it is before it.
+        given: the variables of what its rounds are given.
+    """
+
+    loop: Loop
+    line: Statement
+    statements: list[Statement]
+    writer: ExpressionWriter
+    given: dict[str, str]
+
+
+@dataclass
+class LoopLines:
+    """Writes the loops of a method; others write the ops of their rounds in between."""
+
+    graph: Graph
+    writer: ExpressionWriter
+    variables: Variables
+    names: Identifiers
+    bindings: Bindings
+    open: list[_OpenLoop] = field(default_factory=list)
+
+    def begin(
+        self, op: Op, loop: Loop, position: int, statements: list[Statement]
+    ) -> list[Statement]:
+        """Writes what stands before a loop; returns the statements of its rounds, none yet."""
+        assert isinstance(op.call, FunctionCall)
+        given: dict[str, str] = {}
+        for result, before in zip(op.outputs, op.inputs, strict=True):
+            if not self._takes_over(result, before, position):
+                wish = argument_name(self.graph, loop.carried[result])
+                target = f"{self.variables.fresh(result, wish)} = "
+                self._append(op, target, self.writer.variables[before], statements)
+                self.writer.variables[result] = name(self.variables.holder(result) or wish)
+            given[result] = self.writer.variables[result].flat
+        letting_go = self.bindings.letting_go
+        letting_go.before(op, statements)
+        letting_go.after(op, position, statements)
+        line, places = self._line(op, loop)
+        self.open.append(_OpenLoop(loop, line, statements, replace(self.writer), given))
+        names = {loop.carried[value]: own for value, own in given.items()}
+        self.bindings.told = {**self.bindings.told, **names}
+        self.bindings.loop = loop
+        self.writer.move(places)
+        return []
+
+    def _line(self, op: Op, loop: Loop) -> tuple[Statement, dict[str, str]]:
+        """The first line of a loop, and the expressions in it for the modules that it runs over."""
+        around = {path: self.writer.modules[path] for path in loop.lists}
+        if loop.numbers is None and loop.lists and loop.whole:
+            ones = [self.names.take(name_of_one(path)) for path in loop.lists]
+            each = [name(f"{place}.values()") for place in around.values()]
+            expression = call("zip", [*each, name("strict=True")]) if len(each) > 1 else each[0]
+        elif loop.numbers is None and not loop.lists:
+            ones, expression = ["_"], name(f"range({loop.count})")
+        else:
+            index = self.names.take("index")
+            self.writer.counters[op.name] = index
+            keys = loop.keys or [str(number) for number in loop.numbers or ()]
+            expression = name(consecutive(keys) or f"({', '.join(keys)})")
+            if loop.numbers is not None and loop.numbers.step != 1:
+                expression = name(str(loop.numbers))
+            ones = [f"{place}[str({index})]" for place in around.values()] or [index]
+        last = (f"{path}.{loop.keys[-1]}".removeprefix(".") for path in around)
+        places = dict(zip(last, ones, strict=False))
+        target = self.writer.counters.get(op.name) or ", ".join(ones)
+        return Statement(f"for {target} in ", expression, op.mode, op.module), places
+
+    def end(
+        self, op: Op, loop: Loop, position: int, statements: list[Statement]
+    ) -> list[Statement]:
+        """Writes a loop, its rounds ending with what the next one is given; returns the statements
+        up to it.
+
+        Args:
+            statements: of its rounds.
+        """
+        opened = self.open.pop()
+        made = {loop.carried[value]: own for value, own in opened.given.items()}
+        changed = {
+            own: self.writer.variables[value]
+            for value, own in made.items()
+            if self.writer.variables[value].flat != own
+        }
+        if changed:
+            values = ", ".join(expression.flat for expression in changed.values())
+            self._append(op, f"{', '.join(changed)} = ", name(values), statements)
+        self.variables.hold(made)
+        letting_go = self.bindings.letting_go
+        letting_go.before(op, statements)
+        statement = replace(opened.line, body=tuple(statements))
+        self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
+        self.bindings.loop = self.open[-1].loop if self.open else None
+        self.writer.variables.update((value, name(own)) for value, own in made.items())
+        opened.statements.append(statement)
+        letting_go.after(op, position, opened.statements)
+        return opened.statements
+
+    def _append(
+        self, op: Op, target: str, expression: Expression, statements: list[Statement]
+    ) -> None:
+        self.bindings.letting_go.before(op, statements)
+        statements.append(Statement(target, expression, op.mode, op.module, (op.source,)))
+
+    def _takes_over(self, result: str, value: str, position: int) -> bool:
+        """Whether the variable of a value that nobody else reads becomes that of a result."""
+        variable = self.variables.holder(value)
+        if variable is None or self.writer.variables[value].flat != variable:
+            return False
+        if not self.variables.free(variable, position):
+            return False
+        self.variables.alias(result, value)
+        self.writer.variables[result] = name(variable)
+        return True

@@ -1,0 +1,339 @@
+"""What values are called: by the user's statements, else by what makes them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gpipe_compiler.codegen.functions import changed_by
+from gpipe_compiler.codegen.sources import (
+    UserStatement,
+    alias_after,
+    names_of_parts,
+    statement_at,
+)
+from gpipe_compiler.ir import (
+    Argument,
+    Call,
+    FunctionCall,
+    Graph,
+    MethodCall,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    ValueKind,
+)
+from gpipe_compiler.ir.contents import is_under, prefixes
+
+_NUMBER = re.compile(r"_\d+$")
+_NUMBER_PART = re.compile(r"\d+")
+
+_LISTS = (None, "ModuleList", "ModuleDict")
+"""Classes of modules that are not called."""
+
+_CASTS = frozenset({"to", "type_as", "float", "double", "half", "bfloat16", "int", "long"})
+"""Methods of a tensor that make the same numbers in another type."""
+
+_SHAPES = frozenset(
+    {"contiguous", "expand", "flatten", "permute", "reshape", "squeeze", "transpose", "unsqueeze"}
+)
+"""Methods of a tensor that make the same numbers in another shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatementRun:
+    """Ops that one statement of the user makes in one module, in a row.
+
+    Attributes:
+        nested: whether the statement spells each of its ops, so that they may nest as there.
+        last: the ops whose results no other of them reads, in order; those that make what such an
+            op changes in place.
+    """
+
+    statement: UserStatement | None
+    nested: bool
+    last: tuple[str, ...]
+
+
+def find_runs(ops: Sequence[Op]) -> dict[str, StatementRun]:
+    """The run of every op, by name."""
+    runs: list[tuple[UserStatement | None, list[Op]]] = []
+    current: dict[str, int] = {}
+    for op in ops:
+        statement = statement_at(op.source)
+        index = current.get(op.module)
+        if index is None or runs[index][0] != statement or (op.source and not statement):
+            current[op.module] = len(runs)
+            runs.append((statement, [op]))
+        else:
+            runs[index][1].append(op)
+    table: dict[str, StatementRun] = {}
+    place = {op.name: position for position, op in enumerate(ops)}
+    for statement, members in (part for run in runs for part in _rounds(*run)):
+        span = ops[place[members[0].name] : place[members[-1].name] + 1]
+        read = {name for op in span for name in op.inputs}
+        makers = {value: op.name for op in members for value in op.outputs}
+        changed = {op.name: makers.get(changed_by(op.call) or "") for op in members}
+        ends = (op.name for op in members if not read.intersection(op.outputs))
+        last = tuple(_before(changed, name) for name in ends)
+        # Ops without any source are the compiler's own, a default loss: they nest as they come.
+        nested = len(members) <= statement.operations if statement else _unsourced(members)
+        table.update(
+            dict.fromkeys((op.name for op in members), StatementRun(statement, nested, last))
+        )
+    return table
+
+
+def _before(changed: Mapping[str, str | None], op: str) -> str:
+    """The op that makes what an op changes in place, and others before it; else itself."""
+    while before := changed.get(op):
+        op = before
+    return op
+
+
+def _rounds(
+    statement: UserStatement | None, members: list[Op]
+) -> Iterator[tuple[UserStatement | None, list[Op]]]:
+    """The ops of a statement by rounds of the loop that it stands in, where they are alike."""
+    size = len(members)
+    if statement is not None and statement.rebinds and size > statement.operations:
+        kinds = [kind_of(op) for op in members]
+        size = next(n for n in range(1, size + 1) if kinds == (kinds[:n] * size)[:size])
+    for start in range(0, len(members), size):
+        yield statement, members[start : start + size]
+
+
+def kind_of(op: Op) -> object:
+    """What an op calls, whichever layer it is in."""
+    match op.call:
+        case FunctionCall(function=function):
+            return function
+        case MethodCall(method=method):
+            return method
+        case ModuleCall(module=path):
+            return _NUMBER_PART.sub("", path)
+        case _:
+            return op.name
+
+
+def _unsourced(members: Sequence[Op]) -> bool:
+    return all(op.source is None for op in members)
+
+
+def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
+    """The user's names for the values of an op, None where there is none."""
+    nothing = (None,) * len(op.outputs)
+    if run.statement is None or not op.outputs:
+        return nothing
+    targets = run.statement.targets
+    if len(op.outputs) > 1:
+        parts = targets if len(targets) == len(op.outputs) else None
+        return parts or names_of_parts(op.source, len(op.outputs)) or nothing
+    chained = run.statement.rebinds and not run.nested
+    if len(targets) == 1:
+        if run.statement.listed:
+            return nothing
+        return (targets[0],) if chained or run.last == (op.name,) else nothing
+    if run.statement.listed and len(targets) == len(run.last) and op.name in run.last:
+        return (targets[run.last.index(op.name)],)
+    match op.call:
+        case (
+            FunctionCall(function=operator.getitem, args=(_, int(index)))
+            | MethodCall(method="size", args=(_, int(index)))
+        ):
+            if op.name in run.last and 0 <= index < len(targets):
+                return (targets[index],)
+    return nothing
+
+
+def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> str:
+    """The name of a value by what makes it: a module, a function of the user, or an op.
+
+    Args:
+        statement: the user's, where the value is all that it makes.
+    """
+    if isinstance(op.call, RegionCall):
+        return _of_region(op, op.call, value)
+    if len(op.outputs) > 1 or value == "loss":
+        return value
+    if statement is not None and statement.function and statement.function != "forward":
+        return f"{statement.function.strip('_')}_out"
+    if isinstance(op.call, ModuleCall):
+        return name_of_module(op.call.module) or value
+    if statement is not None and statement.function and name_of_module(op.module):
+        return name_of_module(op.module)
+    return _NUMBER.sub("", value)
+
+
+def _of_region(op: Op, made: RegionCall, value: str) -> str:
+    """The name of a result of a region by what makes it inside, casts aside."""
+    results = op.result if isinstance(op.result, tuple) else (op.result,)
+    makers = {own: inner for inner in made.body.ops for own in inner.outputs}
+    found: Argument = made.body.outputs[results.index(value)]
+    while isinstance(found, Ref) and found.name in makers:
+        own, maker = found.name, makers[found.name]
+        statement = statement_at(maker.source)
+        read = {name for inner in made.body.ops if inner is not maker for name in inner.inputs}
+        wish = wishes(maker, StatementRun(statement, False, (maker.name,)))[
+            maker.outputs.index(own)
+        ]
+        cast = cast_by(maker.call)
+        if (wish and own not in read) or cast is None:
+            return (own not in read and wish) or plain_name(maker, own)
+        found = Ref(cast)
+    return value
+
+
+def name_of_module(path: str) -> str:
+    """`gate_proj_out` for what `layers.1.mlp.gate_proj` makes, `layers_1` for `layers.1`.
+
+    That of `layers.1.0` is `layers_1_0`. What a call of the user's function makes,
+    `layers.1.rotate()mul_1`, is `rotate_out`.
+    """
+    around, _, last = path.partition("()")[0].rpartition(".")
+    if not last.isdecimal():
+        return f"{last}_out" if last and not f"_{last}".endswith("_out") else last
+    while (inner := around.rpartition("."))[2].isdecimal():
+        around, last = inner[0], f"{inner[2]}_{last}"
+    return f"{inner[2]}_{last}" if inner[2] else ""
+
+
+def name_of_one(path: str) -> str:
+    """The name of one module of a list: `layer` for `model.layers`."""
+    one = path.rpartition(".")[2].removesuffix("s")
+    return one if one.isidentifier() and len(one) > 1 else "layer"
+
+
+def name_of_result(graph: Graph, value: str, path: str) -> str:
+    """The name of a value after the outermost module whose result it is: all read it outside."""
+    readers = [op.module for op in graph.consumers.get(value, ())]
+    called = (own for own in prefixes(path) if graph.module_classes.get(own) not in _LISTS)
+    outside = (own for own in called if not any(f"{m}.".startswith(f"{own}.") for m in readers))
+    return name_of_module(next(outside, path))
+
+
+def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]:
+    """Names of values that the user calls alike: their other ones, or those of the modules that
+    make them.
+
+    Args:
+        groups: the values that are given or returned together.
+    """
+    found: dict[str, str] = {}
+    for group in groups:
+        alike: dict[str, list[str]] = {}
+        for value in dict.fromkeys(group):
+            alike.setdefault(argument_name(graph, value), []).append(value)
+        pairs = [(own, value) for own, values in alike.items() for value in values if values[1:]]
+        for own, value in pairs:
+            maker = graph.producer.get(value)
+            other = alias_after(maker.source, own) if maker is not None else ""
+            if not other and maker is not None and isinstance(maker.call, ModuleCall):
+                other = name_of_result(graph, value, maker.call.module)
+            found[value] = other
+    return {value: own for value, own in found.items() if own}
+
+
+def cast_by(call: Call) -> str | None:
+    """The value of which a call makes the same numbers in another type."""
+    return _receiver(call, _CASTS)
+
+
+def reshaped_by(call: Call) -> str | None:
+    """The value of which a call makes the same numbers in another shape."""
+    return _receiver(call, _SHAPES)
+
+
+def _receiver(call: Call, methods: Collection[str]) -> str | None:
+    match call:
+        case MethodCall(method=method, args=(Ref(name=value), *_)) if method in methods:
+            return value
+        case _:
+            return None
+
+
+def is_operand(graph: Graph, op: Op, value: str) -> bool:
+    """Whether the statement of the user that makes a value is not done with it."""
+    statement, module = statement_at(op.source), graph.producer[value].module
+    if statement is None:
+        return False
+    known = graph.values.get(value)
+    if statement.rebinds and (known is None or known.kind is ValueKind.TENSOR):
+        return False  # what it makes once may be read by it again
+    # What is in a module of torch is told to be of the line that calls it.
+    return any(
+        (reader.module == module or is_under(reader.module, module))
+        and statement_at(reader.source) == statement
+        for reader in graph.consumers.get(value, ())
+        if changed_by(reader.call) != value
+    )
+
+
+def called_for(graph: Graph, op: Op, value: str) -> str:
+    """The user's name for what a function returns; "" where a value is no result of one."""
+    callers = op.source.callers if op.source is not None else ()
+    readers = [reader.source for reader in graph.consumers.get(value, ()) if reader.source]
+    for depth, site in enumerate(callers, 1):
+        if any(source.callers[:depth] == callers[:depth] for source in readers):
+            continue
+        statement = statement_at(site)
+        done = all(statement_at(source) != statement for source in readers)
+        return statement.targets[0] if statement and len(statement.targets) == 1 and done else ""
+    return ""
+
+
+def is_result(graph: Graph, value: str, path: str) -> bool:
+    """Whether a value is what the module at a path makes: no op of it, in any stage, reads it."""
+    readers = graph.consumers.get(value, ())
+    return not any(f"{reader.module}.".startswith(f"{path}.") for reader in readers)
+
+
+def _called_as(graph: Graph, op: Op, value: str) -> str:
+    """The user's name for what a module returns; "" where a value is no result of one."""
+    words = op.module.split(".")
+    readers = graph.consumers.get(value, ())
+    for count, line in op.source.calls if op.source is not None else ():
+        path = ".".join(words[:count])
+        statement = statement_at(line)
+        if statement is None or not is_result(graph, value, path):
+            continue
+        around = {statement_at(source) for reader in readers if (source := reader.source)}
+        around |= {statement_at(own) for r in readers if r.source for _, own in r.source.calls}
+        alone = len(statement.targets) == 1 and not statement.listed
+        again = statement.rebinds and statement.operations == 1  # `x = layer(x)` in a loop
+        return statement.targets[0] if alone and (again or statement not in around) else ""
+    return ""
+
+
+def argument_name(graph: Graph, value: str) -> str:
+    """The name for a value that a method is given."""
+    op = graph.producer.get(value)
+    if op is None:  # an input, or a state from outside
+        return value.rpartition(".")[2] or value
+    outer = _called_as(graph, op, value) or called_for(graph, op, value)
+    if outer:
+        return outer
+    cast = cast_by(op.call)
+    if cast is not None and is_operand(graph, op, value):
+        return argument_name(graph, cast)
+    statement = statement_at(op.source)
+    inside = isinstance(op.call, RegionCall)
+    if statement is None or inside or is_operand(graph, op, value):
+        return plain_name(op, value)
+    run = StatementRun(statement, False, (op.name,))
+    wish = wishes(op, run)[op.outputs.index(value)]
+    return wish or _name_of_chain(graph, op, value) or plain_name(op, value, statement)
+
+
+def _name_of_chain(graph: Graph, op: Op, value: str) -> str:
+    """`to_logits_out` for what the last module of the nn.Sequential `to_logits` makes."""
+    chain = op.call.module.rpartition(".")[0] if isinstance(op.call, ModuleCall) else ""
+    readers = graph.consumers.get(value, ())
+    inside = any(f"{reader.module}.".startswith(f"{chain}.") for reader in readers)
+    known = graph.module_classes.get(chain) == nn.Sequential.__name__
+    return name_of_module(chain) if known and not inside else ""
