@@ -18,8 +18,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,54 +35,36 @@ from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, re
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.python_state import (
     buffer_assigned,
-    changed,
-    no_new_parameters,
-    python_state,
     refuse_remembered,
 )
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
 from gpipe_compiler.frontend.result_differences import (
-    GRADIENT,
-    Results,
     different,
     is_noise,
-    is_rounding,
+)
+from gpipe_compiler.frontend.run_results import (
+    BUFFER,
+    SEED,
+    ComparedRun,
+    inputs_of,
+    run_graph,
+    run_model,
 )
 from gpipe_compiler.frontend.signature import Signature
-from gpipe_compiler.frontend.state import copied, isolated
+from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.ir import Graph, StateKind
-from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, other_sizes
-from gpipe_compiler.runtime.core.nest import tensors_of
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.wording import text_of
 
-_SEED = 20260
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
-
-_BUFFER = "buffer "
-"""What the names of buffers begin with."""
 
 _SLOW_S = 1.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
 mode at the first, eval mode at the second. The package is compared at others besides."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What one run gave, by readable name.
-
-    Attributes:
-        assigned: the buffers, so named, that are another tensor than before.
-        remembers: whether other attributes of modules are not what they were.
-    """
-
-    results: Results
-    assigned: frozenset[str] = frozenset()
-    remembers: bool = False
 
 
 def differences(graph: Graph, subject: Subject) -> list[str]:
@@ -209,21 +190,20 @@ def _compare(
             _refuse_remembered(subject, entry, batch)
         mode = f"{'train' if entry.training else 'eval'} mode, batch {batch}"
         try:
-            actual = _run_graph(graph, entry, batch)
+            actual = run_graph(graph, entry, batch)
         except ModelError:
             raise
         except Exception as error:  # a graph may call anything
             yield f"{mode}: the graph raises {summary(error)}"
             return
         found = dict(different(expected.results, actual.results))
-        given = found, expected.results, actual.results
-        if found and (is_noise(*given) or is_rounding(*given, lower_dtype(graph.traced_in))):
+        if found and is_noise(found, expected.results, actual.results):
             found = _in_double(graph, subject, entry, batch)
         if found and not entry.states.on_meta:
             refuse_seeding(subject.model, entry, batch)
     for name, text in found.items():
         if name in expected.assigned:
-            raise buffer_assigned(graph, name.removeprefix(_BUFFER), f"{mode}: {text}")
+            raise buffer_assigned(graph, name.removeprefix(BUFFER), f"{mode}: {text}")
         if outputs or not name.startswith("output"):
             yield f"{mode}: {text}"
 
@@ -239,7 +219,7 @@ def refuse_late_checkpoints(graph: Graph, subject: Subject, entry: Entry, batch:
     around = ambient(lower_dtype(graph.traced_in), kind_of(entry))
     with torch.random.fork_rng(), around, EvenDraws():
         refuse_other_recomputation(
-            lambda keeping: _run_model(graph, subject, entry, batch, keeping=keeping).results
+            lambda keeping: run_model(graph, subject, entry, batch, keeping=keeping).results
         )
 
 
@@ -248,8 +228,8 @@ def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
     entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
 
     def call(times: float) -> Sequence[Any]:
-        torch.manual_seed(_SEED)
-        _, inputs = _inputs(entry, batch, double=False)
+        torch.manual_seed(SEED)
+        _, inputs = inputs_of(entry, batch, double=False)
         given = [x * times if x.is_floating_point() else x for x in inputs]
         with torch.set_grad_enabled(entry.has_loss), activations_kept():
             return tuple(entry(*given))
@@ -263,7 +243,7 @@ def _first_run(
     entry: Entry,
     batches: Sequence[int],
     examples: Sequence[Signature],
-) -> tuple[int, _Run] | None:
+) -> tuple[int, ComparedRun] | None:
     """The first batch size that the model takes, and what it gives; None where it takes none.
 
     The entry is left with the example of which it took that.
@@ -276,7 +256,7 @@ def _first_run(
     tried = itertools.product(examples, batches, (True, False))
     for entry.signature, batch, entry.input_gradients in tried:
         try:
-            return batch, _run_model(graph, subject, entry, batch)
+            return batch, run_model(graph, subject, entry, batch)
         except GPipeCompilerError:
             raise
         except Exception as error:  # whatever the user's code raises
@@ -297,130 +277,11 @@ def _first_run(
     return None
 
 
-def _run_model(
-    graph: Graph,
-    subject: Subject,
-    entry: Entry,
-    batch: int,
-    *,
-    double: bool = False,
-    keeping: contextlib.AbstractContextManager[object] | None = None,
-) -> _Run:
-    """The eager model on copies of everything, perhaps in double precision.
-
-    What it checkpoints by itself runs once, unless `keeping` is another context: a second run in
-    the backward would count twice in the running statistics of BatchNorm.
-    """
-    entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
-    if double:
-        entry.model.double()
-    leaves, inputs = _inputs(entry, batch, double=double)
-    before = dict(entry.model.named_buffers())
-    attributes = python_state(entry.model, entry.loss_fn)
-    sizes = {name: tensor.shape for name, tensor in before.items()}
-    torch.manual_seed(_SEED)
-    with (
-        torch.set_grad_enabled(entry.has_loss),
-        keeping or activations_kept(),
-        no_new_parameters(),
-    ):
-        returned = entry(*inputs)
-    loss = returned.pop(0) if entry.has_loss else None
-    _backward(loss, entry)
-    parameters = dict(entry.model.named_parameters())
-    buffers = dict(entry.model.named_buffers())
-    for name, tensor in buffers.items():
-        if sizes.get(name, tensor.shape) != tensor.shape and before[name] is tensor:
-            used = (op for op in graph.ops if name in op.states(graph.modules))
-            raise ModelError(
-                f"the buffer {name} gets its size when the model runs: {tuple(sizes[name])} "
-                f"becomes {tuple(tensor.shape)}",
-                location=next((op.source for op in used), None),
-                hint="call the model once in build_model(), as observers of quantisation ask for",
-            )
-    run = _results(entry.outputs(returned), loss, parameters, buffers, leaves)
-    assigned = [n for n in {**before, **buffers} if before.get(n) is not buffers.get(n)]
-    return dataclasses.replace(
-        run,
-        assigned=frozenset(f"{_BUFFER}{name}" for name in assigned),
-        remembers=bool(changed(attributes, python_state(entry.model, entry.loss_fn))),
-    )
-
-
-def _run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -> _Run:
-    """The graph on copies of everything, perhaps in double precision."""
-    tensors = {
-        name: _copy(tensor, double=double).requires_grad_(graph.state[name].requires_grad)
-        for name, tensor in graph.tensors.items()
-    }
-    leaves, inputs = _inputs(entry, batch, double=double)
-    interpreter = Interpreter(graph, tensors, entry.training)
-    torch.manual_seed(_SEED)
-    # Graphs name no device: what they create goes where the model is.
-    device = torch.device("meta") if entry.states.on_meta else contextlib.nullcontext()
-    with torch.set_grad_enabled(entry.has_loss), device:
-        values = interpreter.run(
-            {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
-        )
-    loss = None if graph.loss is None else values[graph.loss.value]
-    _backward(loss, entry)
-    kinds: dict[StateKind, dict[str, torch.Tensor]] = {kind: {} for kind in StateKind}
-    for name, tensor in tensors.items():
-        kinds[graph.state[name].kind][name] = tensor
-    outputs = interpreter.resolve(graph.outputs, values)
-    return _results(outputs, loss, kinds[StateKind.PARAMETER], kinds[StateKind.BUFFER], leaves)
-
-
-def _copy(tensor: torch.Tensor, *, double: bool) -> torch.Tensor:
-    copy = copied(tensor)
-    return copy.double() if double and copy.is_floating_point() else copy
-
-
-def _inputs(
-    entry: Entry, batch: int, *, double: bool
-) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Leaves by name that collect gradients, and what to pass on: copies, so that the model may
-    write to its inputs."""
-    tensors = [_copy(tensor, double=double) for tensor in entry.signature.samples(batch)]
-    leaves = {
-        source.name: tensor.requires_grad_(entry.has_loss and entry.input_gradients)
-        for source, tensor in zip(entry.signature.inputs, tensors, strict=True)
-        if tensor.is_floating_point()
-    }
-    return leaves, [tensor.clone() for tensor in tensors]
-
-
-def _backward(loss: Any, entry: Entry) -> None:
-    if entry.training and isinstance(loss, torch.Tensor) and loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-
-
-def _results(
-    outputs: object,
-    loss: torch.Tensor | None,
-    parameters: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-    leaves: Mapping[str, torch.Tensor],
-) -> _Run:
-    found: dict[str, torch.Tensor | None] = {}
-    for path, tensor in tensors_of(outputs):
-        found[f"output {'.'.join(map(str, path))}".strip()] = tensor
-    if loss is not None:
-        found["loss"] = loss
-    for name, tensor in parameters.items():
-        found[f"{GRADIENT}{name}"] = tensor.grad
-    for name, tensor in buffers.items():
-        found[f"{_BUFFER}{name}"] = tensor
-    for name, tensor in leaves.items():
-        found[f"{GRADIENT}the input {name}"] = tensor.grad
-    return _Run({name: None if t is None else t.detach() for name, t in found.items()})
-
-
 def _in_double(graph: Graph, subject: Subject, entry: Entry, batch: int) -> dict[str, str]:
     """What differs in double precision; nothing where one of both does not run in that."""
     try:
-        expected = _run_model(graph, subject, entry, batch, double=True).results
-        actual = _run_graph(graph, entry, batch, double=True).results
+        expected = run_model(graph, subject, entry, batch, double=True).results
+        actual = run_graph(graph, entry, batch, double=True).results
     except Exception:  # what is written for fp32 may do anything in another type
         return {}
     found = dict(different(expected, actual))

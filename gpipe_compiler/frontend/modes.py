@@ -8,19 +8,17 @@ graph, a better one a shorter graph.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import itertools
 import operator
 import warnings
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from gpipe_compiler.errors import Notice, TraceError
-from gpipe_compiler.frontend.merge_shape_queries import always_contiguous, merge_shape_queries
+from gpipe_compiler.frontend.alignment import aligned, passed
 from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.ir import (
     Argument,
@@ -28,9 +26,7 @@ from gpipe_compiler.ir import (
     Call,
     FunctionCall,
     Graph,
-    MethodCall,
     Mode,
-    ModuleCall,
     Op,
     Ref,
     RegionBody,
@@ -72,10 +68,8 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         if same:
             return train
         return train.replace(unlike=unlike, requires=requires, sample_rules=rules)
-    ops = always_contiguous((*ops, *merging.selections))
-    ops, outputs = merge_shape_queries(ops, outputs)
     merged = train.replace(
-        ops=ops,
+        ops=(*ops, *merging.selections),
         outputs=outputs,
         loss=loss,
         modules={**evaluation.modules, **train.modules},
@@ -87,32 +81,6 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
         left_out=merging.left_out,
     )
     return check(merged, after="merging train and eval mode")
-
-
-_MOST_PAIRS = 1 << 20
-"""Pairs of equal items in two lists up to which all of them are looked at to align the lists."""
-
-
-def _aligned(ours: Sequence[Hashable], theirs: Sequence[Hashable]) -> Sequence[difflib.Match]:
-    """The runs of equal items in two lists, in order, and an empty one at the end.
-
-    Where items repeat so often that a search among all their pairs would take long, each stands
-    for its own repetition only.
-    """
-    if ours == theirs:
-        return difflib.Match(0, 0, len(ours)), difflib.Match(len(ours), len(ours), 0)
-    counts = Counter(theirs)
-    if sum(counts[item] for item in ours) > _MOST_PAIRS:
-        ours, theirs = list(_numbered(ours)), list(_numbered(theirs))
-    return difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-
-
-def _numbered(items: Iterable[Hashable]) -> Iterator[Hashable]:
-    """Every item with the number of those before it that are equal to it."""
-    seen = Counter[Hashable]()
-    for item in items:
-        yield item, seen[item]
-        seen[item] += 1
 
 
 class _Merging:
@@ -139,7 +107,7 @@ class _Merging:
         """The merged ops, in an order that is right for both modes."""
         ours, theirs = self._train.ops, self._evaluation.ops
         i = j = 0
-        for block in _aligned([op_key(op) for op in ours], [op_key(op) for op in theirs]):
+        for block in aligned(ours, theirs):
             yield from (self._one_sided(op, Mode.TRAIN) for op in ours[i : block.a])
             yield from (self._one_sided(op, Mode.EVAL) for op in theirs[j : block.b])
             i, j = block.a + block.size, block.b + block.size
@@ -379,73 +347,3 @@ def _structure(outputs: Argument) -> str:
         return Ref("_") if isinstance(leaf, Ref) else leaf
 
     return repr(map_argument(blank, outputs))
-
-
-_DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
-"""Arguments of functions without a signature that depend on the mode."""
-
-
-def op_key(op: Op) -> Hashable:
-    """What two ops must share to be one op in two modes."""
-    where = (op.module, op.source.file, op.source.line) if op.source else (op.module,)
-    return (_call_key(op.call), where, _arity(op.result))
-
-
-def _call_key(call: Call) -> Hashable:
-    match call:
-        case FunctionCall(function=function):
-            return ("function", id(function), len(call.args), _names_key(call))
-        case MethodCall(method=method):
-            return ("method", method, len(call.args), tuple(sorted(call.kwargs)))
-        case ModuleCall(module=module):
-            return ("module", module, len(call.args), tuple(sorted(call.kwargs)))
-        case RegionCall():
-            return ("region", repr(call.context), len(call.args), _body_key(call))
-
-
-def _names_key(call: FunctionCall) -> Hashable:
-    """Keywords count only where no default is known for them."""
-    try:
-        inspect.signature(call.function)
-    except (TypeError, ValueError):
-        return tuple(sorted(key for key in call.kwargs if key not in _DEFAULTS))
-    return ()
-
-
-def _body_key(call: RegionCall) -> Hashable:
-    """The text of a region's body with values numbered, so that names do not matter."""
-    numbers: dict[str, int] = {}
-
-    def number(leaf: Any) -> Any:
-        return numbers.get(leaf.name, leaf.name) if isinstance(leaf, Ref) else leaf
-
-    def enter(names: tuple[str, ...]) -> None:
-        for name in names:
-            numbers[name] = len(numbers)
-
-    enter(call.body.inputs)
-    lines: list[Hashable] = []
-    for op in call.body.ops:
-        inner = with_arguments(op.call, lambda item: map_argument(number, item))
-        lines.append((_call_key(inner), repr((inner.args, dict(inner.kwargs))), _arity(op.result)))
-        enter(op.outputs)
-    return (*lines, repr(map_argument(number, call.body.outputs)))
-
-
-def _arity(result: Result) -> Hashable:
-    """The nesting of a result; a result that nothing reads fits a single one."""
-    return tuple(map(_arity, result)) if isinstance(result, tuple) else None
-
-
-def passed(call: Call, key: str) -> Argument:
-    """An argument of a call, or the default where it is not passed."""
-    if key in call.kwargs:
-        return call.kwargs[key]
-    if isinstance(call, FunctionCall):
-        try:
-            parameters = inspect.signature(call.function).parameters
-        except (TypeError, ValueError):
-            return _DEFAULTS.get(key, inspect.Parameter.empty)
-        if key in parameters and list(parameters).index(key) >= len(call.args):
-            return parameters[key].default
-    return inspect.Parameter.empty

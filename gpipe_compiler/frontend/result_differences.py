@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from gpipe_compiler.runtime.train.comparison import ROUNDINGS, dense
+from gpipe_compiler.runtime.train.comparison import dense
 
 Results: TypeAlias = Mapping[str, torch.Tensor | None]
 """What a run gave, by readable name."""
@@ -60,33 +60,6 @@ def is_noise(names: Iterable[str], expected: Results, actual: Results) -> bool:
         and _largest(tensor) <= _NOISE * torch.finfo(tensor.dtype).eps * largest
         for name in names
         for tensor in (expected.get(name), actual.get(name))
-    )
-
-
-def is_rounding(
-    names: Iterable[str], expected: Results, actual: Results, lower: torch.dtype | None
-) -> bool:
-    """Whether all of these are gradients that differ by no more than sums in 16 bits round.
-
-    Outputs and loss being equal, what was computed in the forward is, too. In the backward the
-    gradient of what several ops take is summed in its own type, in one order or the other: one
-    rounding for each summand, as `comparison.ROUNDINGS` allows for.
-
-    Args:
-        lower: the type of 16 bits that is computed in, None for none.
-    """
-
-    def rounds(one: torch.Tensor | None, other: torch.Tensor | None, dtype: torch.dtype) -> bool:
-        if one is None or other is None or one.is_meta:
-            return False
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        rounding = ROUNDINGS * torch.finfo(dtype).eps * _largest(one)
-        return _distance(dense(one), dense(other)) <= rounding
-
-    return lower is not None and all(
-        name.startswith(GRADIENT) and rounds(expected.get(name), actual.get(name), lower)
-        for name in names
     )
 
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import is_users, line_of, location
+from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
@@ -59,11 +59,6 @@ _CAUSES = (
         "the model draws from a torch.Generator of its own",
         "draw without generator=: a package draws from the seed of its pipeline",
     ),
-    _Cause(
-        r"torch\.utils\.checkpoint",
-        "the model recomputes activations with torch.utils.checkpoint",
-        "turn its checkpointing off: a pipeline recomputes by itself",
-    ),
 )
 
 
@@ -98,7 +93,7 @@ def explained(error: Exception) -> TraceError:
 def refuse_fixed_batch(
     entry: Entry,
     placeholders: Sequence[fx.Node],
-    line_of_size: Callable[[Any], SourceLocation | None] = lambda _: None,
+    line_of_size: Callable[[Any], SourceLocation | None],
 ) -> None:
     """Checks that the batch is free to vary in the traced graph.
 
@@ -107,7 +102,7 @@ def refuse_fixed_batch(
 
     Raises:
         TraceError: when the model works for the traced batch size only; with the line that needs
-            it, where torch knows it.
+            it, where that is known.
     """
     for node, source in zip(placeholders, entry.signature.inputs, strict=True):
         value = node.meta.get("val")
@@ -116,7 +111,7 @@ def refuse_fixed_batch(
         size: Any = value.shape[source.batch_dim]
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
-        where = line_of_size(size) or _fixing_line(value)
+        where = line_of_size(size)
         one_by_one = where is not None and _ONE_BY_ONE.search(where.code)
         code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
@@ -130,20 +125,6 @@ def refuse_fixed_batch(
             "int(), float() and torch.tensor() make a constant of it; compare it with nothing, and "
             "leave -1 for it in view and reshape",
         )
-
-
-def _fixing_line(value: torch.Tensor) -> SourceLocation | None:
-    """The user's line behind the guard that fixed a size."""
-    mode = getattr(value, "fake_mode", None)
-    shape_env = getattr(mode, "shape_env", None)
-    for guard in getattr(shape_env, "guards", ()):
-        sloc = getattr(guard, "sloc", None)
-        equality = type(guard.expr).__name__ in ("Equality", "Eq")
-        for frame in (getattr(sloc, "maybe_user_loc", None), getattr(sloc, "framework_loc", None)):
-            file, line = getattr(frame, "filename", None), getattr(frame, "lineno", None)
-            if equality and isinstance(file, str) and isinstance(line, int) and is_users(file):
-                return location(file, line, getattr(frame, "name", ""))
-    return None
 
 
 def _spoken(path: Path) -> str:

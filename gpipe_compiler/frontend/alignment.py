@@ -1,0 +1,120 @@
+"""Which ops in the traces of train and eval mode can be one op in both."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from gpipe_compiler.ir import (
+    Argument,
+    Call,
+    FunctionCall,
+    MethodCall,
+    ModuleCall,
+    Op,
+    Ref,
+    RegionCall,
+    Result,
+)
+from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.ops import with_arguments
+
+_MOST_PAIRS = 1 << 20
+"""Pairs of equal items in two lists up to which all of them are looked at to align the lists."""
+
+
+def aligned(ours: Sequence[Op], theirs: Sequence[Op]) -> Sequence[difflib.Match]:
+    """The runs of ops in two lists that can be one op in two modes, in order, and an empty one at
+    the end.
+
+    Where items repeat so often that a search among all their pairs would take long, each stands
+    for its own repetition only.
+    """
+    left, right = list(map(_key, ours)), list(map(_key, theirs))
+    if left == right:
+        return difflib.Match(0, 0, len(left)), difflib.Match(len(left), len(left), 0)
+    counts = Counter(right)
+    if sum(counts[key] for key in left) > _MOST_PAIRS:
+        left, right = list(_numbered(left)), list(_numbered(right))
+    return difflib.SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
+
+
+def _numbered(items: Iterable[Hashable]) -> Iterator[Hashable]:
+    """Every item with the number of those before it that are equal to it."""
+    seen = Counter[Hashable]()
+    for item in items:
+        yield item, seen[item]
+        seen[item] += 1
+
+
+_DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
+"""Arguments of functions without a signature that depend on the mode."""
+
+
+def _key(op: Op) -> Hashable:
+    """What two ops must share to be one op in two modes."""
+    where = (op.module, op.source.file, op.source.line) if op.source else (op.module,)
+    return (_call_key(op.call), where, _arity(op.result))
+
+
+def _call_key(call: Call) -> Hashable:
+    match call:
+        case FunctionCall(function=function):
+            return ("function", id(function), len(call.args), _names_key(call))
+        case MethodCall(method=method):
+            return ("method", method, len(call.args), tuple(sorted(call.kwargs)))
+        case ModuleCall(module=module):
+            return ("module", module, len(call.args), tuple(sorted(call.kwargs)))
+        case RegionCall():
+            return ("region", repr(call.context), len(call.args), _body_key(call))
+
+
+def _names_key(call: FunctionCall) -> Hashable:
+    """Keywords count only where no default is known for them."""
+    try:
+        inspect.signature(call.function)
+    except (TypeError, ValueError):
+        return tuple(sorted(key for key in call.kwargs if key not in _DEFAULTS))
+    return ()
+
+
+def _body_key(call: RegionCall) -> Hashable:
+    """The text of a region's body with values numbered, so that names do not matter."""
+    numbers: dict[str, int] = {}
+
+    def number(leaf: Any) -> Any:
+        return numbers.get(leaf.name, leaf.name) if isinstance(leaf, Ref) else leaf
+
+    def enter(names: tuple[str, ...]) -> None:
+        for name in names:
+            numbers[name] = len(numbers)
+
+    enter(call.body.inputs)
+    lines: list[Hashable] = []
+    for op in call.body.ops:
+        inner = with_arguments(op.call, lambda item: map_argument(number, item))
+        lines.append((_call_key(inner), repr((inner.args, dict(inner.kwargs))), _arity(op.result)))
+        enter(op.outputs)
+    return (*lines, repr(map_argument(number, call.body.outputs)))
+
+
+def _arity(result: Result) -> Hashable:
+    """The nesting of a result; a result that nothing reads fits a single one."""
+    return tuple(map(_arity, result)) if isinstance(result, tuple) else None
+
+
+def passed(call: Call, key: str) -> Argument:
+    """An argument of a call, or the default where it is not passed."""
+    if key in call.kwargs:
+        return call.kwargs[key]
+    if isinstance(call, FunctionCall):
+        try:
+            parameters = inspect.signature(call.function).parameters
+        except (TypeError, ValueError):
+            return _DEFAULTS.get(key, inspect.Parameter.empty)
+        if key in parameters and list(parameters).index(key) >= len(call.args):
+            return parameters[key].default
+    return inspect.Parameter.empty
