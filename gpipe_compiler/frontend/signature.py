@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.naming import UniqueNames, identifier
-from gpipe_compiler.frontend.structure import replace_tensors
+from gpipe_compiler.frontend.structure import with_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Input
 from gpipe_compiler.ir.sizes import is_free
@@ -36,17 +36,9 @@ class Signature:
 
     def rebuild(self, tensors: Sequence[object]) -> tuple[Any, Any, Any]:
         """Positional arguments, keyword arguments and target."""
-        by_path = {source.path: tensor for source, tensor in zip(self.inputs, tensors, strict=True)}
-        args, kwargs, target = self.tree
-
-        def at(root: str) -> Callable[[Path], object]:
-            return lambda path: by_path[(root, *path)]
-
-        return (
-            replace_tensors(args, at("args")),
-            replace_tensors(kwargs, at("kwargs")),
-            replace_tensors(target, at("target")),
-        )
+        given = iter(tensors)
+        args, kwargs, target = (with_tensors(part, given) for part in self.tree)
+        return args, kwargs, target
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The example tensors by the names of the inputs."""

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from gpipe_compiler.ir.arguments import leaves, map_argument
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.core.outputs import of_class
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
@@ -28,19 +29,17 @@ class TensorSlot:
     index: int
 
 
-def replace_tensors(tree: object, replacement: Callable[[Path], object], path: Path = ()) -> object:
-    """The same nest with every tensor replaced by what `replacement` gives for the way to it."""
+def with_tensors(tree: object, tensors: Iterator[object]) -> object:
+    """The same nest with others in place of its tensors, in order."""
     if isinstance(tree, torch.Tensor):
-        return replacement(path)
+        return next(tensors)
     if isinstance(tree, tuple | list):
-        items = [replace_tensors(item, replacement, (*path, i)) for i, item in enumerate(tree)]
+        items = [with_tensors(item, tensors) for item in tree]
         if isinstance(tree, tuple) and hasattr(tree, "_make"):
             return tree._make(items)
         return items if isinstance(tree, list) else tuple(items)
     if isinstance(tree, Mapping):
-        pairs = {
-            key: replace_tensors(item, replacement, (*path, key)) for key, item in tree.items()
-        }
+        pairs = {key: with_tensors(item, tensors) for key, item in tree.items()}
         return collections.OrderedDict(pairs) if type(tree) is collections.OrderedDict else pairs
     return tree
 
@@ -160,23 +159,11 @@ def has_slots(template: Template) -> bool:
 
 def slots(template: Template) -> list[int]:
     """The numbers of its slots, in order."""
-    if isinstance(template, TensorSlot):
-        return [template.index]
-    if isinstance(template, tuple | list):
-        return [index for item in template for index in slots(item)]
-    if isinstance(template, dict):
-        return [index for item in template.values() for index in slots(item)]
-    return []
+    return [leaf.index for leaf in leaves(template) if isinstance(leaf, TensorSlot)]
 
 
-def fill(template: Template, leaves: Sequence[Any]) -> Any:
-    """The template with the leaf of that number at every slot."""
-    if isinstance(template, TensorSlot):
-        return leaves[template.index]
-    if isinstance(template, tuple):
-        return tuple(fill(item, leaves) for item in template)
-    if isinstance(template, list):
-        return [fill(item, leaves) for item in template]
-    if isinstance(template, dict):
-        return {key: fill(item, leaves) for key, item in template.items()}
-    return template
+def fill(template: Template, given: Sequence[Any]) -> Any:
+    """The template with the item of that number at every slot."""
+    return map_argument(
+        lambda leaf: given[leaf.index] if isinstance(leaf, TensorSlot) else leaf, template
+    )
