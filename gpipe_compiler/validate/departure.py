@@ -19,7 +19,7 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import Leaf
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ComparedKind, compare, flat_tensors
-from gpipe_compiler.validate.draws import Draws
+from gpipe_compiler.validate.draws import ApartError, Draws
 from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.plain_run import MiniBatch, Outputs, Shares, all_at_once, one_by_one
 from gpipe_compiler.validate.rounding import to_type
@@ -133,6 +133,17 @@ def departure(
         f"micro-batches come to: {cause}",
         location=None if op is None else op.source,
         hint=hint_at(op, HINT),
+    )
+
+
+def drawn_apart(graph: Graph, problem: ApartError) -> UnsplittableError:
+    """The error for a draw that is not that of micro-batches put together."""
+    op = graph.op_of.get(problem.op)
+    return UnsplittableError(
+        f"{problem.op or 'an op'} {problem.reason}: what the model draws for the mini-batch is "
+        "not what its micro-batches draw",
+        location=None if op is None else op.source,
+        hint=HINT,
     )
 
 

@@ -31,6 +31,7 @@ from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, flat_tensors
 from gpipe_compiler.runtime.train.plain_stages import LOSS_SCALE
 from gpipe_compiler.validate.draws import Draws, DrawsOfAll, DrawsOfOne
+from gpipe_compiler.validate.loss_splitting import loss_shares
 from gpipe_compiler.validate.second_batch import OtherBatch
 
 
@@ -96,6 +97,19 @@ class ModelCall:
     around: contextlib.AbstractContextManager[object]
     shares: tuple[float, ...] = (1.0,)
     terms: Callable[[Entry, Precision], tuple[torch.Tensor, ...]] | None = None
+
+
+def shares_of(entry: Entry, plan: Plan, batch: MiniBatch) -> Shares:
+    """The weights of the micro-batches' losses; () where the mini-batch has one."""
+    assert plan.graph is not None
+    graph = plan.graph
+    if graph.loss is not None and graph.loss.over_batch:
+        return ()
+    names = [source.name for source in entry.signature.inputs]
+    parts = batch.parts(entry.signature)
+    states = {**graph.tensors, **dict(entry.model.named_buffers())}
+    named = [dict(zip(names, part, strict=True)) for part in parts]
+    return loss_shares(graph, states, named, batch.sizes)
 
 
 def one_by_one(

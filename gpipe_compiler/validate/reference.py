@@ -34,9 +34,16 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
 from gpipe_compiler.validate.cross_sample import differs_in_training
-from gpipe_compiler.validate.departure import HINT, Both, departure, joined, where_parted
+from gpipe_compiler.validate.departure import (
+    HINT,
+    Both,
+    departure,
+    drawn_apart,
+    joined,
+    where_parted,
+)
 from gpipe_compiler.validate.draws import ApartError, Draws
-from gpipe_compiler.validate.loss_splitting import cause_of, explain, loss_shares
+from gpipe_compiler.validate.loss_splitting import cause_of, explain
 from gpipe_compiler.validate.plain_run import (
     MiniBatch,
     ModelCall,
@@ -46,6 +53,7 @@ from gpipe_compiler.validate.plain_run import (
     evaluate,
     flattened,
     one_by_one,
+    shares_of,
     train_step,
     with_terms,
 )
@@ -80,7 +88,7 @@ def reference_of(
     """
     entry = make_entry(subject, training=False)
     batch = batch_of(plan, entry.signature, other)
-    shares = _shares(entry, plan, batch) if plan.training else ()
+    shares = shares_of(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, per_microbatch)
     if step_alone:
         return work.trained(noted=False)
@@ -102,7 +110,7 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
     batch = batch_of(plan, entry.signature)
     if len(batch.sizes) == 1:
         return
-    shares = _shares(entry, plan, batch) if plan.training else ()
+    shares = shares_of(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, accepted=False)
     work.evaluated()
     if not shares:
@@ -114,23 +122,10 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
     except ApartError as problem:
         if problem.inside:
             return
-        raise work._apart(problem) from problem
+        raise drawn_apart(work.graph, problem) from problem
     if not alike:
         draws = Draws.of(work.graph, seed, training=True)
         raise departure(work.graph, work._entry(training=True), batch, draws)
-
-
-def _shares(entry: Entry, plan: Plan, batch: MiniBatch) -> Shares:
-    """The weights of the micro-batches' losses; () where the mini-batch has one."""
-    assert plan.graph is not None
-    graph = plan.graph
-    if graph.loss is not None and graph.loss.over_batch:
-        return ()
-    names = [source.name for source in entry.signature.inputs]
-    parts = batch.parts(entry.signature)
-    states = {**graph.tensors, **dict(entry.model.named_buffers())}
-    named = [dict(zip(names, part, strict=True)) for part in parts]
-    return loss_shares(graph, states, named, batch.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +193,7 @@ class _Work:
             if not alike and not self._in_double(_Work._evaluates_alike):
                 error = self._unlike(found, draws)
         except ApartError as problem:
-            error = self._apart(problem)
+            error = drawn_apart(self.graph, problem)
         notes = self._accept(error)
         if alike and not self._lower:
             return {ComparedKind.OUTPUT: found.whole.outputs}, notes
@@ -237,9 +232,9 @@ class _Work:
                     found = self._loop(draws, self.plan.precision) if self._lower else whole
                     return found, self._accept(later)
         except ApartError as problem:
-            error: UnsplittableError | None = self._apart(problem)
+            error: UnsplittableError | None = drawn_apart(self.graph, problem)
             if problem.inside:
-                note = _INSIDE.format(self._apart(problem).problem)
+                note = _INSIDE.format(drawn_apart(self.graph, problem).problem)
                 return self._loop(draws, self.plan.precision), (note,)
         else:
             error = None
@@ -265,7 +260,7 @@ class _Work:
         except ApartError as problem:
             if problem.inside:
                 return
-            raise self._apart(problem) from problem
+            raise drawn_apart(self.graph, problem) from problem
         op = next((op for op in self.graph.ops if op.name in others), None)
         if op is None:
             draws = Draws.of(self.graph, self.seed, training=True)
@@ -394,16 +389,6 @@ class _Work:
             return explain(self.graph, losses)
         entry = self._entry(training=False)
         return departure(self.graph, entry, self.batch, draws, outputs)
-
-    def _apart(self, problem: ApartError) -> UnsplittableError:
-        """The error for a draw that is not that of micro-batches put together."""
-        op = self.graph.op_of.get(problem.op)
-        return UnsplittableError(
-            f"{problem.op or 'an op'} {problem.reason}: what the model draws for the mini-batch is "
-            "not what its micro-batches draw",
-            location=None if op is None else op.source,
-            hint=HINT,
-        )
 
     def _normalises(self, layers: Collection[str]) -> str:
         first = next(op for op in self.graph.ops if op.name in layers)
