@@ -45,7 +45,7 @@ def annotate(
             do. It is then run at one size.
 
     Raises:
-        ModelError: naming the op that cannot run on so many samples.
+        ModelError: naming the op that cannot run on this number of samples.
     """
     described = {} if graph.batch_size == batch_size else graph.values
     shapes = {n: value.shape for n, value in described.items() if value.kind is ValueKind.TENSOR}

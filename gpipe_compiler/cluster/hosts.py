@@ -106,7 +106,7 @@ def _usual_link(hosts: Sequence[Host], network: Link | None) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """So many equal devices; None for as many as needed."""
+    """This number of equal devices; None for as many as needed."""
 
     count: int | None
     name: str

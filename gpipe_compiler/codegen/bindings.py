@@ -9,7 +9,7 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter, OwnModule, runs
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.loops import Loop, loop_begun
-from gpipe_compiler.codegen.releases import LettingGo
+from gpipe_compiler.codegen.releases import DelWriter
 from gpipe_compiler.codegen.sizes import usual_name
 from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
@@ -72,7 +72,7 @@ class Bindings:
     writer: ExpressionWriter
     variables: Variables
     uses: Uses
-    letting_go: LettingGo
+    dels: DelWriter
     size_of: Callable[[str], Dim | None]
     unnoted: Collection[str] = ()
     told: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Bindings:
             wish = self._other_name(op, value, wish, position)
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
-            self.letting_go.bound(variable)
+            self.dels.bound(variable)
         result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
         return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
@@ -163,7 +163,7 @@ class Bindings:
             return False
         if isinstance(reader.call, RegionCall) or runs_again(op.call) or loop_begun(reader):
             return False
-        if value in self.letting_go.releases.asked or self.letting_go.ending(position):
+        if value in self.dels.releases.asked or self.dels.ending(position):
             return False
         if changed_by(reader.call) == value:
             return False
@@ -181,7 +181,7 @@ class Bindings:
 
     def _ends(self, value: str, position: int, ops: Sequence[Op]) -> bool:
         """Whether a value worth letting go of ends with ops that read one another in a row."""
-        end = self.letting_go.releases.ends.get(value, END)
+        end = self.dels.releases.ends.get(value, END)
         made = [op.result for op in ops[position:end]]
         return end < len(ops) and all(
             isinstance(own, str) and self.uses.count.get(own) == 1 and self.uses.last[own] == place
@@ -194,7 +194,7 @@ class Bindings:
         Args:
             value: what the op makes, which nests in its reader.
         """
-        done, last = self.letting_go.releases.done, self.uses.last[value]
+        done, last = self.dels.releases.done, self.uses.last[value]
         held = (self.variables.holder(own) for own in op.inputs if done([own], last))
         return any(own and self.variables.free(own, position) for own in held)
 
@@ -219,7 +219,7 @@ class Bindings:
             return result, expression
         read = [index for index, item in enumerate(result) if self._is_read(item)]
         unread = [value for value in result_names(result) if value not in self.uses.count]
-        if len(read) != 1 or not self.letting_go.releases.worth(unread):
+        if len(read) != 1 or not self.dels.releases.worth(unread):
             return result, expression
         end = f"[{read[0]}]"
         return result[read[0]], replace(

@@ -21,7 +21,7 @@ from gpipe_compiler.codegen.loops import loop_begun, loop_ended
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
 from gpipe_compiler.codegen.methods import Method, drop_dead
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
-from gpipe_compiler.codegen.releases import LettingGo, Releases
+from gpipe_compiler.codegen.releases import DelWriter, Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import Uses, is_attribute, with_callers
@@ -98,14 +98,14 @@ def write_body(
     reader = SizeReader(graph, writer, variables, uses, method.multiples, ops)
     reader.give(method.given, [value for value in method.arguments if value in graph.values])
     reader.give_sizes(sizes)
-    scribe = _Scribe(
+    writing = _BodyWriter(
         graph, writer, variables, names, uses, releases, method.size_of, unlike, method.names
     )
-    scribe.statements.extend(reader.statements)
-    scribe.write(ops)
+    writing.statements.extend(reader.statements)
+    writing.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
     returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
-    body = MethodBody(arguments, tuple(scribe.statements), returns)
+    body = MethodBody(arguments, tuple(writing.statements), returns)
     if len(returns) > 1 or not all(_kind(graph, v) is ValueKind.TENSOR for v in method.returns):
         return body
     return with_type(body, tuple(writer.modules.values()), direct=direct)
@@ -142,7 +142,7 @@ class _Pending:
 
 
 @dataclass
-class _Scribe:
+class _BodyWriter:
     """Writes the ops of one method, or of one region, in order.
 
     Ops that the user nested in one statement nest here too: an op with a single reader waits in
@@ -162,13 +162,13 @@ class _Scribe:
     pending: list[_Pending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.letting_go = LettingGo(self.variables, self.releases, self.writer)
+        self.dels = DelWriter(self.variables, self.releases, self.writer)
         self.bindings = Bindings(
             self.graph,
             self.writer,
             self.variables,
             self.uses,
-            self.letting_go,
+            self.dels,
             self.size_of,
             self.unnoted,
             self.told,
@@ -178,8 +178,8 @@ class _Scribe:
     def write(self, ops: Sequence[Op]) -> None:
         """Writes all ops."""
         self.ops, self.runs = ops, find_runs(ops)
-        self.letting_go.last = len(ops) - 1
-        self.letting_go.modes = {value: op.mode for op in ops for value in op.outputs}
+        self.dels.last = len(ops) - 1
+        self.dels.modes = {value: op.mode for op in ops for value in op.outputs}
         for position, op in enumerate(ops):
             try:
                 self._op(op, position)
@@ -206,7 +206,7 @@ class _Scribe:
             self.writer.variables[op.result] = self.writer.call(made)
             return
         if self._statement(op, made):
-            self.letting_go.after(op, position, self.statements)
+            self.dels.after(op, position, self.statements)
             return
         assert not isinstance(made, RegionCall)
         taken = self._take(op)
@@ -340,7 +340,7 @@ class _Scribe:
             self._append(op, f"{new} = ", name(old))
         self.bindings.renamed.clear()
         self._append(op, bound.target, bound.expression, sources, bound.note)
-        self.letting_go.after(op, position, self.statements)
+        self.dels.after(op, position, self.statements)
 
     def _append(
         self,
@@ -350,7 +350,7 @@ class _Scribe:
         sources: tuple[SourceLocation | None, ...] = (),
         note: str = "",
     ) -> None:
-        self.letting_go.before(op, self.statements)
+        self.dels.before(op, self.statements)
         self.statements.append(
             Statement(target, expression, op.mode, op.module, (*sources, op.source), note)
         )
@@ -367,9 +367,11 @@ class _Scribe:
         ops = drop_dead(block.ops, value_names(block.outputs))
         uses = Uses.of(ops, tuple(value_names(block.outputs)))
         variables = Variables(self.names, uses.last, lambda _: None)
-        scribe = _Scribe(self.graph, inner, variables, self.names, uses, Releases({}, frozenset()))
-        scribe.write(ops)
-        body = list(scribe.statements)
+        writing = _BodyWriter(
+            self.graph, inner, variables, self.names, uses, Releases({}, frozenset())
+        )
+        writing.write(ops)
+        body = list(writing.statements)
         for target, argument in zip(results, block.outputs, strict=True):
             if not isinstance(target, str) or target not in self.uses.count:
                 continue

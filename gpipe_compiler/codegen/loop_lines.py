@@ -57,9 +57,9 @@ class LoopLines:
                 self._append(op, target, self.writer.variables[before], statements)
                 self.writer.variables[result] = name(self.variables.holder(result) or wish)
             given[result] = self.writer.variables[result].flat
-        letting_go = self.bindings.letting_go
-        letting_go.before(op, statements)
-        letting_go.after(op, position, statements)
+        dels = self.bindings.dels
+        dels.before(op, statements)
+        dels.after(op, position, statements)
         line, places = self._line(op, loop)
         self.open.append(_OpenLoop(loop, line, statements, replace(self.writer), given))
         names = {loop.carried[value]: own for value, own in given.items()}
@@ -110,20 +110,20 @@ class LoopLines:
             values = ", ".join(expression.flat for expression in changed.values())
             self._append(op, f"{', '.join(changed)} = ", name(values), statements)
         self.variables.hold(made)
-        letting_go = self.bindings.letting_go
-        letting_go.before(op, statements)
+        dels = self.bindings.dels
+        dels.before(op, statements)
         statement = replace(opened.line, body=tuple(statements))
         self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
         self.bindings.loop = self.open[-1].loop if self.open else None
         self.writer.variables.update((value, name(own)) for value, own in made.items())
         opened.statements.append(statement)
-        letting_go.after(op, position, opened.statements)
+        dels.after(op, position, opened.statements)
         return opened.statements
 
     def _append(
         self, op: Op, target: str, expression: Expression, statements: list[Statement]
     ) -> None:
-        self.bindings.letting_go.before(op, statements)
+        self.bindings.dels.before(op, statements)
         statements.append(Statement(target, expression, op.mode, op.module, (op.source,)))
 
     def _takes_over(self, result: str, value: str, position: int) -> bool:

@@ -78,7 +78,7 @@ _LONGEST = WIDTH - 12
 
 
 @dataclass
-class LettingGo:
+class DelWriter:
     """Deletes the variables of a method that hold what nobody reads any more.
 
     Attributes:

@@ -129,7 +129,7 @@ class _Lowering:
         return ops, self.argument(graph.output_node().args)
 
     def _ops(self, nodes: Sequence[fx.Node], depth: int) -> list[Op]:
-        """The ops of nodes that stand in so many regions or more."""
+        """The ops of nodes that stand in this number of regions or more."""
         ops: list[Op] = []
         groups = itertools.groupby(nodes, lambda node: node.meta[REGIONS][depth : depth + 1])
         for around, group in groups:

@@ -61,7 +61,7 @@ def sample_rules(
 
 
 def _holds(condition: Any, samples: int) -> bool | None:
-    """Whether it does for so many samples; None where that is no number, as with a part of one."""
+    """Whether it does for this number; None where that is no number, as with a part of one."""
     try:
         return bool(condition.subs(dict.fromkeys(condition.free_symbols, samples)))
     except ZeroDivisionError:

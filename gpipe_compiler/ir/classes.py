@@ -340,8 +340,7 @@ def _least_ratio(graph: Graph, call: BlockCall) -> float:
 
 
 def _relative(template: Argument, base: float) -> Argument:
-    """A template with the factors of `BatchMultiple` in terms of a size that is so many times the
-    batch."""
+    """A template with the factors of `BatchMultiple` in terms of a size, `base` times the batch."""
 
     def leaf(item: object) -> object:
         return ("times", item.factor / base) if isinstance(item, BatchMultiple) else item

@@ -159,7 +159,7 @@ class Planner:
         return MicrobatchGraph.of(graph, costs, plain)
 
     def _refuse_torn(self, samples: int) -> None:
-        """Refuses micro-batches of so many samples, where the model takes others together."""
+        """Refuses micro-batches of this many samples, where the model takes others together."""
         if samples == self.batch_size:
             return
         rule = taken_together(annotate(self.graph, self.batch_size))

@@ -24,7 +24,7 @@ class SampleLimit:
 
 @dataclass(frozen=True, slots=True)
 class SampleGroup:
-    """So many samples, one after another, that a model takes together, such as pairs.
+    """A number of samples, one after another, that a model takes together, such as pairs.
 
     Attributes:
         where: the line that does.

@@ -35,7 +35,7 @@ ROUNDS = 6
 """How often the places about the best cut are looked at, at most."""
 
 CLOSER = 8
-"""So many times closer to the best cut the places of every round are."""
+"""How many times closer to the best cut the places of every round are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,11 +311,11 @@ class Places:
         return cls(graph, rows, graph.after(), units, cost)
 
     def everywhere(self, most: int) -> set[int]:
-        """So many of all of them, as bit masks."""
+        """This number of all of them, as bit masks."""
         return self._about([WHOLE / 2], 1.0, most)
 
     def near(self, masks: Sequence[int], share: float, most: int) -> set[int]:
-        """So many of those that hold about as much work as one of these down-sets.
+        """This number of those that hold about as much work as one of these down-sets.
 
         Args:
             share: of all work, how wide the ranges are about those of the masks.

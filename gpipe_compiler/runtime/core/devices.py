@@ -85,7 +85,7 @@ def there(device: torch.device) -> torch.device:
 
 
 def default_devices(devices: int, order: Sequence[int] = ()) -> tuple[torch.device, ...]:
-    """So many workers, spread in order over the GPUs; without any, on the CPU.
+    """A number of workers, spread in order over the GPUs; without any, on the CPU.
 
     Args:
         order: for each worker the GPU that was planned; followed where these are all there.
