@@ -19,6 +19,7 @@ import torch
 
 from gpipe_compiler.errors import Notice, TraceError
 from gpipe_compiler.frontend.alignment import aligned, passed
+from gpipe_compiler.frontend.always_contiguous import always_contiguous
 from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.ir import (
     Argument,
@@ -69,7 +70,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
             return train
         return train.replace(unlike=unlike, requires=requires, sample_rules=rules)
     merged = train.replace(
-        ops=(*ops, *merging.selections),
+        ops=always_contiguous((*ops, *merging.selections)),
         outputs=outputs,
         loss=loss,
         modules={**evaluation.modules, **train.modules},
