@@ -27,7 +27,6 @@ from gpipe_compiler.passes.inplace_variants import (
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
 from gpipe_compiler.passes.repeats import NameKind
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.uneven_writes import idle_writes
 
 _NOBODY: frozenset[str] = frozenset()
 
@@ -47,8 +46,7 @@ def write_in_place(graph: Graph) -> Graph:
       more of what comes of it, by the versions of all that autograd keeps;
     - autocast gives both operands the same type, whichever precision the package is run in.
 
-    Where a cut lies between an op and the maker of its operand, the op is `undone` again. Of ops
-    that equal layers have, those stay as they are that lower no peak and are not legal in all.
+    Where a cut lies between an op and the maker of its operand, the op is `undone` again.
 
     Args:
         graph: annotated.
@@ -60,9 +58,7 @@ def write_in_place(graph: Graph) -> Graph:
     while chosen := _choose(graph, refused):
         changed, wrong = _tried(graph, chosen)
         if changed is not None:
-            wrong = idle_writes(graph, changed, chosen)
-            if not wrong:
-                return check(changed, after="inplace")
+            return check(changed, after="inplace")
         refused |= wrong
     return graph
 

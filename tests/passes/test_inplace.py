@@ -273,23 +273,3 @@ def test_the_writes_of_repeated_blocks_are_those_of_one(builder):
 
     assert changed(graph, found) == {f"relu{number}": "relu" for number in range(12)}
     assert found.repeats
-
-
-@pytest.mark.parametrize("saves", [False, True])
-def test_layers_of_which_one_cannot_write_in_place_are_equal_where_it_saves_nothing(builder, saves):
-    """The first layer is given the model's input, which nobody may write over."""
-    b = builder(x=torch.randn(2, WIDTH))
-    h = Ref("x")
-    for number in range(4):
-        b.add_module(f"layers.{number}.act", nn.ReLU)
-        b.add_module(f"layers.{number}.fc", nn.Linear, WIDTH, 1 if saves else WIDTH)
-        b.add_module(f"between{number}", nn.Linear, 1 if saves else WIDTH, WIDTH)
-        h = b.module(f"layers.{number}.act", h, name=f"act{number}")
-        h = b.module(f"layers.{number}.fc", h, name=f"fc{number}")
-        h = b.module(f"between{number}", h, name=f"between{number}")
-    graph = annotate(b.graph((h,), b.method("sum", h)), 2)
-
-    found = write_in_place(graph)
-
-    inplace = {name for name, spec in found.modules.items() if spec.kwargs.get("inplace")}
-    assert inplace == ({f"layers.{number}.act" for number in range(1, 4)} if saves else set())
