@@ -46,7 +46,6 @@ def emit(
     hooks: Hooks | None = None,
     force: bool = False,
     progress: Progress | None = None,
-    check: Callable[[Path], None] | None = None,
     example: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes the package of a plan.
@@ -58,8 +57,6 @@ def emit(
         plan: with its graph, which holds the weights.
         hooks: the user's own file, for the data and the optimizer.
         force: replace the package that stands there already.
-        check: called with the finished folder before it is moved to its place. When it raises a
-            ValidationError the folder is left aside, as `<directory>.failed`.
         example: a real tensor for every input, by name; that of the graph unless given.
 
     Returns:
@@ -79,7 +76,6 @@ def emit(
         directory,
         lambda folder: write_package(plan, folder, hooks, tell, example),
         force=force,
-        check=check,
     )
 
 
@@ -88,12 +84,14 @@ def place(
     write: Callable[[Path], None],
     *,
     force: bool,
-    check: Callable[[Path], None] | None,
+    check: Callable[[Path], None] | None = None,
 ) -> Path:
     """Has a package written beside its place, checked, and moved there; see `emit`.
 
     Args:
         write: writes all files into the folder that it is given.
+        check: called with the finished folder before it is moved to its place. When it raises a
+            ValidationError the folder is left aside, as `<directory>.failed`.
 
     Returns:
         The absolute path of the package.

@@ -159,10 +159,10 @@ def _sequence(orders: Orders, needs: Needs) -> list[tuple[int, Compute]]:
         raise PlanError(f"device {device} would wait for ever before {action}") from error
 
 
-StageRates = Mapping[tuple[Compute, bool], float]
+ActionRates = Mapping[tuple[Compute, bool], float]
 """How many times as long as usual an action takes, or (True) running the forward again for it."""
 
-STEADY: StageRates = MappingProxyType({})
+STEADY: ActionRates = MappingProxyType({})
 """Every action takes the time of its stage."""
 
 
@@ -170,7 +170,7 @@ def simulate(
     orders: Orders,
     times: Sequence[StageTimes],
     joint: Collection[int] = (),
-    pace: StageRates = STEADY,
+    pace: ActionRates = STEADY,
 ) -> Simulation:
     """Works out when every action of a schedule starts and ends.
 
@@ -198,7 +198,7 @@ class _Run:
     """The devices and ports while a schedule is simulated, action by action."""
 
     def __init__(
-        self, times: Sequence[StageTimes], orders: Orders, joint: Joint, pace: StageRates
+        self, times: Sequence[StageTimes], orders: Orders, joint: Joint, pace: ActionRates
     ) -> None:
         self.pace = pace
         self.times = times
