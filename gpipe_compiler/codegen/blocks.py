@@ -24,7 +24,7 @@ from gpipe_compiler.codegen.construction import (
     init_lines,
 )
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
-from gpipe_compiler.codegen.expressions import ExpressionWriter, Written, outer_argument
+from gpipe_compiler.codegen.expressions import ExpressionWriter, RawText, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.find_loops import LoopFinder
 from gpipe_compiler.codegen.helpers import HelperCalls, module_path
@@ -305,7 +305,7 @@ class StageBlocks:
 
             def leaf(item: object) -> object:
                 own = names.get(ConstantSlot(op.name, next(numbers)))
-                return item if own is None else Written(own)
+                return item if own is None else RawText(own)
 
             args, kwargs = map_argument(leaf, (made.args, dict(made.kwargs)))
             made = dataclasses.replace(made, args=args, kwargs=kwargs)

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.constructors import NO_NAMES
-from gpipe_compiler.codegen.expressions import OwnModule, Written, again
+from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.helpers import HelperCall, module_path
 from gpipe_compiler.codegen.nested import ModuleNode
@@ -158,7 +158,7 @@ class Calls:
         for own, parameter in written.parameters.items():
             known = names.get(ConstantSlot(call.path, block.parameters.index(parameter)))
             number = parameter.values[call.stage, call.path]
-            numbers[own] = number if known is None else Written(known)
+            numbers[own] = number if known is None else RawText(known)
         result: Result = call.outputs[0] if len(call.outputs) == 1 else call.outputs
         made = ModuleCall(call.path, arguments, numbers)
         return Op(call.path, made, result, helper.site, module_path(call.path), call.mode)

@@ -44,7 +44,7 @@ _POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class RawText:
     """As an argument of a call: an expression as it is."""
 
     text: str
@@ -184,7 +184,7 @@ class ExpressionWriter:
                 return self.variables[value]
             case StateRef(name=state):
                 return self.variables.get(outer_argument(state)) or name(self.states[state])
-            case Written(text=text):
+            case RawText(text=text):
                 return name(text)
             case OwnModule(path=path):
                 return name(self.modules[path])

@@ -23,7 +23,7 @@ from gpipe_compiler.codegen.layout import Binding
 from gpipe_compiler.frontend.own_code import is_installed, written_operator
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES, UnwritableError
 from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
-from gpipe_compiler.ir.own_functions import OwnFunction, Written
+from gpipe_compiler.ir.own_functions import OwnFunction, WrittenClass
 
 BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.add: ("+", Binding.SUM),
@@ -205,7 +205,7 @@ def _spell_operator(
     return f"torch.ops.{function}" if "." in str(function) else None
 
 
-def own_code_of(function: object) -> tuple[Written, str] | None:
+def own_code_of(function: object) -> tuple[WrittenClass, str] | None:
     """Where a function or operator of the user's files stands in a package, and how it is called.
 
     None for any other.

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from gpipe_compiler.codegen.constants import write_constant, write_nest
-from gpipe_compiler.codegen.expressions import Written
+from gpipe_compiler.codegen.expressions import RawText
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name, tuple_of
 from gpipe_compiler.runtime import spec
@@ -24,7 +24,7 @@ def write_record(cls: type[Any], values: Mapping[str, object], imports: Imports)
 
     Args:
         cls: a dataclass.
-        values: of its fields; `Written` for what is written as it is.
+        values: of its fields; `RawText` for what is written as it is.
 
     Raises:
         UnwritableError: for what cannot be written down.
@@ -39,13 +39,13 @@ def write_record(cls: type[Any], values: Mapping[str, object], imports: Imports)
 
 
 def _write(value: object, imports: Imports) -> Expression:
-    """A nest of constants, enums, `Written` and dataclasses."""
+    """A nest of constants, enums, `RawText` and dataclasses."""
 
     def leaf(item: object) -> Expression:
         match item:
             case Expression():
                 return item
-            case Written(text=text):
+            case RawText(text=text):
                 return name(text)
             case Size(name=own):
                 return name(variable_of(own))

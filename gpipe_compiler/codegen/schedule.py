@@ -12,7 +12,7 @@ from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
 from gpipe_compiler.codegen.diagram import diagram
-from gpipe_compiler.codegen.expressions import Written
+from gpipe_compiler.codegen.expressions import RawText
 from gpipe_compiler.codegen.imports import Imports, from_lines
 from gpipe_compiler.codegen.layout import WIDTH, Expression, lay_out
 from gpipe_compiler.codegen.loss_weight import WeightSource
@@ -223,7 +223,7 @@ def _pipeline(
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
-        "orders": Written("ORDERS"),
+        "orders": RawText("ORDERS"),
         "placement": _unless_in_order(plan.placement, len(stages)),
         "device_order": _unless_in_order(plan.slots, len(plan.orders)),
         "aliases": {
@@ -278,12 +278,12 @@ def _unless_in_order(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
 def _stage(stage: StageSource, remat: Remat, imports: Imports) -> Expression:
     module = f"stage_{stage.index}"
     tables = {
-        table: Written(f"{module}.{table.upper()}")
+        table: RawText(f"{module}.{table.upper()}")
         for table in ("renamed", "initial", "writes", "segments")
         if getattr(stage, table)
     }
     values = {
-        "module": Written(f"{module}.{stage.class_name}"),
+        "module": RawText(f"{module}.{stage.class_name}"),
         "inputs": stage.inputs,
         "outputs": stage.outputs,
         "loss_inputs": stage.loss_inputs,
@@ -366,12 +366,12 @@ def _guard(weight: LossWeight | None) -> tuple[float, float, float]:
 def _weight(weight: WeightSource, imports: Imports) -> Expression:
     module = loss_weight.MODULE
     tables = {
-        table: Written(f"{module}.{table.upper()}")
+        table: RawText(f"{module}.{table.upper()}")
         for table in ("renamed", "initial")
         if getattr(weight, table)
     }
     values = {
-        "module": Written(f"{module}.{loss_weight.CLASS}"),
+        "module": RawText(f"{module}.{loss_weight.CLASS}"),
         "inputs": weight.inputs,
         "outputs": weight.outputs,
     }

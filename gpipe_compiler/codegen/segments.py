@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.expressions import Written, again
+from gpipe_compiler.codegen.expressions import RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.methods import Method
@@ -148,7 +148,7 @@ def _call(graph: Graph, name: str, method: Method) -> Op:
     """The op by which `forward` calls a segment: it stands where its last result is made."""
     result = method.returns[0] if len(method.returns) == 1 else method.returns
     source = graph.producer[method.returns[-1]].source
-    return Op(name, again(Written(f"self.{name}"), map(Ref, method.arguments)), result, source)
+    return Op(name, again(RawText(f"self.{name}"), map(Ref, method.arguments)), result, source)
 
 
 def segments_lines(held: Mapping[str, Sequence[str]]) -> list[str]:

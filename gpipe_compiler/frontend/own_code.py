@@ -33,7 +33,7 @@ from gpipe_compiler.frontend.own_statements import (
     operators_called,
     registers,
 )
-from gpipe_compiler.ir.own_functions import Written
+from gpipe_compiler.ir.own_functions import WrittenClass
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _FUTURE = -1
@@ -46,7 +46,7 @@ _ENCLOSED = 0
 """The line of what a class took from the function around it, after these."""
 
 
-def written(cls: type) -> Written:
+def written(cls: type) -> WrittenClass:
     """Where a class stands for whoever runs a package.
 
     Raises:
@@ -58,12 +58,12 @@ def written(cls: type) -> Written:
     if is_installed(module.__name__):
         if getattr(module, cls.__qualname__, None) is not cls:
             raise UnwritableError(f"{cls.__name__} is made by a function of {module.__name__}")
-        return Written(module.__name__)
+        return WrittenClass(module.__name__)
     collected = _Collected()
     return collected.written(collected.take_class(cls, module))
 
 
-def written_operator(operator: OpOverload) -> tuple[Written, str] | None:
+def written_operator(operator: OpOverload) -> tuple[WrittenClass, str] | None:
     """Where an operator that files of the user's define stands, and how it is called.
 
     By a name that it has there, or in full where it has none. None for one of a library.
@@ -79,7 +79,7 @@ def written_operator(operator: OpOverload) -> tuple[Written, str] | None:
 @cache
 def _collected_operator(
     qualname: str, definition: CustomOpDef | None, modules: tuple[ModuleType, ...]
-) -> tuple[Written, str] | None:
+) -> tuple[WrittenClass, str] | None:
     collected = _Collected(modules)
     found = collected.take_operator(qualname)
     return found and (collected.written(found[0]), found[1])
@@ -165,10 +165,10 @@ class _Collected:
         self._take_used(text, home, file, enclosed)
         return file
 
-    def written(self, file: str) -> Written:
+    def written(self, file: str) -> WrittenClass:
         """What has been taken, as it stands for a package that imports `file`."""
         files = ((name, tuple(sorted(held.items()))) for name, held in self.files.items())
-        return Written(f".{file}", tuple(files))
+        return WrittenClass(f".{file}", tuple(files))
 
     def take_operator(self, qualname: str) -> tuple[str, str] | None:
         """Takes an operator of the user's; returns the file that it goes to, and its name there.

@@ -117,7 +117,7 @@ def shortened(
         least: repetitions of the shortest run that is shortened.
         kept: repetitions that are left of a run, 2 or more.
         placeless: whether modules are equal that differ in their own places in the list; those
-            that are left then have a `Place` instead.
+            that are left then have a `LayerPlace` instead.
     """
     shared = _shared_tensors(subject.model)
     found = _runs("", subject.model, shared, least, placeless)
@@ -338,7 +338,7 @@ def _placeless(item: Any, places: frozenset[str], path: str = "") -> Any:
     twin = copy.copy(item)
     for name in vars(item):
         if f"{path}.{name}" in places:
-            vars(twin)[name] = Place()
+            vars(twin)[name] = LayerPlace()
     vars(twin)["_modules"] = {
         name: _placeless(child, places, f"{path}.{name}" if path else name)
         for name, child in item._modules.items()
@@ -357,7 +357,7 @@ def _used(*_: object) -> NoReturn:
     raise TraceError("what the model computes depends on the place of a layer")
 
 
-class Place:
+class LayerPlace:
     """A whole number that nobody knows: it may be handed on, and raises when it is used.
 
     Raises:
@@ -373,11 +373,11 @@ class Place:
     def __class__(self, _: Any) -> None:
         _used()
 
-    def __copy__(self) -> Place:
+    def __copy__(self) -> LayerPlace:
         """Copies of the model know no more."""
         return self
 
-    def __deepcopy__(self, _: object) -> Place:
+    def __deepcopy__(self, _: object) -> LayerPlace:
         """Copies of the model know no more."""
         return self
 
@@ -389,4 +389,4 @@ class Place:
 
 
 for _use in _USES.split():
-    setattr(Place, f"__{_use}__", _used)
+    setattr(LayerPlace, f"__{_use}__", _used)

@@ -16,7 +16,7 @@ Files: TypeAlias = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenClass:
     """Where a class stands for whoever runs a package.
 
     Attributes:
@@ -38,7 +38,7 @@ class OwnFunction(torch._ops.HigherOrderOperator):
         text: the whole of the file that makes it, where the compiler has written that.
     """
 
-    def __init__(self, cls: Any, written: Written, text: str = "") -> None:
+    def __init__(self, cls: Any, written: WrittenClass, text: str = "") -> None:
         name = cls.__name__.lower() if text else f"own_{cls.__name__}"
         super().__init__(name)  # type: ignore[no-untyped-call]  # of torch
         self.cls, self.written, self.text = cls, written, text
@@ -61,7 +61,7 @@ class OwnFunction(torch._ops.HigherOrderOperator):
 
 
 @cache
-def own_function(cls: type[torch.autograd.Function], written: Written) -> OwnFunction:
+def own_function(cls: type[torch.autograd.Function], written: WrittenClass) -> OwnFunction:
     """The one object that stands for a class."""
     return OwnFunction(cls, written)
 
@@ -72,7 +72,7 @@ def function_of_text(name: str, text: str) -> OwnFunction:
     made: dict[str, Any] = {"__name__": name}
     exec(compile(text, f"<{name}>", "exec"), made)
     file = f"own_{name.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
-    return OwnFunction(made[name], Written(f".{file}", ((file, ((0, text),)),)), text)
+    return OwnFunction(made[name], WrittenClass(f".{file}", ((file, ((0, text),)),)), text)
 
 
 def own_functions_of(op: Op) -> Iterator[OwnFunction]:

@@ -16,7 +16,7 @@ from gpipe_compiler.codegen.package import own_files
 from gpipe_compiler.frontend.own_code import is_installed, written
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
-from gpipe_compiler.ir.own_functions import Written, own_function
+from gpipe_compiler.ir.own_functions import WrittenClass, own_function
 
 MODEL = """
 import math
@@ -64,7 +64,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
         sys.modules.pop(name, None)
 
 
-def write(found: Written, folder: Path) -> ModuleType:
+def write(found: WrittenClass, folder: Path) -> ModuleType:
     """The class's file, imported from a package where the user's files are not."""
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -188,7 +188,9 @@ def test_a_class_of_an_installed_package_is_imported(
     (place / "ops.py").write_text("import torch\nclass A(torch.autograd.Function): pass\n")
     monkeypatch.syspath_prepend(place.parent)
 
-    assert written(importlib.import_module("installed_xyz.ops").A) == Written("installed_xyz.ops")
+    assert written(importlib.import_module("installed_xyz.ops").A) == WrittenClass(
+        "installed_xyz.ops"
+    )
 
 
 def test_a_class_without_a_file_is_refused() -> None:

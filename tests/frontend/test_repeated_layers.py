@@ -20,7 +20,7 @@ from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.own_functions import own_functions_met
-from gpipe_compiler.frontend.shorten import EqualRun, Place, shortened
+from gpipe_compiler.frontend.shorten import EqualRun, LayerPlace, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace, trace_whole, unchecked
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
@@ -622,7 +622,7 @@ def test_what_leaves_no_kernel_is_refused(cls: type[Stack]) -> None:
 
 
 def test_a_place_is_no_number_that_could_be_used() -> None:
-    place = Place()
+    place = LayerPlace()
 
     assert isinstance(place, int)
     assert copy.deepcopy([place])[0] is place

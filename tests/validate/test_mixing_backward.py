@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpipe_compiler.ir.own_functions import Written, own_function
+from gpipe_compiler.ir.own_functions import WrittenClass, own_function
 from gpipe_compiler.validate.mixing_backward import function_that_mixes
 from gpipe_compiler.validate.some_samples import PARTS, SAMPLES
 
@@ -43,5 +43,5 @@ def test_an_operator_whose_backward_takes_samples_together_is_found() -> None:
 
 
 def test_a_function_that_calls_it_goes_back_by_its_own() -> None:
-    x, function = torch.randn(SAMPLES, 3), own_function(WithOperator, Written("a.module"))
+    x, function = torch.randn(SAMPLES, 3), own_function(WithOperator, WrittenClass("a.module"))
     assert function_that_mixes(lambda rows: function(x[list(rows)]), SAMPLES, PARTS) is None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpipe_compiler.codegen.constants import quote
-from gpipe_compiler.codegen.expressions import Written
+from gpipe_compiler.codegen.expressions import RawText
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression
 from gpipe_compiler.codegen.names import identifier
@@ -92,7 +92,7 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         "outputs": tuple(_output(graph.values[item], traits) for item in graph.output_values),
         "placement": plan.placement or tuple(range(len(plan.stages))),
         "devices": runtime_devices(plan),
-        "orders": Written("ORDERS"),
+        "orders": RawText("ORDERS"),
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
         "fixed": traits.fixed,
