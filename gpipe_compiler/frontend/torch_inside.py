@@ -12,7 +12,7 @@ from gpipe_compiler.errors import GPipeCompilerError
 
 USED: Mapping[str, tuple[str, ...]] = {
     "torch": (
-        *("_VF", "_assert", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
+        *("_VF", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
         "_safe_softmax",
     ),
     "torch.Tensor": ("_make_subclass", "_use_count"),
