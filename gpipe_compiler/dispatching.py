@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -39,3 +42,66 @@ class DispatchWatch(PlainDispatchMode):
         returned = func(*args, **kwargs)
         self.saw(func, args, kwargs, returned)
         return returned
+
+
+def by_identity(ops: Iterable[Any]) -> frozenset[int]:
+    """Ops to look for by `id`: torch computes their hashes in Python, which are asked for at every
+    kernel."""
+    return frozenset(map(id, ops))
+
+
+class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
+    """The base of modes of fake tensors that know some results by a rule.
+
+    Like `PlainDispatchMode`, it is not wrapped for dynamo. Torch's own handler goes a long way, and
+    its kernels for tensors without numbers are mostly decompositions in Python.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_non_fake_inputs=True, **options)
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def fake(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
+        """A fake of this mode on a device.
+
+        It is given the attributes of the first, which are the same for all: torch works them out
+        for each.
+        """
+        if device not in self._attributes:
+            first = FakeTensor(self, made, device)
+            self._attributes[device] = dict(first.__dict__)
+            return first
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        fake.__dict__.update(self._attributes[device])
+        return fake
+
+    def are_plain(self, items: Iterable[object]) -> bool:
+        """Whether the kernels of the meta device see all that there is of the tensors among these,
+        which are on one device."""
+        device: torch.device | None = None
+        for item in items:
+            if not isinstance(item, torch.Tensor):
+                continue
+            if not (
+                type(item) is FakeTensor
+                and item.fake_mode is self
+                and item.constant is None
+                and item.layout is torch.strided
+                and not item.is_conj()
+                and not item.is_neg()
+            ):
+                return False
+            device = device or item.fake_device
+            if item.fake_device != device:
+                return False
+        return True

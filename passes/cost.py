@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -256,34 +257,61 @@ class KernelCount:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
         """Counts one kernel; views and allocations are none."""
-        if func.overloadpacket in _ALLOCATIONS or _is_view(func):
+        kind = _kind_of(func)
+        if not kind.counts:
             return
+        given, written = tensors_in(args), tensors_in(returned)
+        flops = int(kind.formula(*args, **kwargs, out_val=returned)) if kind.formula else 0
+        if kind.indices is None:
+            read = [*given, *tensors_in(kwargs)]
+        else:
+            read = tensors_in([args[place] for place in kind.indices if place < len(args)])
         self.kernels.append(
             KernelCost(
-                _flops(func.overloadpacket, args, kwargs, returned),
-                _traffic(func, args, kwargs, returned),
-                _arithmetic(func.overloadpacket, tensors_in((args, returned))),
+                flops,
+                _traffic(read, written, looked_up=kind.indices is not None),
+                _arithmetic(kind, (*given, *written)),
             )
         )
 
 
-def _arithmetic(packet: Any, tensors: Sequence[torch.Tensor]) -> Arithmetic:
-    dtypes = {tensor.dtype for tensor in tensors}
-    if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
-        return Arithmetic.BF16 if torch.bfloat16 in dtypes else Arithmetic.FP16
-    return Arithmetic.TF32 if packet in _TF32 else Arithmetic.FP32
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is asked of every call of a kernel.
+
+    Attributes:
+        counts: whether it is more than a view or an allocation.
+        formula: torch's own, or ours, for its floating-point operations.
+        indices: of a look-up, the positions of its indices.
+        tf32: whether cuDNN runs it.
+    """
+
+    counts: bool
+    formula: Callable[..., int] | None
+    indices: tuple[int, ...] | None
+    tf32: bool
 
 
-def _is_view(func: Any) -> bool:
+@cache
+def _kind_of(func: Any) -> _Kind:
+    packet = func.overloadpacket
     returns = func._schema.returns
-    return bool(returns) and all(
+    is_view = bool(returns) and all(
         result.alias_info is not None and not result.alias_info.is_write for result in returns
+    )
+    return _Kind(
+        packet not in _ALLOCATIONS and not is_view,
+        _FURTHER_FORMULAS.get(packet) or flop_registry.get(packet),
+        _LOOK_UPS.get(packet),
+        packet in _TF32,
     )
 
 
-def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object) -> int:
-    formula: Callable[..., int] | None = _FURTHER_FORMULAS.get(packet) or flop_registry.get(packet)
-    return int(formula(*args, **kwargs, out_val=returned)) if formula else 0
+def _arithmetic(kind: _Kind, tensors: Sequence[torch.Tensor]) -> Arithmetic:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
+        return Arithmetic.BF16 if torch.bfloat16 in dtypes else Arithmetic.FP16
+    return Arithmetic.TF32 if kind.tf32 else Arithmetic.FP32
 
 
 def _rnn_layer_flops(x: Any, weight: Any, recurrent: Any, *_: Any, out_val: Any) -> int:
@@ -351,14 +379,14 @@ _FURTHER_FORMULAS: Mapping[Any, Callable[..., int]] = {
 """Kernels that torch's own flop counter does not know, or counts otherwise than they run."""
 
 
-def _traffic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object) -> int:
-    written = sum(map(_elements_bytes, tensors_in(returned)))
-    indices = _LOOK_UPS.get(func.overloadpacket)
-    if indices is not None:
-        read = tensors_in([args[position] for position in indices if position < len(args)])
-        return 2 * written + sum(map(_elements_bytes, read))
-    read = list({id(tensor): tensor for tensor in tensors_in((args, kwargs))}.values())
-    return written + sum(map(_elements_bytes, read))
+def _traffic(
+    read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], *, looked_up: bool
+) -> int:
+    """Bytes that a kernel reads and writes; one that looks up reads what it writes, and indices."""
+    made = sum(map(_elements_bytes, written))
+    if looked_up:
+        return 2 * made + sum(map(_elements_bytes, read))
+    return made + sum(map(_elements_bytes, {id(tensor): tensor for tensor in read}.values()))
 
 
 def _elements_bytes(tensor: torch.Tensor) -> int:

@@ -90,7 +90,13 @@ def copies(values: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tenso
             made[id(tensor)] = leaf
         return made[id(tensor)]
 
-    return Copies(tree_map_only(torch.Tensor, fresh, dict(values)), tuple(leaves))
+    environment = {
+        name: fresh(value)
+        if isinstance(value, torch.Tensor)
+        else tree_map_only(torch.Tensor, fresh, value)
+        for name, value in values.items()
+    }
+    return Copies(environment, tuple(leaves))
 
 
 def differentiable(returned: object) -> tuple[torch.Tensor, ...]:

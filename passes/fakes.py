@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+from gpipe_compiler.dispatching import QuickFakes, by_identity
 from gpipe_compiler.passes.unknown_sizes import UNKNOWN, of_unknown_size
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
@@ -26,8 +27,8 @@ _DEVICE = torch.ops.prim.device.default
 _EMPTY = _aten.empty_strided.default
 _HOST = torch.device("cpu")
 _META = torch.device("meta")
-_REDUCTIONS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
-_ELEMENTWISE = frozenset(
+_REDUCTIONS = by_identity({_aten.sum.dim_IntList, _aten.mean.dim})
+_ELEMENTWISE = by_identity(
     {
         *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
         *(_aten.sigmoid.default, _aten.sigmoid_backward.default),
@@ -42,7 +43,7 @@ _ELEMENTWISE = frozenset(
 )
 """Kernels whose result is like their first operand where it is dense, and all are floating."""
 
-_IN_PLACE = frozenset(
+_IN_PLACE = by_identity(
     {
         *(_aten.sigmoid_.default, _aten.tanh_.default, _aten.gelu_.default, _aten.silu_.default),
         *(_aten.exp_.default, _aten.neg_.default, _aten.rsqrt_.default, _aten.sqrt_.default),
@@ -52,21 +53,25 @@ _IN_PLACE = frozenset(
 )
 """The same in place."""
 
-_WITHOUT_DEVICE = frozenset(
-    {
-        *(*_ELEMENTWISE, *_IN_PLACE),
-        *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
-        *_REDUCTIONS,
-        *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default),
-        *(_aten.view.default, _aten.expand.default, _aten.detach.default),
-        *(_aten._unsafe_view.default, _aten.slice.Tensor, _aten.select.int, _aten.unbind.int),
-        *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.cat.default, _aten.stack.default),
-        *(_aten.split.Tensor, _aten.unsafe_split.Tensor, _aten.split_with_sizes.default),
-    }
+_WITHOUT_DEVICE = (
+    _ELEMENTWISE
+    | _IN_PLACE
+    | _REDUCTIONS
+    | by_identity(
+        {
+            *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+            *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default),
+            *(_aten.view.default, _aten.expand.default, _aten.detach.default),
+            *(_aten._unsafe_view.default, _aten.slice.Tensor, _aten.select.int, _aten.unbind.int),
+            *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.cat.default, _aten.stack.default),
+            *(_aten.split.Tensor, _aten.unsafe_split.Tensor, _aten.split_with_sizes.default),
+        }
+    )
 )
 """Kernels whose results have the same shapes, strides and types on all devices. Torch's fakes look
 for a device first, which takes ten times as long."""
 
+_UNKNOWN = by_identity(UNKNOWN)
 _FLOAT = 4
 _PAGE = 4096
 _ROW = 64
@@ -77,7 +82,7 @@ Saw: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], object], None]
 """Is told of a kernel, of what it was called with and of what it returned."""
 
 
-class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
+class HostFakes(QuickFakes):
     """A mode of fake tensors that knows what torch's own meta kernels do not.
 
     The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
@@ -88,13 +93,8 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
     for each.
     """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for `PlainDispatchMode`
-
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._attributes: dict[torch.device, dict[str, Any]] = {}
+        super().__init__()
         self._saw: Saw | None = None
 
     @contextlib.contextmanager
@@ -150,11 +150,11 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         if func in (_CTC.default, _CTC.Tensor):
             with self:
                 return _ctc_loss(*args[:2])
-        if func in _WITHOUT_DEVICE and not kwargs:
+        if id(func) in _WITHOUT_DEVICE and not kwargs:
             made = self._without_device(func, args)
             if made is not None:
                 return made
-        if func in UNKNOWN:
+        if id(func) in _UNKNOWN:
             with self:
                 unknown = of_unknown_size(func, args, kwargs or {})
             if unknown is not None:
@@ -173,22 +173,17 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
         shape, strides = form
         with torch._C._DisableTorchDispatch():
             made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-        return self._fake(made, _HOST)
+        return self.fake(made, _HOST)
 
     def _without_device(self, func: Any, args: Sequence[Any]) -> object:
         """What a kernel returns that is the same for all devices; None where torch is to say."""
         given = args[0] if isinstance(args[0], list | tuple) else args
         first: Any = next(iter(given), None)
         made: Any
-        for item in given:
-            if isinstance(item, torch.Tensor) and not (
-                type(item) is FakeTensor
-                and self._is_plain(item)
-                and item.fake_device == first.fake_device
-            ):
-                return None
+        if not self.are_plain(given):
+            return None
         shape = _known_shape(func, args)
-        if func in _IN_PLACE:
+        if id(func) in _IN_PLACE:
             return None if shape is None else first
         if shape is not None:
             with torch._C._DisableTorchDispatch():
@@ -200,35 +195,8 @@ class HostFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own
             except RuntimeError:
                 return None  # in torch's words
         if isinstance(made, list | tuple):
-            return [self._fake(part, first.fake_device) for part in made]
-        return self._fake(made, first.fake_device)
-
-    def _fake(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
-        """A fake of this mode on a device.
-
-        It is given the attributes of the first, which are the same for all: torch works them out
-        for each.
-        """
-        if device not in self._attributes:
-            first = FakeTensor(self, made, device)
-            self._attributes[device] = dict(first.__dict__)
-            return first
-        fake = torch.Tensor._make_subclass(
-            FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        fake.__dict__.update(self._attributes[device])
-        return fake
-
-    def _is_plain(self, tensor: FakeTensor) -> bool:
-        """Whether the kernels of the meta device see all that there is of a tensor."""
-        return (
-            tensor.fake_mode is self
-            and tensor.constant is None
-            and tensor.layout is torch.strided
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-        )
+            return [self.fake(part, first.fake_device) for part in made]
+        return self.fake(made, first.fake_device)
 
 
 def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
@@ -243,16 +211,16 @@ def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
     for item in others:
         if isinstance(item, torch.Tensor) and item.dtype is not first.dtype:
             return None
-    if func in _ELEMENTWISE or func in _IN_PLACE:
+    if id(func) in _ELEMENTWISE or id(func) in _IN_PLACE:
         # Its strides are those of the first, whatever those of the others.
-        fits = (func in _IN_PLACE or first.is_contiguous()) and all(
+        fits = (id(func) in _IN_PLACE or first.is_contiguous()) and all(
             _is_within(item.shape, first.shape)
             if isinstance(item, torch.Tensor)
             else not isinstance(item, complex)
             for item in others
         )
         return first.shape if fits else None
-    if func in _REDUCTIONS:
+    if id(func) in _REDUCTIONS:
         return _reduced(first.shape, *others)
     if func is _aten.mm.default:
         (other,) = others

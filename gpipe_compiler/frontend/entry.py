@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
@@ -51,6 +50,7 @@ from gpipe_compiler.frontend.structure import (
     pick,
 )
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.options import LossChoice
@@ -250,7 +250,7 @@ class Entry(nn.Module):
         model = isolated(self.model, share_parameters=False)
         with torch.random.fork_rng(), torch.set_grad_enabled(self.has_loss):
             try:
-                with quiet(), recurrent_forms(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                with quiet(), recurrent_forms(), TraceFakes() as mode:
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
                     args, kwargs, _ = self.signature.rebuild(fakes)
                     output = map_tensors(on_meta, model(*args, **kwargs))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import GPipeCompilerError, TraceError
@@ -45,6 +44,7 @@ from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
 from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
+from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.trace_settings import tracing_settings
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.frontend.without_numbers import (
@@ -243,7 +243,7 @@ def _record(
         TraceError: for what no graph can hold.
     """
     environment = ShapeEnv()
-    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True, export=True)
+    mode = TraceFakes(environment)
     try:
         with (
             general() if free else contextlib.nullcontext(),

@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.state import isolated, put_tensors
+from gpipe_compiler.frontend.trace_fakes import TraceFakes
 
 
 @contextlib.contextmanager
@@ -62,12 +63,12 @@ class Place:
     """
 
     device: torch.device
-    mode: FakeTensorMode | None = None
+    mode: TraceFakes | None = None
 
     @classmethod
     def fakes(cls, kind: str) -> Place:
         """Fake tensors of a kind of device that need not be there."""
-        return cls(torch.device(kind), FakeTensorMode(allow_non_fake_inputs=True))
+        return cls(torch.device(kind), TraceFakes())
 
     def around(self) -> contextlib.AbstractContextManager[object]:
         """Around what runs here."""
@@ -96,7 +97,7 @@ class Place:
         return self._held(bare)
 
     def _held(self, bare: torch.Tensor) -> torch.Tensor:
-        return bare if self.mode is None else FakeTensor(self.mode, bare, self.device)
+        return bare if self.mode is None else self.mode.fake(bare, self.device)
 
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         """A leaf of the same form here."""
