@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from gpipe_compiler.errors import UnsplittableError, ValidationError, summary
@@ -32,7 +31,7 @@ from gpipe_compiler.passes.batch_rules import taken_together
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
-from gpipe_compiler.runtime.core.weights import save_file as save_weights
+from gpipe_compiler.runtime.core.weights import apart, save_file, write_file
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.check import INPUT, MICROBATCHES
 from gpipe_compiler.runtime.train.comparison import (
@@ -184,10 +183,10 @@ def _files(
     options: list[object] = []
     for number, batch in enumerate(batches):
         reference = folder / f"reference_{number}.safetensors"
-        save_file(batch.packed(), reference)
+        write_file(apart(batch.packed()), reference)
         options += ["--reference", reference]
     if weights is not None:
-        save_weights(weights, folder / "weights.safetensors")
+        save_file(weights, folder / "weights.safetensors")
         options += ["--load", folder / "weights.safetensors"]
     return options
 
