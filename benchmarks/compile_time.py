@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from gpipe_compiler.cli.main import let_threads_sleep
 from gpipe_compiler.no_gc import importing
 from gpipe_compiler.runtime.train.process import keep_memory
 from gpipe_compiler.validate.launching import Launch, spare
@@ -113,6 +114,7 @@ def one(name: str, stages: int, validate: bool) -> dict[str, float]:
     """The phases of one compile, in this process; its dry runs and peak memory beside them."""
     clock = Clock()
     keep_memory()
+    let_threads_sleep(measured=False)
     with spare() as launch:
         return _phases(clock, name, stages, validate, launch)
 

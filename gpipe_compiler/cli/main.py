@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -106,6 +107,7 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
 def _compile(arguments: argparse.Namespace) -> None:
     if not is_graph(arguments.model):
         keep_memory()
+        let_threads_sleep(measured=arguments.cost == "measured")
         with spare() if _validates(arguments) else nullcontext(fresh) as launch:
             with importing():
                 from gpipe_compiler.frontend.torch_inside import check_torch
@@ -123,6 +125,16 @@ def _compile(arguments: argparse.Namespace) -> None:
         from gpipe_compiler.report.terminal import terminal
 
         terminal().print(show_bare_plan(plan))
+
+
+def let_threads_sleep(*, measured: bool) -> None:
+    """Has the threads of OpenMP, once torch is imported, sleep as they wait for work.
+
+    Most of a compile is Python, beside which they would keep all cores busy. Where ops are timed
+    they wait as they do in training; what the user has chosen stays.
+    """
+    if not measured:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _validates(arguments: argparse.Namespace) -> bool:

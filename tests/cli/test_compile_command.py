@@ -472,3 +472,19 @@ def test_a_file_called_torch_is_a_model_like_any_other(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert "validated" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("own", "measured", "expected"),
+    [(None, False, "PASSIVE"), (None, True, None), ("ACTIVE", False, "ACTIVE")],
+)
+def test_threads_sleep_as_they_wait_but_where_ops_are_timed(monkeypatch, own, measured, expected):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    if own is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    else:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+
+    cli.let_threads_sleep(measured=measured)
+
+    assert os.environ.get("OMP_WAIT_POLICY") == expected
