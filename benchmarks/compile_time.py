@@ -43,10 +43,10 @@ PHASES = {
     "find the batch": ("gpipe_compiler.frontend.batch_dims:find_batch_dims",),
     "trace": ("gpipe_compiler.frontend.tracing:_in_both_modes",),
     "hold the graph": ("gpipe_compiler.frontend.check:differences",),
-    "run the graph": ("gpipe_compiler.frontend.check:_run_graph",),
+    "run the graph": ("gpipe_compiler.frontend.run_results:run_graph",),
     "plain PyTorch": (
         "gpipe_compiler.frontend.batch_proof:Proof._run",
-        "gpipe_compiler.frontend.check:_run_model",
+        "gpipe_compiler.frontend.run_results:run_model",
         "gpipe_compiler.validate.plain_run:evaluate",
         "gpipe_compiler.validate.plain_run:train_step",
     ),
