@@ -18,10 +18,11 @@ from gpipe_compiler.onnx.codegen.scripts import (
     write_onnx_schedule,
 )
 from gpipe_compiler.onnx.codegen.staged import write_staged
-from gpipe_compiler.onnx.codegen.stages import write_stages
+from gpipe_compiler.onnx.codegen.stages import stage_file, write_stages
 from gpipe_compiler.onnx.frontend.nodes import is_quantised
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
+from gpipe_compiler.onnx.runtime.checksums import write_checksums
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 
@@ -64,6 +65,7 @@ def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:
 
 def _write_program(plan: Plan, folder: Path, traits: Traits) -> None:
     """All of a package but the models of its stages."""
+    write_checksums(folder, [stage_file(stage) for stage in plan.stages])
     write_staged(plan, folder)
     texts = {
         "schedule.py": write_onnx_schedule(plan, traits),

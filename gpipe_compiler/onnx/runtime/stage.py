@@ -12,6 +12,7 @@ from onnxruntime import OrtValue
 
 from ...runtime.errors import StageError
 from .arrays import array_of, name_of, value_of
+from .checksums import refuse_damaged
 from .devices import DeviceChoice
 from .spec import OnnxStageSpec
 
@@ -56,7 +57,7 @@ class OnnxStage:
     """The model of one stage, loaded.
 
     Raises:
-        StageError: when ONNX Runtime refuses the model.
+        StageError: when a file of it is damaged, or ONNX Runtime refuses the model.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class OnnxStage:
         self.index = index
         self.spec = spec
         self._memory = choice.device.memory
+        refuse_damaged(folder, spec.file)
         try:
             self._session = onnxruntime.InferenceSession(
                 str(folder / spec.file), choice.options(), providers=choice.device.providers
