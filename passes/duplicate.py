@@ -15,6 +15,7 @@ import torch
 
 from gpipe_compiler.ir import Argument, Graph, Mode, Op, ValueKind
 from gpipe_compiler.ir.arguments import BatchMultiple
+from gpipe_compiler.ir.branches import is_requirement
 from gpipe_compiler.ir.sizes import is_free
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects
@@ -95,7 +96,7 @@ def duplicable(graph: Graph, effects: Effects) -> frozenset[str]:
     }
     chosen: set[str] = set()
     for op in graph.ops:
-        if op.name not in randoms and _is_constant(graph, effects, op):
+        if op.name not in randoms and not is_requirement(op) and _is_constant(graph, effects, op):
             follows = op.mode is Mode.ALWAYS and _follows(graph, op, chosen)
             if (op.name in asking and op.name not in effects.writes) or follows:
                 chosen.add(op.name)

@@ -23,6 +23,7 @@ from gpipe_compiler.codegen.layout import Binding
 from gpipe_compiler.frontend.own_code import is_installed, written_operator
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES, UnwritableError
 from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
+from gpipe_compiler.ir.branches import require
 from gpipe_compiler.ir.own_functions import OwnFunction, WrittenClass
 
 BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
@@ -153,6 +154,9 @@ def spell(function: object, imports: Imports) -> str | None:
         return name
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
+    if function is require:
+        imports.require()
+        return "require"
     if function is checkpoint:
         imports.checkpoint()
         return "checkpoint"

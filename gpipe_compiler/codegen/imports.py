@@ -20,6 +20,7 @@ class Imports:
         self._functional = False
         self._checkpoint = False
         self._any = False
+        self._require = False
         self._libraries: dict[str, str] = {}
         self._layers: set[str] = set()
         self._own: set[str] = set()
@@ -39,6 +40,10 @@ class Imports:
     def any_type(self) -> None:
         """`from typing import Any`."""
         self._any = True
+
+    def require(self) -> None:
+        """`from .runtime.core.required import require`."""
+        self._require = True
 
     def from_torch(self, name: str) -> None:
         """`from torch import name`."""
@@ -85,6 +90,8 @@ class Imports:
         own = [f"from . import {m[1:]}{note}" for m, note in registering if m.startswith(".")]
         own += from_lines(".", sorted(self._own)) if self._own else []
         own += from_lines(".layers", sorted(self._layers, key=_order)) if self._layers else []
+        if self._require:
+            own.append("from .runtime.core.required import require")
         first = [f"import {module}" for module in standard]
         return _blocks(first + ["from typing import Any"] * self._any, third, own)
 

@@ -28,6 +28,9 @@ from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.frontend.modules import is_plain
 from gpipe_compiler.frontend.recorder import recording
 
+QUESTIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
+"""Methods of a tensor that give Python its values; what they come to is no matter of types."""
+
 READS = "gpipe_compiler_reads"
 """Key of node.meta: numbers of the events that read the type of the node's value."""
 
@@ -139,7 +142,9 @@ class CastWatch(TorchFunctionMode):
             raise hooked(func.__name__, calling_line())
         if func == _READ:
             return self._read(args[0])
-        if func.__name__ == "__get__" or func.__name__.startswith("sym_"):
+        if func.__name__ in QUESTIONS or func.__name__ == "__get__":
+            return func(*args, **kwargs)
+        if func.__name__.startswith("sym_"):
             return func(*args, **kwargs)
         if func is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": self._read(args[0])}

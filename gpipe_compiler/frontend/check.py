@@ -23,7 +23,12 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summary
+from gpipe_compiler.errors import (
+    GPipeCompilerError,
+    ModelError,
+    Notice,
+    summary,
+)
 from gpipe_compiler.frontend.comparable_runs import (
     EvenDraws,
     larger_batch,
@@ -54,9 +59,12 @@ from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
+from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
 from gpipe_compiler.ir import Graph, StateKind
+from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, other_sizes
 from gpipe_compiler.runtime.core.precision import lower_dtype
+from gpipe_compiler.runtime.core.required import BranchError
 from gpipe_compiler.runtime.wording import text_of
 
 _BATCHES = ((2,), (3, 4))
@@ -193,6 +201,8 @@ def _compare(
             actual = run_graph(graph, entry, batch)
         except ModelError:
             raise
+        except BranchError as error:
+            raise by_values(required_lines(graph.ops)[error.line], BOTH_WAYS) from error
         except Exception as error:  # a graph may call anything
             yield f"{mode}: the graph raises {summary(error)}"
             return

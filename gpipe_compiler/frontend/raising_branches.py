@@ -32,8 +32,8 @@ def checks_passed() -> Iterator[None]:
     """Lets what is traced inside pass its own checks of the values of tensors, and says which."""
     passed: dict[str, None] = {}
 
-    def passing_at(frame: FrameType) -> bool | None:
-        found = _passing(frame)
+    def passing(frame: FrameType) -> bool | None:
+        found = passing_at(frame)
         if found is not None:
             passed[location(frame.f_code.co_filename, frame.f_lineno).brief.rstrip(":")] = None
         return found
@@ -42,14 +42,14 @@ def checks_passed() -> Iterator[None]:
     of_size: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
     def tensor_is_true(tensor: torch.Tensor) -> bool:
-        passing = passing_at(sys._getframe(1)) if isinstance(tensor, FakeTensor) else None
-        return of_tensor(tensor) if passing is None else passing
+        found = passing(sys._getframe(1)) if isinstance(tensor, FakeTensor) else None
+        return of_tensor(tensor) if found is None else found
 
     def size_is_true(size: torch.SymBool) -> bool:
         frame = sys._getframe(1)
         asks = is_users(frame.f_code.co_filename) and free_unbacked_symbols(size)
-        passing = passing_at(frame) if asks else None
-        return of_size(size) if passing is None else passing
+        found = passing(frame) if asks else None
+        return of_size(size) if found is None else found
 
     with (
         mock.patch.object(torch.Tensor, "__bool__", tensor_is_true),
@@ -61,7 +61,7 @@ def checks_passed() -> Iterator[None]:
         warnings.warn(Notice(text), stacklevel=1)
 
 
-def _passing(frame: FrameType) -> bool | None:
+def passing_at(frame: FrameType) -> bool | None:
     """What a condition has to be for a check to pass; None where the line is no check.
 
     An exception that the model may catch is none: what it does then is another way to compute.

@@ -16,6 +16,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import GPipeCompilerError, TraceError
+from gpipe_compiler.frontend.branches_taken import (
+    Answers,
+    answered,
+    answers_of,
+    asks_for_numbers,
+    refuse_changing,
+)
 from gpipe_compiler.frontend.calls_seen import calls_seen
 from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
@@ -48,6 +55,7 @@ from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.trace_settings import tracing_settings
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.frontend.without_numbers import (
+    SMALLEST_BATCH,
     inputs_without_numbers,
     state_without_numbers,
 )
@@ -127,17 +135,46 @@ def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _
     What has no backward, and need have none, is recorded without gradients.
     """
     try:
-        return _attempt(entry, autocast_to, free, gradients=True)
+        return _told(entry, autocast_to, free, gradients=True)
     except TraceError:
         if entry.has_loss:
             raise
         with contextlib.suppress(TraceError):
-            return _attempt(entry, autocast_to, free, gradients=False)
+            return _told(entry, autocast_to, free, gradients=False)
         raise
 
 
-def _attempt(
+def _told(
     entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces, *, gradients: bool
+) -> _Trace:
+    """The entry recorded; where it asks for values, with those of its example."""
+    first, failed = None, None
+    try:
+        first = _attempt(entry, autocast_to, free, (), gradients=gradients)
+        if not asks_for_numbers(first.recorder):
+            return first
+    except TraceError as error:
+        failed = error
+    with ambient(autocast_to, kind_of(entry)):
+        answers = answers_of(entry, max(entry.signature.batch_size, SMALLEST_BATCH))
+    try:
+        if answers:
+            return _attempt(entry, autocast_to, free, answers, gradients=gradients)
+    except TraceError as error:
+        failed = error
+    if first is not None:
+        return first
+    assert failed is not None
+    raise failed
+
+
+def _attempt(
+    entry: Entry,
+    autocast_to: torch.dtype | None,
+    free: FreePlaces,
+    answers: Answers,
+    *,
+    gradients: bool,
 ) -> _Trace:
     watch = CastWatch(entry, traced=True)
     modules = {path: module for path, module in entry.named_modules() if path}
@@ -152,7 +189,9 @@ def _attempt(
     with noting_sizes() as sizes, momentum, ambient(autocast_to, kind_of(entry)):
         sizes.ties = ties(entry.signature, free)
         entry.sizes = sizes if free else None
-        inputs = _record(entry, recorder, leaves, watch, free)
+        with answered(answers):
+            inputs = _record(entry, recorder, leaves, watch, free)
+            refuse_changing(recorder)
         return _Trace(recorder, inputs, watch, free, sizes, gradients)
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import TraceError
@@ -30,6 +31,7 @@ from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.tensor_nodes import TensorNodes
 from gpipe_compiler.frontend.untraced import transformed
+from gpipe_compiler.ir.branches import require
 from gpipe_compiler.ir.symbolic import same_shape
 from gpipe_compiler.runtime.core.random import may_draw
 
@@ -91,6 +93,7 @@ class Recorder(TorchFunctionMode):
         self.tensors = TensorNodes(self.graph, self._sizes)
         self._paths: dict[int, str] = {}
         self._own: dict[str, list[int]] = {}
+        self._training: dict[str, bool] = {}
 
     def follow(self, modules: Mapping[str, nn.Module], leaves: Collection[str]) -> None:
         """Notes the modules that are called from now on.
@@ -100,6 +103,7 @@ class Recorder(TorchFunctionMode):
         """
         self._paths = {id(module): path for path, module in modules.items()}
         self._own = {path: _identities(modules[path]) for path in leaves}
+        self._training = {path: modules[path].training for path in leaves}
         self.tensors.follow(modules)
 
     def argument(self, item: Any) -> Any:
@@ -118,6 +122,10 @@ class Recorder(TorchFunctionMode):
                 return slice(*map(self.argument, (start, stop, step)))
             case range():
                 return list(item)
+            case np.generic():
+                return item.item()
+            case np.ndarray():
+                return item.tolist()
         return item
 
     # --- calls ------------------------------------------------------------------------------------
@@ -137,10 +145,16 @@ class Recorder(TorchFunctionMode):
             return self.position.set_gradients(bool(args[0]))
         if func is torch.Tensor.__iter__:
             return iter(self._call(torch.Tensor.unbind, args, {}))
+        if func is torch.Tensor.__deepcopy__ and not args[0].requires_grad:
+            args[1][id(args[0])] = made = self._call(torch.clone, args[:1], {})
+            return made
         if func is torch._VF._pack_padded_sequence:
             where = calling_line()
             code = f" at `{where.code}`" if where and where.code else ""
             raise TraceError(f"no graph holds packed sequences{code}", location=where)
+        if name in ("__getitem__", "__setitem__"):
+            with self:  # what is asked of a tensor in brackets is asked of it by itself
+                args = args[0], _numbered(args[1]), *args[2:]
         if func in _OPEN:
             with self:
                 return _opened(func)(*args, **kwargs)
@@ -211,13 +225,19 @@ class Recorder(TorchFunctionMode):
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
         if self._sizes.are_in(data):
             return self.record(written(func, args, kwargs, made), made, ())
-        options = {"dtype": made.dtype, "device": made.device}
         if made.is_meta:
+            options = {"dtype": made.dtype, "device": made.device}
             return self.record(Written(torch.tensor, (data,), options), made, ())
         with unset_fake_temporarily():
             real = func(*args, **kwargs).detach()
+        return self.from_numbers(real, made)
+
+    def from_numbers(self, real: torch.Tensor, made: torch.Tensor) -> Any:
+        """A new tensor of numbers that are known, and what stands for it in the trace."""
+        with unset_fake_temporarily():
             numbers = real.tolist() if is_literal(real) else None
         if numbers is not None:
+            options = {"dtype": made.dtype, "device": made.device}
             return self.record(Written(torch.tensor, (numbers,), options), made, ())
         self.tensors.constant(real)
         return self.record(Written("clone", (real,)), made, ())
@@ -242,6 +262,15 @@ class Recorder(TorchFunctionMode):
         args, kwargs = self.argument(tuple(call.args)), self.argument(dict(call.kwargs))
         kind = "call_method" if isinstance(call.target, str) else "call_function"
         return self._create(kind, call.target, args, kwargs, made, effect)
+
+    def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function makes, recorded though the model does not call it."""
+        return self.record(Written(function, args, kwargs), function(*args, **kwargs), ())
+
+    def requires(self, condition: torch.Tensor, line: str) -> None:
+        """Notes what has to hold of every batch, as the user's line goes another way elsewhere."""
+        arguments = self.argument(condition), line
+        self._create("call_function", require, arguments, {}, None, effect=True)
 
     def _create(
         self, kind: str, target: Any, args: Any, kwargs: Any, made: Any, effect: bool = False
@@ -276,8 +305,9 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if not path:
             return own(module, *args, **kwargs)
-        # A model may lend a module other parameters than its own.
-        if self._own.get(path) == _identities(module) and self._takes(args, kwargs):
+        # A model may lend a module other parameters than its own, and change its mode.
+        own_state = self._own.get(path) == _identities(module)
+        if own_state and self._training[path] is module.training and self._takes(args, kwargs):
             return self._leaf(path, own, module, args, kwargs)
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         with self.position.inside(path, kind):
@@ -346,6 +376,25 @@ def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
         return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
 
     return map_tensors(own, made)
+
+
+def _numbered(index: Any) -> Any:
+    """What stands in brackets, numbers in place of the tensors in slices and known integers."""
+    match index:
+        case tuple():
+            return tuple(map(_numbered, index))
+        case slice(start=start, stop=stop, step=step):
+            bounds = (start, stop, step)
+            return slice(*(operator.index(b) if _is_fake(b) else b for b in bounds))
+        case FakeTensor(constant=torch.Tensor() as known) if known.dtype is torch.int64:
+            return int(known)
+        case np.generic():
+            return index.item()
+    return index
+
+
+def _is_fake(item: object) -> bool:
+    return isinstance(item, FakeTensor)
 
 
 def _identities(module: nn.Module) -> list[int]:

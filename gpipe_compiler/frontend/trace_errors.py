@@ -77,16 +77,29 @@ def explained(error: Exception) -> TraceError:
         if re.search(cause.pattern, haystack):
             return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
     if isinstance(error, GuardOnDataDependentSymNode):
-        return TraceError(
-            f"the model decides by the values of a tensor{code}: only shapes are followed",
-            location=where,
-            hint="use torch.where instead of a branch on the data, "
-            "and a fixed number instead of .item()",
-        )
+        return by_values(where)
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
         f"the model cannot be run without numbers{code}: {type(error).__name__}: {first}",
         location=where,
+    )
+
+
+DECIDES_BY_VALUES = "decides by the values of a tensor"
+"""In what is said of a branch on the data."""
+
+
+BOTH_WAYS = "it goes one way for the example and another for other batches"
+
+
+def by_values(where: SourceLocation | None, more: str = "only shapes are followed") -> TraceError:
+    """The refusal of a line that decides by the values of a tensor."""
+    code = f" at `{where.code}`" if where and where.code else ""
+    return TraceError(
+        f"the model {DECIDES_BY_VALUES}{code}: {more}",
+        location=where,
+        hint="use torch.where instead of a branch on the data, "
+        "and a fixed number instead of .item()",
     )
 
 

@@ -20,6 +20,7 @@ from gpipe_compiler.frontend.recorded import RecordedMode, record_mode
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES
 from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
@@ -48,7 +49,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
     try:
         graph = graph or trace_whole(subject, precision)
     except (TraceError, IllegalGraphError) as error:
-        drawn = decided_by_draws(subject) if _BY_VALUES in error.problem else None
+        drawn = decided_by_draws(subject) if DECIDES_BY_VALUES in error.problem else None
         raise drawn or _untraceable(error, subject.model) from error
     return _with_modules(graph, subject.model)
 
@@ -208,10 +209,6 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 """What is not followed: how what it says of the user's line reads; in words; the way
 out."""
-
-
-_BY_VALUES = "decides by the values of a tensor"
-"""In what is said of a branch on the data."""
 
 
 def _untraceable(error: GPipeCompilerError, model: nn.Module) -> TraceError:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from gpipe_compiler.ir.arguments import Argument, value_names
+from gpipe_compiler.ir.branches import is_requirement
 from gpipe_compiler.ir.losses import Loss
 from gpipe_compiler.ir.ops import ModuleSpec, Op
 from gpipe_compiler.ir.printing import format_argument, format_op
@@ -222,7 +223,15 @@ class Graph:
         apart = self.output_values or tuple(term.value for term in self.loss.terms)
         if not apart:
             return frozenset()
-        found = set(self.ancestors((self.loss.value,)) - self.ancestors(apart))
+        others = self.ancestors(apart)
+        found = set(self.ancestors((self.loss.value,)) - others)
+        read = {name for op in self.ops if op.name in others for name in op.inputs}
+        for op in filter(is_requirement, self.ops):
+            needed = self.ancestors(op.inputs)
+            asked = {*op.inputs, *(name for name in needed for name in self.op_of[name].inputs)}
+            # What asks of the target is no business of inference.
+            if any(item.name in asked and item.name not in read for item in self.inputs):
+                found.update(needed - others, (op.name,))
         for op in self.ops:
             makers = (self.producer.get(name) for name in op.inputs)
             if any(maker is not None and maker.name in found for maker in makers):

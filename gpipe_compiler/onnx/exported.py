@@ -17,8 +17,10 @@ from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.state import buffers_restored
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.trace_errors import by_values
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.onnx.codegen.package import write_exported
 from gpipe_compiler.onnx.codegen.scripts import closeness
 from gpipe_compiler.onnx.runtime.check import Closeness
@@ -83,6 +85,9 @@ class ExportedStages:
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
         """As in `Target`."""
         made, frontier = plan_as_asked(self.planner, self.options, progress)
+        assert made.graph is not None
+        for where in required_lines(made.graph.ops).values():
+            raise by_values(where, "a stage of ONNX refuses no batch that goes another way")
         self._refuse_parts(made)
         return with_limit(in_one_piece(made, self._refuse)), frontier
 

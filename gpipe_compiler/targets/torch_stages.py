@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,13 @@ from typing import ClassVar, Self
 import torch
 
 from gpipe_compiler.codegen.package import Progress, emit, write_package
+from gpipe_compiler.errors import Notice
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
@@ -95,6 +98,12 @@ class TorchStages:
             refuse_unsplit(made)
             progress("looking whether micro-batches give what the batch does")
             made = in_one_piece(made, self._refuse_parts)
+        assert made.graph is not None
+        for line in required_lines(made.graph.ops):
+            text = f"{line}: the stages hold what this comes to for the example alone"
+            warnings.warn(
+                Notice(f"{text}; a step refuses a batch for which it differs"), stacklevel=2
+            )
         return with_limit(made), frontier
 
     def _refuse_parts(self, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from gpipe_compiler.passes.batch_gates import first_gate
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.value_branches import first_of_batch
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
@@ -53,6 +54,7 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
     op = _first_mixing(graph, found.subject.model) if found.mixes else first_numbering(graph)
     if not found.mixes and op is None:
         _refuse_gates(graph)
+        _refuse_branches(graph)
         refuse_numbering_in_loss(graph)
         if plan.training:
             _refuse_mixing_in_training(plan, graph, found.subject.model)
@@ -82,6 +84,21 @@ def _refuse_gates(graph: Graph) -> None:
             "micro-batch may lie on another side of it than the batch",
             location=op.source,
             hint=ALONE,
+        )
+
+
+def _refuse_branches(graph: Graph) -> None:
+    """Refuses branches that may go one way for all micro-batches and another for the batch."""
+    op = first_of_batch(graph)
+    if op is not None:
+        ask = "ask it of every sample, as (x > 0).all() does"
+        if op not in graph.ops:
+            ask = "ask it outside of the `with` block"
+        raise ModelError(
+            "the model decides by what it computes of the samples of a batch together: "
+            "micro-batches may go one way and the batch another",
+            location=op.source,
+            hint=f"{ask}; {ALONE}",
         )
 
 

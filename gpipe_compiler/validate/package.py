@@ -45,7 +45,8 @@ from gpipe_compiler.runtime.train.comparison import (
 )
 from gpipe_compiler.runtime.train.process import return_memory
 from gpipe_compiler.validate.launching import Launch, fresh
-from gpipe_compiler.validate.plain_run import device_of, least_samples
+from gpipe_compiler.validate.other_ways import refuse_other_way
+from gpipe_compiler.validate.plain_run import batch_of, device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts
 from gpipe_compiler.validate.rounding import rounding_of, with_other_sums
 from gpipe_compiler.validate.second_batch import OtherBatch, other_batches, other_numbers
@@ -225,6 +226,7 @@ def _second_reference(
     resized = entry.signature.at(plan.graph.inputs, sizes)
     few = plan.microbatch_size
     for batch in other_batches(entry, numbers, seed, resized, sizes, few):
+        refuse_other_way(plan.graph, batch_of(plan, entry.signature, batch).parts(entry.signature))
         try:
             expected, _ = reference_of(
                 subject, plan, seed, other=batch, per_microbatch=per_microbatch

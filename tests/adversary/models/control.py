@@ -232,7 +232,7 @@ CASES = (
         lambda n: torch.randn(n, 3),
         manners=FP32_ONLY,
     ),
-    simple("loops", Loops, quick=True),
+    simple("loops", Loops),
     simple("branches_on_shapes", Shapes, steps),
     Case("over_time", OverTime, steps, of_steps, classes),
     simple("lengths", TakesLength, steps),

@@ -1,0 +1,227 @@
+"""Branches on the values of tensors, recorded as the model takes them for its example.
+
+A trace has no numbers, so a run on the example tells what each question comes to, such as
+`if h.isnan().any()` and `int(self.steps)`. The trace takes that answer, and the graph requires it
+of every batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+
+from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.frontend.casts import QUESTIONS
+from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.locate import is_own, is_users, location
+from gpipe_compiler.frontend.raising_branches import passing_at
+from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.recorder import EFFECT, WRITES, Recorder, recording
+from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.surroundings import as_exported
+from gpipe_compiler.frontend.trace_errors import by_values
+from gpipe_compiler.ir.branches import require
+from gpipe_compiler.quiet import quiet
+
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a line was told.
+
+    Attributes:
+        place: the code that asked, and which of its instructions.
+    """
+
+    question: str
+    place: tuple[CodeType, int]
+    value: Any
+
+
+Answers = tuple[_Answer, ...]
+"""In order."""
+
+
+def answers_of(entry: Entry, samples: int) -> Answers:
+    """What the lines of a model are told of the values of tensors, in a run on its example.
+
+    () where it cannot be run, as on meta.
+    """
+    if entry.states.on_meta:
+        return ()
+    model, found = entry.model, list[_Answer]()
+    entry.model = isolated(model, share_parameters=False).train(entry.training)
+    try:
+        with (
+            quiet(),
+            torch.random.fork_rng(),
+            torch.set_grad_enabled(entry.has_loss),
+            as_exported(),
+            activations_kept(),
+            _asked(lambda own, asked: _noted(found, own, asked)),
+        ):
+            entry(*entry.signature.samples(samples))
+    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace explains it
+        return ()
+    finally:
+        entry.model = model
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A question of a line of the user's."""
+
+    name: str
+    tensor: torch.Tensor
+    frame: FrameType
+
+    @property
+    def place(self) -> tuple[CodeType, int]:
+        """As in `_Answer`."""
+        return self.frame.f_code, self.frame.f_lasti
+
+    @property
+    def line(self) -> SourceLocation:
+        """Where it is asked."""
+        return location(self.frame.f_code.co_filename, self.frame.f_lineno)
+
+
+@contextlib.contextmanager
+def _asked(answer: Callable[[Callable[[torch.Tensor], Any], _Asked], Any]) -> Iterator[None]:
+    """Lets a function answer what lines of the user's ask for values; their checks do not count."""
+    with contextlib.ExitStack() as around:
+        for cls, name in itertools.product((torch.Tensor, FakeTensor), QUESTIONS):
+            if cls is torch.Tensor or name in vars(cls):
+                asking = _asking(getattr(cls, name), name, answer)
+                around.enter_context(mock.patch.object(cls, name, asking))
+        yield
+
+
+def _asking(
+    own: Callable[[torch.Tensor], Any],
+    name: str,
+    answer: Callable[[Callable[[torch.Tensor], Any], _Asked], Any],
+) -> Callable[[torch.Tensor], Any]:
+    def ask(tensor: torch.Tensor) -> Any:
+        frame: Any = sys._getframe(1)
+        while is_own(frame.f_code.co_filename):
+            frame = frame.f_back
+        if not is_users(frame.f_code.co_filename) or passing_at(frame) is not None:
+            return own(tensor)
+        return answer(own, _Asked(name, tensor, frame))
+
+    ask.__name__ = name  # by which a call is recorded
+    return ask
+
+
+def _noted(found: list[_Answer], own: Callable[[torch.Tensor], Any], asked: _Asked) -> Any:
+    value = own(asked.tensor)
+    found.append(_Answer(asked.name, asked.place, value))
+    return value
+
+
+@contextlib.contextmanager
+def answered(answers: Answers) -> Iterator[None]:
+    """Lets what is recorded inside be told what a run on the example was told."""
+    left = deque(answers)
+
+    def answer(own: Callable[[torch.Tensor], Any], asked: _Asked) -> Any:
+        if torch._C._get_dispatch_mode(_FAKE) is None:  # this compiler asks, of what has numbers
+            return own(asked.tensor)
+        known = left.popleft() if left else None
+        if known is None or (known.question, known.place) != (asked.name, asked.place):
+            left.clear()  # the trace has gone another way
+            return own(asked.tensor)
+        recorder = recording()
+        if recorder is None or not isinstance(asked.tensor, FakeTensor):
+            return own(asked.tensor)
+        if asked.name != "__bool__" and _is_of_inputs(recorder, asked.tensor):
+            return own(asked.tensor)  # a number that differs between batches
+        with torch._C.DisableTorchFunction():  # the model does not ask this
+            _require(recorder, asked, known.value)
+        return known.value
+
+    with _asked(answer) if answers else contextlib.nullcontext():
+        yield
+
+
+def _require(recorder: Recorder, asked: _Asked, value: Any) -> None:
+    """Records that the values are those."""
+    condition = asked.tensor
+    if isinstance(value, bool):
+        if condition.dtype is not torch.bool:
+            condition = recorder.called(operator.ne, condition, 0)
+        if not value:
+            condition = recorder.called(torch.logical_not, condition)
+    elif isinstance(value, list):
+        held = recorder.called(torch.tensor, value, dtype=condition.dtype, device=condition.device)
+        condition = recorder.called(torch.all, recorder.called(operator.eq, condition, held))
+    else:
+        condition = recorder.called(operator.eq, condition, value)
+    recorder.requires(condition, asked.line.brief)
+
+
+def refuse_changing(recorder: Recorder) -> None:
+    """Refuses what is decided by a draw, a weight that training changes, or a buffer that forward
+    does.
+
+    Raises:
+        TraceError: naming the line.
+    """
+    nodes = list(recorder.graph.nodes)
+    tensors = [tensor for node in nodes for tensor in node.meta.get(WRITES, ())]
+    written = {tensor.untyped_storage()._cdata for tensor in tensors}
+    layers = tuple(f"{node.target}." for node in nodes if node.op == "call_module")
+
+    def changes(source: fx.Node) -> bool:
+        value = source.meta["val"]
+        if source.op == "get_attr":
+            own = value.requires_grad or value.untyped_storage()._cdata in written
+            return own or str(source.target).startswith(layers)
+        return source.op == "call_module" or bool(source.meta.get(EFFECT))
+
+    for node in nodes:
+        sources = list(_sources(node)) if node.target is require else []
+        if any(source.op == "placeholder" for source in sources):
+            continue  # what decides is new with every batch anyway
+        changing = next(filter(changes, sources), None)
+        if changing is not None:
+            more = f"those of {changing.target}, which the model changes as it runs or trains"
+            if changing.op == "call_function":
+                more = "they are drawn"
+            raise by_values(node.meta["source"], more)
+
+
+def asks_for_numbers(recorder: Recorder) -> bool:
+    """Whether a number that the graph reads from a tensor decides something in it."""
+    return any(node.target in ("item", torch.Tensor.item) for node in recorder.graph.nodes)
+
+
+def _is_of_inputs(recorder: Recorder, tensor: torch.Tensor) -> bool:
+    node = recorder.tensors.known(tensor)
+    return node is None or any(n.op == "placeholder" for n in (node, *_sources(node)))
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that a node's value is computed from."""
+    seen, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+                yield source
