@@ -223,7 +223,7 @@ def _in_c(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if name in _OPERATORS and len(args) <= 2 and not kwargs:
         return Written(_OPERATORS[name], args)
     takes_self = bool(args) and isinstance(args[0], torch.Tensor) and hasattr(torch.Tensor, name)
-    if takes_self and (name in _METHODS or name.endswith("_")):
+    if takes_self and "out" not in kwargs and (name in _METHODS or name.endswith("_")):
         return Written(name, _spread(name, args), kwargs)
     if not isinstance(func, types.BuiltinFunctionType):
         plain = getattr(torch, name, None)

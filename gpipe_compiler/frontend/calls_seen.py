@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import autocast
 
 from gpipe_compiler.frontend.position import Region
@@ -48,6 +49,9 @@ def calls_seen() -> Iterator[None]:
         return leave(context, *raised)
 
     with (
+        mock.patch.object(torch, "from_numpy", _from_numpy),
+        mock.patch.object(torch.inference_mode, "__enter__", _enter_inference),
+        mock.patch.object(torch.inference_mode, "__exit__", _leave_inference),
         mock.patch.object(builtins, "len", _length),
         mock.patch.object(builtins, "max", _bound(builtins.max, torch.sym_max)),
         mock.patch.object(builtins, "min", _bound(builtins.min, torch.sym_min)),
@@ -81,6 +85,30 @@ def _bound(own: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]) -> Call
 
 
 _SIZE = torch.SymInt | torch.SymFloat
+
+_own_from_numpy = torch.from_numpy
+
+
+def _from_numpy(array: Any) -> Any:
+    """A tensor of an array's numbers, as it is no function of torch that a mode sees."""
+    recorder = recording()
+    if recorder is None:
+        return _own_from_numpy(array)
+    with torch._C.DisableTorchFunction():  # what is made is recorded, and not how
+        made = _own_from_numpy(array)
+        with unset_fake_temporarily():
+            real = _own_from_numpy(array).clone()
+        return recorder.from_numbers(real, made)
+
+
+def _enter_inference(context: Any) -> None:
+    """Tensors made in it have no versions, by which writes in place are seen: no gradients do."""
+    context.instead = torch.set_grad_enabled(torch.is_grad_enabled() and not context.mode)
+
+
+def _leave_inference(context: Any, *_: object) -> None:
+    torch.set_grad_enabled(context.instead.prev)
+
 
 _own_assign = nn.Module.__setattr__
 

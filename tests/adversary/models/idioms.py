@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy as np
@@ -146,6 +147,75 @@ def aligned(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     return F.ctc_loss(output.transpose(0, 1), labels, frames, lengths)
 
 
+class OfArrays(Two):
+    """Tables and numbers of NumPy's, in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.linspace(0, 1, 6).astype(np.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.from_numpy(np.linspace(1, 2, 60, dtype=np.float32))[:6]
+        scale += torch.from_numpy(self.table)
+        x = x * np.float32(1.5) + scale + np.sqrt(x.shape[-1])
+        picked = x[:, np.array([1, 0, 2, 5, 4, 3])] + x[:, np.int64(2), None]
+        return super().forward(picked + x[:, torch.tensor(1), None])
+
+
+class WritesOut(Two):
+    """Into tensors that it has made, by `out=`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            sums, scaled = torch.empty(0), torch.empty_like(x)
+            torch.cumsum(x, 1, out=sums)
+            torch.mul(x, 2.0, out=scaled)
+        return super().forward(x + sums + scaled)
+
+
+class Infers(Two):
+    """A part that autograd is not to see at all."""
+
+    @torch.inference_mode()
+    def scale(self, x: Tensor) -> Tensor:
+        return self.first(x).abs().mean(-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x / (self.scale(x).clone() + 1))
+
+
+class Compiles(Two):
+    """What torch.compile has compiled, or is to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = torch.compile(lambda x: x.sin() * 2, backend="eager")
+        self.extra = torch.compile(nn.Linear(6, 6), backend="eager")
+        self.middle.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.extra(self.act(x)))
+
+
+class FreezesNorm(Two):
+    """A BatchNorm that forward itself sets to eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        return super().forward(self.norm(x))
+
+
+class Copies(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = copy.deepcopy({"x": x})
+        kept["x"] += 1
+        return super().forward(x * kept["x"])
+
+
 def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
@@ -174,6 +244,12 @@ CASES = (
         sizes=(8, 5),
         quick=True,
     ),
+    simple("of_arrays", OfArrays),
+    simple("writes_out", WritesOut),
+    simple("infers", Infers),
+    simple("compiles", Compiles),
+    simple("freezes_norm", FreezesNorm),
+    simple("copies", Copies),
     simple("data_stops", DataStops),
     simple("checkpoint", lambda: Checkpointed(False)),
     simple("checkpoint_dropout", lambda: Checkpointed(False, 0.3), random=True),
