@@ -23,6 +23,7 @@ from gpipe_compiler.codegen.package import PLAN, Progress, emit, failed_place, p
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
+from gpipe_compiler.frontend.free_sizes import say_fixed
 from gpipe_compiler.frontend.subject import LossFunction, Subject, Wish
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
@@ -103,8 +104,8 @@ def trace(
         loss: SUM_OF_SQUARES, for experiments, minimises that of the outputs.
         batch_dims: by the name of an input as the graph prints it, its dimension that is the batch,
             None for one that all samples share; all others are found out.
-        free: the dimensions of inputs that are to stay free, as `--free` names them.
-        fix: those that are to be fixed all the same, as `--fix` names them.
+        free: the dimensions of inputs that have to be free, as `--free` names them.
+        fix: those that are to be fixed, as `--fix` names them.
 
     Raises:
         TraceError, ModelError: naming the user's line; also where there is no loss to train on.
@@ -131,10 +132,21 @@ def trace_subject(subject: Subject) -> Graph:
     Raises:
         TraceError, ModelError: naming the user's line.
     """
-    graph = tracing.trace(find_batch_dims(subject).subject)
-    graph = check(annotate(graph, graph.batch_size), after="shapes")
+    found = find_batch_dims(subject).subject
+    try:
+        graph = _described(found)
+    except FixedSizeError as error:
+        if not found.free.everything:
+            raise
+        graph = _described(found.fixed())
+        say_fixed(error.problem, error.location)
     refuse_overlaps(graph, subject.model)
     return graph
+
+
+def _described(subject: Subject) -> Graph:
+    graph = tracing.trace(subject)
+    return check(annotate(graph, graph.batch_size), after="shapes")
 
 
 def plan(
@@ -203,12 +215,12 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     progress("planning")
     try:
         made, frontier = target.plan(progress)
-    except FixedSizeError:  # `--free all` is for what can be free; what is named has to be
+    except FixedSizeError as error:
         if not isinstance(model, Subject) or not model.free.everything:
             raise
-        model = model.with_free(model.free.needed)
-        target = open_target(model, options, progress, launch)
+        target = open_target(model.fixed(), options, progress, launch)
         made, frontier = target.plan(progress)
+        say_fixed(error.problem, error.location)
     if directory is None:
         return Compiled(made, None, None, frontier=frontier, batch=target.batch)
     if target.options.remedies:

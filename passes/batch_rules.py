@@ -106,7 +106,7 @@ def _squeezes_any(op: Op) -> bool:
 def _compared(graph: Graph, op: Op) -> Iterator[float]:
     """The numbers with which an op compares places in the batch, or its size."""
     numbers = [item for item in op.leaves if type(item) in (int, float)]
-    if called(op.call) == "getitem":
+    if called(op.call) in ("getitem", "setitem"):
         yield from _sliced(graph, op)
     elif numbers and called(op.call) in _COMPARING and _counts_samples(graph, op):
         yield from numbers
@@ -114,7 +114,7 @@ def _compared(graph: Graph, op: Op) -> Iterator[float]:
 
 def _sliced(graph: Graph, op: Op) -> Iterator[float]:
     """Where a slice along the batch begins and ends."""
-    source, index = op.call.args
+    source, index, *_ = op.call.args
     known = graph.values.get(source.name) if isinstance(source, Ref) else None
     places = index if isinstance(index, tuple) else (index,)
     if known is None or known.batch_dim is None or len(places) <= known.batch_dim:

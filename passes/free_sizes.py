@@ -45,6 +45,7 @@ from gpipe_compiler.ir.symbolic import (
 from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, modes
 from gpipe_compiler.passes.lookups import within_tables
 from gpipe_compiler.passes.repeats import ShortenedGraph
+from gpipe_compiler.passes.unknown_sizes import UNKNOWN, of_unknown_size
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Shape, Size, value_at
 
@@ -182,6 +183,26 @@ class _Ran:
         )
 
 
+class _SymbolicFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
+    """A mode of fake tensors of sizes that are free; where values tell how many elements there are,
+    as many as there can be."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Runs the op on fake tensors."""
+        if func in UNKNOWN:
+            with self:
+                unknown = of_unknown_size(func, args, kwargs or {})
+            if unknown is not None:
+                return unknown
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 class _Run:
     """A run in one mode.
 
@@ -193,7 +214,7 @@ class _Run:
         self._training = training
         self._sizes = graph.sizes
         self._environment = ShapeEnv()
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._environment)
+        self._mode = _SymbolicFakes(allow_non_fake_inputs=True, shape_env=self._environment)
         self._lines: dict[Any, SourceLocation] = {}
         self._ran: dict[str, _Ran] = {}
         self._relied = 0, 0

@@ -116,17 +116,18 @@ def _input_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]INPUT.DIM",
         action="append",
         default=[],
-        help="let a dimension of an input, such as the length of texts, differ from call to call; "
-        "otherwise only the size in the example is taken. input_ids.1 is dimension 1 of input_ids; "
-        "tokens=input_ids.1 gives its size a name, and sizes of one name are equal; all: every "
-        "dimension that the model takes at any size; repeatable",
+        help="a dimension of an input, such as the length of texts, has to be free: the model is "
+        "refused where it fixes it. By default every dimension is free that the model takes at any "
+        "size. input_ids.1 is dimension 1 of input_ids; tokens=input_ids.1 gives its size a name, "
+        "and sizes of one name are equal; repeatable",
     )
     group.add_argument(
         "--fix",
         metavar="INPUT.DIM",
         action="append",
         default=[],
-        help="with --free all: take only the size in the example of this dimension; repeatable",
+        help="take only the size that this dimension has in the example; all: that of every "
+        "dimension beside the batch that --free does not name; repeatable",
     )
 
 

@@ -127,7 +127,13 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
                 break
             larger = (samples, *sizes[0])  # what takes no more is compared again as before
             started = time.process_time()
-            found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
+            try:
+                found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
+            except ModelError:
+                if rules[samples] is None:
+                    raise
+                untried = rules[samples]  # the graph is none of so many
+                break
             few, seconds = samples, time.process_time() - started
             if found:
                 return found, graph

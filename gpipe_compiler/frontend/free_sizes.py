@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
+from gpipe_compiler.errors import ModelError, Notice, SourceLocation, UsageError
 from gpipe_compiler.frontend.locate import calling_line, chooses_kernel, is_asked_by_user
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
@@ -335,6 +336,13 @@ def refuse_fixed(must: Collection[str], found: FoundSizes, noted: NotedSizes) ->
             hint="take the size from the input (x.shape[1]) and leave -1 for it in view and "
             f"reshape; or leave out --free {lost[0]}",
         )
+
+
+def say_fixed(problem: str, location: SourceLocation | None = None) -> None:
+    """Tells the user that no size is free but those that have to be, and why."""
+    where = "" if location is None else f" ({location.brief})"
+    text = f"sizes beside the batch are those of the example, as at others: {problem}{where}"
+    warnings.warn(Notice(text), stacklevel=2)
 
 
 def is_symbolic(size: object) -> bool:

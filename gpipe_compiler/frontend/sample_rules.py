@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from gpipe_compiler.frontend.free_sizes import NotedSizes, is_symbolic
 from gpipe_compiler.frontend.signature import Signature
@@ -24,8 +25,8 @@ def sample_rules(
 ) -> tuple[SampleRule, ...]:
     """Numbers of samples for which a model may be another program than its trace, in order.
 
-    What torch compares, to see whether sizes are equal, distinguishes no batches; what the
-    user's own code asks does.
+    What torch compares, to see whether sizes are equal, distinguishes no batches, but for counts
+    of pieces, as of `x.split(300)`; what the user's own code asks does.
 
     Args:
         placeholders: of the inputs, in order.
@@ -46,18 +47,35 @@ def sample_rules(
         if not condition.free_symbols <= symbols or guard.expr in noted.of_kernels:
             continue
         numbers: set[int] = set()
-        if getattr(condition, "rel_op", "") in _ORDERS:
+        if getattr(condition, "rel_op", "") in _ORDERS or condition.has(FloorDiv):
             numbers = _turning_points(condition)
         elif guard.expr in noted.asked:
             numbers = {int(number) for number in condition.atoms(sympy.Integer)}
         where = noted.guards.get(guard.expr)
         found.extend(SampleRule(n, where) for n in numbers if SMALLEST < n <= LARGEST_BATCH)
+    for guard, where in noted.guards.items():
+        numbers = {*_of_extremes(environment.replace(guard), symbols)}
+        found.extend(SampleRule(number, where) for number in numbers)
     for question, where in noted.settled.items():
         condition = environment.replace(question)
         known = condition.free_symbols <= symbols
         if known and _holds(condition, 1) != _holds(condition, SMALLEST):
             found.append(SampleRule(SMALLEST, where))
     return in_order(found)
+
+
+def _of_extremes(condition: Any, symbols: Collection[Any]) -> Iterator[int]:
+    """The numbers of samples from which on a minimum or maximum in a condition is another.
+
+    That is how torch computes the ends of slices where other sizes are free too.
+
+    Args:
+        symbols: of the number of samples.
+    """
+    for extreme in condition.atoms(Min, Max):
+        if extreme.free_symbols and extreme.free_symbols <= symbols:
+            for one, other in itertools.combinations(extreme.args, 2):
+                yield from _turning_points(sympy.Le(one, other))
 
 
 def _holds(condition: Any, samples: int) -> bool | None:

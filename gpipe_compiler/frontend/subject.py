@@ -60,25 +60,25 @@ class Wish:
     """Which dimensions of the inputs are to stay free, beside the batch.
 
     Attributes:
-        everything: whether all that the model treats generally are, but for those that are fixed.
+        everything: all that the model treats generally, but for those that are fixed.
         fixed: such as `input_ids.1`.
         places: such as `input_ids.1`, to the name of the size; those of one name are equal.
         must: the places that the user asks to be free, which the model may not fix.
     """
 
-    everything: bool = False
+    everything: bool = True
     fixed: frozenset[str] = frozenset()
     places: Mapping[str, str] = field(default_factory=dict)
     must: frozenset[str] = frozenset()
 
     @property
     def needed(self) -> Wish:
-        """Only those that the user asks for by name."""
+        """Only those that have to be free."""
         return Wish(False, places={p: self.places[p] for p in self.must}, must=self.must)
 
     @classmethod
     def parse(cls, texts: Sequence[str], fixed: Sequence[str] = ()) -> Wish:
-        """What `--free` says: `all`, `input_ids.1`, `tokens=input_ids.1`; and `--fix`.
+        """What `--free` says: `input_ids.1`, `tokens=input_ids.1`; and `--fix`: that, or `all`.
 
         Raises:
             UsageError: for a name that no variable of Python's can have, or the same as another's;
@@ -94,19 +94,16 @@ class Wish:
                     hint="give it as in tokens=input_ids.1: letters, digits and _, and no word of "
                     "Python's own",
                 )
-            if text != "all":
-                places[place] = name or place
+            places[place] = name or place
         for one, other in itertools.combinations(dict.fromkeys(places.values()), 2):
             if one.replace(".", "_") == other.replace(".", "_"):
                 raise UsageError(
                     f"--free: the sizes {one} and {other} would be one variable",
                     hint="give one of them another name, as in tokens=input_ids.1",
                 )
-        if fixed and "all" not in texts:
-            raise UsageError("--fix is for --free all", hint="leave it out: no other size is free")
         for both in places.keys() & {*fixed}:
             raise UsageError(f"--free and --fix both name {both}", hint="leave one of them out")
-        return cls("all" in texts, frozenset(fixed), places, frozenset(places))
+        return cls("all" not in fixed, frozenset(fixed) - {"all"}, places, frozenset(places))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +147,10 @@ class Subject:
     free: Wish = Wish()
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def with_free(self, wish: Wish) -> Subject:
-        """The same with other dimensions free; what its entries have found out holds for it too."""
-        changed = dataclasses.replace(self, free=wish)
-        changed.probes.update(self.probes)
+    def fixed(self) -> Subject:
+        """The same with no dimension free but those that have to be."""
+        changed = dataclasses.replace(self, free=self.free.needed)
+        changed.probes.update(self.probes)  # what its entries have found out holds for it too
         return changed
 
     def with_example(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Subject:

@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
-from gpipe_compiler.frontend.free_sizes import FreePlaces
+from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed
 from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
@@ -63,7 +63,9 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
     graph = unchecked(subject, precision)
     wrong, graph = compared(graph, subject)
     if wrong and graph.sizes and subject.free.everything:
-        return trace_whole(subject.with_free(subject.free.needed), precision)
+        whole = trace_whole(subject.fixed(), precision)
+        say_fixed(wrong[0])
+        return whole
     if wrong:
         own = own_backward(subject)
         if own is not None:
@@ -128,10 +130,11 @@ def _in_both_modes(subject: Subject, precision: Precision) -> Graph:
     modes = (True, False) if subject.training else (False,)
     try:
         graphs = _recorded(subject, modes, precision)
-    except TraceError:
+    except TraceError as error:
         if not subject.free.everything:
             raise
-        graphs = _recorded(subject.with_free(subject.free.needed), modes, precision)
+        graphs = _recorded(subject.fixed(), modes, precision)
+        say_fixed(error.problem, error.location)
     return merge(*graphs) if subject.training else graphs[0]
 
 

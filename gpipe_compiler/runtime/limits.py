@@ -97,7 +97,7 @@ def refuse_untried(name: str, limits: Sequence[SampleLimit], samples: int, parts
             one = "; run it with microbatches=1" if limit.in_pieces else ""
             raise UsageError(
                 f"{name} takes up to {limit.samples} samples{cut}, not {samples}: what it "
-                f"does with more took too long to be tried, {limit.where}",
+                f"does with more was not tried, {limit.where}",
                 hint="pass fewer samples at once; or have the model not ask how many there are"
                 + one,
             )
