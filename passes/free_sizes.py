@@ -228,6 +228,9 @@ class _Run:
             )
             numbers = dict(zip((BATCH, *graph.sizes), rows.shape, strict=True))
             self.symbols: dict[Any, Dim] = {expression_of(n): size for size, n in numbers.items()}
+            named = {size.name: number for size, number in numbers.items()}
+            for demand in graph.requires:
+                bool(demand.holds(named))  # torch relies on it from here on
             with self._mode:
                 self._inputs = {
                     source.name: _input(graph, source, numbers) for source in graph.inputs
@@ -319,7 +322,7 @@ class _Run:
         return FixedSizeError(
             f"of the sizes {names} not all can be free: {what}",
             location=source,
-            hint="name those that are to be free (--free INPUT.DIM), or none",
+            hint="leave out --free, and the size is that of the example",
         )
 
 

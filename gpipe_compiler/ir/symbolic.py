@@ -55,8 +55,30 @@ def dim_of(size: Any, symbols: Symbols) -> Dim:
 
 def expression_of(size: Any) -> Any:
     """The sympy expression of a number of torch's, in the symbols that are left."""
-    node = size.node
-    return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
+    environment = size.node.shape_env
+    if environment is None:
+        return size.node.expr
+    expression = environment.replace(size.node.expr)
+    settled = {
+        extreme: found
+        for extreme in expression.atoms(Min, Max)
+        if (found := _settled(extreme, environment.var_to_range)) is not None
+    }
+    return expression.xreplace(settled) if settled else expression
+
+
+def _settled(extreme: Any, ranges: dict[Any, ValueRanges[Any]]) -> Any:
+    """What a minimum or maximum of two comes to by what torch relied on; None where that differs,
+    such as the end of a slice of a table that no index is beyond."""
+    if len(extreme.args) != 2:
+        return None
+    one, other = extreme.args
+    ahead = bound_sympy(one - other, ranges)
+    if ahead.upper <= 0:
+        return one if isinstance(extreme, Min) else other
+    if ahead.lower >= 0:
+        return other if isinstance(extreme, Min) else one
+    return None
 
 
 def same_shape(left: Sequence[Any], right: Sequence[Any]) -> bool:

@@ -66,6 +66,12 @@ class ExportedStages:
     ) -> ExportedStages:
         """Traces a model; an `OpenTarget`."""
         _refuse_unfit(options)
+        if subject.free.must:
+            raise UsageError(
+                "--free: stages for ONNX Runtime take the sizes of the example, the batch aside",
+                hint="leave it out, or compile with --target torch",
+            )
+        subject = subject.fixed()
         # ONNX has no writes in place, and its runtime finds its own.
         options = dataclasses.replace(options, in_place=False, remedies=False)
         progress("tracing")

@@ -138,7 +138,7 @@ class Case:
     loss: Callable[[Any, Any], Tensor]
     example: tuple[int, ...]
     others: tuple[tuple[int, ...], ...]
-    free: tuple[str, ...] = ("all",)
+    free: tuple[str, ...] = ()
 
 
 def texts(tokens: int) -> tuple[Tensor, Tensor]:
@@ -197,7 +197,7 @@ def package_of(
     batch: tuple[Tensor, Tensor],
     loss: Callable[[Any, Any], Tensor],
     folder: Path,
-    free: tuple[str, ...] = ("all",),
+    free: tuple[str, ...] = (),
     stages: int = 3,
 ) -> ModuleType:
     graph = gpc.trace(copy.deepcopy(model), (batch[0],), target=batch[1], loss_fn=loss, free=free)
@@ -534,32 +534,24 @@ def test_names_that_no_variable_can_have_are_refused(free: list[str], told: str)
     assert caught.value.hint
 
 
-def test_all_sizes_have_no_one_name() -> None:
-    assert not Wish.parse(["tokens=all"]).everything
-    assert Wish.parse(["tokens=all"]).must == {"all"}  # an input that there is not
-
-
 def test_all_sizes_but_some_are_free() -> None:
     images, target = pictures(16, 12)
 
-    def free(*fix: str, names: tuple[str, ...] = ()) -> list[str]:
+    def free(*fix: str, free: tuple[str, ...] = ()) -> list[str]:
+        model = Segmenter()
         graph = gpc.trace(
-            Segmenter(),
-            (images,),
-            target=target,
-            loss_fn=F.cross_entropy,
-            free=("all", *names),
-            fix=fix,
+            model, (images,), target=target, loss_fn=F.cross_entropy, free=free, fix=fix
         )
         return [size.name for size in graph.sizes]
 
+    assert free() == ["x.2", "x.3", "target.1", "target.2"]
     assert free("x.3") == ["x.2", "target.1", "target.2"]
+    assert free("all") == []
+    assert free("all", free=("x.2", "target.1")) == ["x.2", "target.1"]
     with pytest.raises(GPipeCompilerError, match=r"--fix x\.7"):
         free("x.7")
-    with pytest.raises(GPipeCompilerError, match="--fix is for --free all"):
-        Wish.parse(["x.2"], ["x.3"])
     with pytest.raises(GPipeCompilerError, match=r"--free and --fix both name x\.3"):
-        free("x.3", names=("x.3",))
+        free("x.3", free=("x.3",))
 
 
 class LongCondition(nn.Module):
@@ -583,7 +575,7 @@ def test_a_size_in_a_long_condition_is_free_where_it_is_asked_for() -> None:
         graph = gpc.trace(LongCondition(), (x,), target=x.cos(), loss_fn=F.mse_loss, free=free)
         return [size.name for size in graph.sizes]
 
-    assert sizes("all") == []
+    assert sizes() == []
     assert sizes("x.1", "target.1") == ["x.1"]
 
 
@@ -646,6 +638,8 @@ def test_all_means_none_where_the_graph_runs_at_one_size_only(
         f"{body[0]}def forward(self, x):{padded}\n\ndef build_model{after}"
     )
     words = [str(tmp_path / "model.py"), "--stages", "2", "--dry-run"]
-    assert compile_command([*words, "--free", "all"]) == 0
-    assert "free sizes" not in capsys.readouterr().out
+    assert compile_command(words) == 0
+    told = capsys.readouterr()
+    assert "free sizes" not in told.out
+    assert "sizes beside the batch are those of the example" in told.out + told.err
     assert compile_command([*words, "--free", "x.1", "--free", "target.1"]) == 1

@@ -69,13 +69,15 @@ def built(family: str, settings: dict[str, Any]) -> nn.Module:
     return getattr(transformers, name)(config).eval()
 
 
+# A window is wider than some texts only: what a length that is free may be is not known.
 @pytest.mark.parametrize("name", MODELS)
 def test_attention_is_called_as_the_model_calls_it(name: str) -> None:
     model = built(*MODELS[name])
     ids = torch.randint(0, 50, (4, LENGTH))
     with Calls() as own, torch.no_grad():
         model(ids)
-    graph = trace(model, (), {"input_ids": ids}, training=False, loss=LossChoice.MODEL)
+    fix = ("all",) if name == "mistral with a longer window" else ()
+    graph = trace(model, (), {"input_ids": ids}, training=False, fix=fix)
     simple = transform(graph, PassSetting(2))
 
     found = [

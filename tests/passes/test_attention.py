@@ -110,11 +110,11 @@ class Attends(nn.Module):
 
 
 def simplified(
-    model: nn.Module, length: int = 8, free: Sequence[str] = ()
+    model: nn.Module, length: int = 8, fix: Sequence[str] = ()
 ) -> tuple[Graph, dict[str, object]]:
     """The graph, and the options of its one call of attention."""
     x = torch.randn(4, length, 8)
-    graph = trace(model, (x,), loss=LossChoice.SUM_OF_SQUARES, free=free)
+    graph = trace(model, (x,), loss=LossChoice.SUM_OF_SQUARES, fix=fix)
     graph = transform(graph, PassSetting(2))
     (call,) = [
         op.call
@@ -177,11 +177,11 @@ def test_any_other_mask_stays(name):
 @pytest.mark.parametrize("width", [8, 100])
 def test_a_window_as_long_as_the_sequence_is_causal_where_the_length_is_fixed(width):
     model = Attends(window(width))
-    graph, options = simplified(model)
+    graph, options = simplified(model, fix=("x.1",))
 
     assert options == {"is_causal": True}
     same_as_model(graph, model, 3)
-    _, options = simplified(model, free=("x.1",))
+    _, options = simplified(model)
     assert "attn_mask" in options
 
 

@@ -131,7 +131,10 @@ def test_the_prediction_is_the_simulation_of_the_stages(
     bound_s = plan.prediction.lower_bound_s
     assert 0 < bound_s <= step_s * (1 + 1e-9)
     assert plan.prediction.gap == pytest.approx(step_s / bound_s - 1)
-    assert Plan.from_json(plan.to_json()) == dataclasses.replace(plan, graph=None)
+    read = Plan.from_json(plan.to_json())
+    assert read.to_json() == plan.to_json()  # its shapes are those of the example
+    read = dataclasses.replace(read, crossings=plan.crossings)
+    assert read == dataclasses.replace(plan, graph=None)
 
 
 def test_a_tied_weight_is_owned_by_every_stage_that_reads_it() -> None:
