@@ -129,6 +129,15 @@ def _input_arguments(parser: argparse.ArgumentParser) -> None:
         help="take only the size that this dimension has in the example; all: that of every "
         "dimension beside the batch that --free does not name; repeatable",
     )
+    group.add_argument(
+        "--at",
+        metavar="NAME=N",
+        type=_size,
+        action="append",
+        default=[],
+        help="plan for this size in place of the example's, which is repeated or cut to it: "
+        "input_ids.1=2048, or by the name that --free gives; repeatable",
+    )
 
 
 def _cost_arguments(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +224,13 @@ def _batch_dim(text: str) -> tuple[str, int | None]:
     if not name or not (dim == "none" or dim.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIM, such as x=1 or mask=none")
     return name, None if dim == "none" else int(dim)
+
+
+def _size(text: str) -> tuple[str, int]:
+    name, _, size = text.rpartition("=")
+    if not name or not size.isdecimal() or not int(size):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=N, such as input_ids.1=2048")
+    return name, int(size)
 
 
 def inspect_parser() -> argparse.ArgumentParser:

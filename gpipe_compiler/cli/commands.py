@@ -107,7 +107,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     return dataclasses.replace(
         subject,
         batch_dims=dict(arguments.batch_dim),
-        free=Wish.parse(arguments.free, arguments.fix),
+        free=Wish.parse(arguments.free, arguments.fix, arguments.at),
     )
 
 
@@ -262,7 +262,7 @@ _MODEL = (
         "loss",
         "loss_over",
     ),
-    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free", "fix"),
+    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free", "fix", "at"),
 )
 """Options that say how a package trains, or how a model is traced and transformed."""
 

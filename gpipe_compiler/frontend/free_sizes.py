@@ -22,7 +22,7 @@ from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE
 from gpipe_compiler.ir.symbolic import InexpressibleError, dim_of, expression_of, requirements
-from gpipe_compiler.runtime.sizes import Dim, Requirement, Size
+from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Size
 
 _LONGEST = 100
 """Symbols, numbers and operators in a condition on sizes that torch still reasons about: as many
@@ -224,6 +224,8 @@ def read_sizes(
         inputs, places = _inputs(signature, shapes, symbols, places)
         try:
             found = tuple(dict.fromkeys(requirements(environment, symbols, where)))
+            if _make_one(environment, symbols, found):
+                continue
             for size in computed:
                 if not symbols.keys().isdisjoint(expression_of(size).free_symbols - batch):
                     dim_of(size, symbols)
@@ -237,6 +239,19 @@ def read_sizes(
     if environment is not None:
         _fix_others(environment, signature, shapes, {})
     return FoundSizes(signature.inputs, {}, ())
+
+
+def _make_one(
+    environment: ShapeEnv, symbols: Mapping[Any, Dim], found: Iterable[Requirement]
+) -> bool:
+    """Has torch take two sizes for one where the model demands that they be equal, as after both
+    were flattened with the batch; whether there were such."""
+    of = {size: symbol for symbol, size in symbols.items()}
+    for demand in found:
+        if demand.relation is Relation.EQUAL and {demand.left, demand.right} <= of.keys() - {BATCH}:
+            environment._set_replacement(of[demand.right], of[demand.left], "equal")
+            return True
+    return False
 
 
 def _fix_others(

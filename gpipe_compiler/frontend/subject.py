@@ -64,21 +64,33 @@ class Wish:
         fixed: such as `input_ids.1`.
         places: such as `input_ids.1`, to the name of the size; those of one name are equal.
         must: the places that the user asks to be free, which the model may not fix.
+        at: by the names of sizes, what they are to be in the example.
     """
 
     everything: bool = True
     fixed: frozenset[str] = frozenset()
     places: Mapping[str, str] = field(default_factory=dict)
     must: frozenset[str] = frozenset()
+    at: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def needed(self) -> Wish:
         """Only those that have to be free."""
-        return Wish(False, places={p: self.places[p] for p in self.must}, must=self.must)
+        return dataclasses.replace(
+            self,
+            everything=False,
+            fixed=frozenset(),
+            places={place: self.places[place] for place in self.must},
+        )
 
     @classmethod
-    def parse(cls, texts: Sequence[str], fixed: Sequence[str] = ()) -> Wish:
-        """What `--free` says: `input_ids.1`, `tokens=input_ids.1`; and `--fix`: that, or `all`.
+    def parse(
+        cls,
+        texts: Sequence[str],
+        fixed: Sequence[str] = (),
+        at: Sequence[tuple[str, int]] = (),
+    ) -> Wish:
+        """What `--free` says: `input_ids.1`, `tokens=input_ids.1`; `--fix`: that, or `all`; `--at`.
 
         Raises:
             UsageError: for a name that no variable of Python's can have, or the same as another's;
@@ -103,7 +115,9 @@ class Wish:
                 )
         for both in places.keys() & {*fixed}:
             raise UsageError(f"--free and --fix both name {both}", hint="leave one of them out")
-        return cls("all" not in fixed, frozenset(fixed) - {"all"}, places, frozenset(places))
+        return cls(
+            "all" not in fixed, frozenset(fixed) - {"all"}, places, frozenset(places), dict(at)
+        )
 
 
 @dataclass(frozen=True, eq=False)

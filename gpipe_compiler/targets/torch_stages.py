@@ -17,6 +17,7 @@ from gpipe_compiler.errors import Notice
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.materialise import real_example
+from gpipe_compiler.frontend.resized import resized
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines
@@ -66,6 +67,9 @@ class TorchStages:
         progress("tracing")
         found = find_batch_dims(subject)
         graph = tracing.trace(found.subject, options.precision)
+        if subject.free.at:
+            found = dataclasses.replace(found, subject=resized(found.subject, graph))
+            graph = tracing.trace(found.subject, options.precision)
         if graph.loss is not None:
             over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
             graph = graph.replace(loss=over)

@@ -622,6 +622,49 @@ def test_the_command_compares_at_other_sizes_and_the_plan_lists_them(
     assert plan.sizes == (("Size", 5),)
 
 
+def test_the_plan_is_for_the_sizes_that_are_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, made = tmp_path / "model.py", tmp_path / "made"
+    model.write_text(MODEL)
+    words = [str(model), "--stages", "2", "-o", str(made), "--force"]
+    assert compile_command([*words, "--free", "tokens=x.1", "--at", "tokens=300"]) == 0
+    plan = Plan.from_json((made / "plan.json").read_text())
+    assert plan.sizes == (("tokens", 300),)
+    model.write_text(MODEL.replace("6, 5, 4", "6, 300, 4"))
+    assert compile_command([*words, "--free", "tokens=x.1"]) == 0
+    longer = Plan.from_json((made / "plan.json").read_text())
+    assert plan.prediction.peak_bytes == longer.prediction.peak_bytes
+    assert plan.crossings == longer.crossings
+
+    capsys.readouterr()
+    assert compile_command([*words, "--at", "tokens=300"]) == 2
+    assert "no size of this name" in capsys.readouterr().err
+    assert compile_command([*words, "--at", "x.1=1"]) == 2
+    assert "at least 2" in capsys.readouterr().err
+
+
+def test_a_size_that_the_model_does_not_take_is_not_planned_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    branch = "        assert x.shape[1] < 40\n        return"
+    (tmp_path / "model.py").write_text(
+        MODEL.replace("        return self.second", f"{branch} self.second")
+    )
+    words = [str(tmp_path / "model.py"), "--stages", "2", "--dry-run"]
+    assert compile_command([*words, "--at", "x.1=39"]) == 0
+    assert compile_command([*words, "--at", "x.1=40"]) == 2
+    assert "assert x.shape[1] < 40" in capsys.readouterr().err
+
+
+def test_sizes_that_have_to_be_equal_are_one() -> None:
+    """Torch itself leaves it at a demand where each was flattened with the batch."""
+    x, target = torch.randn(SAMPLES, 6, 4), torch.randint(4, (SAMPLES, 6))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graph = gpc.trace(model, (x,), target=target, loss_fn=language_loss)
+    assert [size.name for size in graph.sizes] == ["input_.1"]
+
+
 def test_all_means_none_where_the_graph_runs_at_one_size_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
