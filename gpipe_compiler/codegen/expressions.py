@@ -173,9 +173,13 @@ class ExpressionWriter:
         """`container[index]`."""
         opening = f"{self.argument(container).within(Binding.ATOM)}["
         inside = self._index(index)
-        items = () if isinstance(index, tuple | slice) else (name(inside),)
         return Expression(
-            f"{opening}{inside}]", opening=opening, items=items, closing="]", fills=True
+            f"{opening}{inside}]",
+            opening=opening,
+            items=(name(inside),),
+            closing="]",
+            fills=True,
+            comma="",
         )
 
     def _leaf(self, leaf: object) -> Expression:

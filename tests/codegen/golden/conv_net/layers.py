@@ -13,7 +13,7 @@ class ResidualPart(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27
-        out = self.relu(self.bn1(self.conv1(x)))  # (B, 4, 8, 8)
+        out = self.relu(self.bn1(self.conv1(x)))  # (B, 4, images.2, images.3)
         conv2_out: Tensor = self.conv2(out)
         return conv2_out
 
@@ -26,7 +26,7 @@ class ResidualPart2(nn.Module):
 
     def forward(self, x: Tensor, conv2_out: Tensor) -> Tensor:
         # models.py:27-29
-        out = self.bn2(conv2_out)  # (B, 4, 8, 8)
+        out = self.bn2(conv2_out)  # (B, 4, images.2, images.3)
         out += x
         relu_out: Tensor = self.relu(out)
         return relu_out

@@ -18,7 +18,10 @@ from .runtime.spec import (
     LossSpec,
     PipelineSpec,
     Reduction,
+    Relation,
+    Requirement,
     ScheduleKind,
+    Size,
     StageSpec,
 )
 
@@ -28,6 +31,9 @@ ORDERS = (
     "1F0 1F1 1B1 1B0",
     "2F0 2F1 2B1 2B0",
 )
+
+images_2 = Size(name="images.2", of=("images", 2), example=8)
+images_3 = Size(name="images.3", of=("images", 3), example=8)
 
 SPEC = PipelineSpec(
     name="conv_net",
@@ -56,15 +62,15 @@ SPEC = PipelineSpec(
         ),
     ),
     inputs=(
-        Input("images", ("args", 0), shape=(4, 3, 8, 8), dtype=torch.float32),
+        Input("images", ("args", 0), shape=(4, 3, images_2, images_3), dtype=torch.float32),
         Input("target", ("target",), shape=(4,), dtype=torch.int64),
     ),
     crossings=(
         Crossing("target", 0, (2,), (2,), torch.int64, gradient=False),
-        Crossing("stem_2", 0, (1,), (2, 4, 8, 8), torch.float32),
-        Crossing("blocks_0_conv2", 0, (1,), (2, 4, 8, 8), torch.float32),
-        Crossing("blocks_0_relu_1", 1, (2,), (2, 4, 8, 8), torch.float32),
-        Crossing("blocks_1_conv2", 1, (2,), (2, 4, 8, 8), torch.float32),
+        Crossing("stem_2", 0, (1,), (2, 4, images_2, images_3), torch.float32),
+        Crossing("blocks_0_conv2", 0, (1,), (2, 4, images_2, images_3), torch.float32),
+        Crossing("blocks_0_relu_1", 1, (2,), (2, 4, images_2, images_3), torch.float32),
+        Crossing("blocks_1_conv2", 1, (2,), (2, 4, images_2, images_3), torch.float32),
     ),
     outputs=Leaf("head"),
     loss=LossSpec(
@@ -81,4 +87,18 @@ SPEC = PipelineSpec(
     microbatches=2,
     microbatch_size=2,
     orders=ORDERS,
+    requires=(
+        Requirement(
+            2,
+            Relation.AT_MOST,
+            images_2,
+            "torch takes a dimension of one element for a constant, which is broadcast",
+        ),
+        Requirement(
+            2,
+            Relation.AT_MOST,
+            images_3,
+            "torch takes a dimension of one element for a constant, which is broadcast",
+        ),
+    ),
 )

@@ -14,15 +14,15 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            conv2_out: (B, 4, 8, 8) float32, from stage 0, made at models.py:27.
-            stem_out: (B, 4, 8, 8) float32, from stage 0, made at models.py:41.
+            conv2_out: (B, 4, images.2, images.3) float32, from stage 0, made at models.py:27.
+            stem_out: (B, 4, images.2, images.3) float32, from stage 0, made at models.py:41.
 
         Returns:
-            blocks_0: (B, 4, 8, 8) float32, for stage 2.
-            conv2_out: (B, 4, 8, 8) float32, for stage 2.
+            blocks_0: (B, 4, images.2, images.3) float32, for stage 2.
+            conv2_out: (B, 4, images.2, images.3) float32, for stage 2.
         """
         # models.py:42
-        blocks_0 = self.blocks["0"](stem_out, conv2_out)  # (B, 4, 8, 8)
+        blocks_0 = self.blocks["0"](stem_out, conv2_out)  # (B, 4, images.2, images.3)
         conv2_out = self.blocks["1"](blocks_0)
         return blocks_0, conv2_out
 

@@ -12,7 +12,7 @@ class LossWeight(nn.Module):
         """What counts in one micro-batch of B samples.
 
         Args:
-            target: (B, 6) int64, the target.
+            target: (B, ids.1) int64, the target.
         """
         weight = (target != -100).sum()
         return weight

@@ -18,7 +18,10 @@ from .runtime.spec import (
     LossSpec,
     PipelineSpec,
     Reduction,
+    Relation,
+    Requirement,
     ScheduleKind,
+    Size,
     StageSpec,
 )
 
@@ -28,6 +31,8 @@ ORDERS = (
     "1F0 1F1 1B1 1B0",
     "2F0 2F1 2B1 2B0",
 )
+
+ids_1 = Size(name="ids.1", of=("ids", 1), example=6)
 
 SPEC = PipelineSpec(
     name="decoder",
@@ -50,18 +55,18 @@ SPEC = PipelineSpec(
         ),
     ),
     inputs=(
-        Input("ids", ("args", 0), shape=(4, 6), dtype=torch.int64),
-        Input("target", ("target",), shape=(4, 6), dtype=torch.int64),
+        Input("ids", ("args", 0), shape=(4, ids_1), dtype=torch.int64),
+        Input("target", ("target",), shape=(4, ids_1), dtype=torch.int64),
     ),
     crossings=(
-        Crossing("target", 0, (2,), (2, 6), torch.int64, gradient=False),
-        Crossing("add", 0, (1,), (2, 6, 8), torch.float32),
-        Crossing("transpose_2", 0, (1,), (2, 2, 6, 4), torch.float32),
-        Crossing("softmax", 0, (1,), (2, 2, 6, 6), torch.float32),
-        Crossing("add_1", 1, (2,), (2, 6, 8), torch.float32),
-        Crossing("transpose_5", 1, (2,), (2, 2, 6, 4), torch.float32),
-        Crossing("transpose_7", 1, (2,), (2, 2, 6, 4), torch.float32),
-        Crossing("transpose_8", 1, (2,), (2, 2, 4, 6), torch.float32),
+        Crossing("target", 0, (2,), (2, ids_1), torch.int64, gradient=False),
+        Crossing("add", 0, (1,), (2, ids_1, 8), torch.float32),
+        Crossing("transpose_2", 0, (1,), (2, 2, ids_1, 4), torch.float32),
+        Crossing("softmax", 0, (1,), (2, 2, ids_1, ids_1), torch.float32),
+        Crossing("add_1", 1, (2,), (2, ids_1, 8), torch.float32),
+        Crossing("transpose_5", 1, (2,), (2, 2, ids_1, 4), torch.float32),
+        Crossing("transpose_7", 1, (2,), (2, 2, ids_1, 4), torch.float32),
+        Crossing("transpose_8", 1, (2,), (2, 2, 4, ids_1), torch.float32),
     ),
     outputs=Leaf("lm_head"),
     loss=LossSpec(
@@ -81,4 +86,18 @@ SPEC = PipelineSpec(
     aliases={
         "lm_head.weight": "wte.weight",
     },
+    requires=(
+        Requirement(
+            2,
+            Relation.AT_MOST,
+            ids_1,
+            "torch takes a dimension of one element for a constant, which is broadcast",
+        ),
+        Requirement(
+            ids_1,
+            Relation.AT_MOST,
+            6,
+            "models.py:66: return self.out(mixed.transpose(1, 2).reshape(batch, length, dim))",
+        ),
+    ),
 )

@@ -16,13 +16,14 @@ class AttentionPart(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         # models.py:59-65
+        length = x.shape[1]
         shape = x.shape[:2]
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q = q.view(*shape, 2, 4).transpose(1, 2)  # (B, 2, 6, 4)
+        q = q.view(*shape, 2, 4).transpose(1, 2)  # (B, 2, ids.1, 4)
         k = k.view(*shape, 2, 4).transpose(1, 2)
         v = v.view(*shape, 2, 4).transpose(1, 2)
-        scores = q @ k.transpose(-2, -1) / 2.0  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.mask[:6, :6], -math.inf)
+        scores = q @ k.transpose(-2, -1) / 2.0  # (B, 2, ids.1, ids.1)
+        scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
         softmax = torch.softmax(scores, dim=-1)
         return v, softmax
 
@@ -38,14 +39,17 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            ids: (B, 6) int64, the model's args[0].
+            ids: (B, ids.1) int64, the model's args[0].
 
         Returns:
-            x: (B, 6, 8) float32, for stage 1.
-            v: (B, 2, 6, 4) float32, for stage 1.
-            softmax: (B, 2, 6, 6) float32, for stage 1.
+            x: (B, ids.1, 8) float32, for stage 1.
+            v: (B, 2, ids.1, 4) float32, for stage 1.
+            softmax: (B, 2, ids.1, ids.1) float32, for stage 1.
         """
         # models.py:82-84
-        x = self.wte(ids) + self.wpe[:6]  # (B, 6, 8)
+        length = ids.shape[1]
+        wte_out = self.wte(ids)  # (B, ids.1, 8)
+        x = wte_out + self.wpe[:length]
+        del wte_out
         v, softmax = self.attentions["0"](x)
         return x, v, softmax

@@ -11,8 +11,8 @@ class AttentionPart(nn.Module):
 
     def forward(self, softmax: Tensor, v: Tensor) -> Tensor:
         # models.py:65-66
-        mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, 6, 4)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(softmax.shape[0], 6, 8))  # (B, 6, 8)
+        mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, ids.1, 4)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(softmax.shape[0], softmax.shape[2], 8))
         return out
 
 
@@ -25,10 +25,10 @@ class AttentionPart2(nn.Module):
         # models.py:59-63
         shape = x.shape[:2]
         q, k, v = self.qkv(x).chunk(3, dim=-1)
-        q = q.view(*shape, 2, 4).transpose(1, 2)  # (B, 2, 6, 4)
+        q = q.view(*shape, 2, 4).transpose(1, 2)  # (B, 2, ids.1, 4)
         k = k.view(*shape, 2, 4).transpose(1, 2)
         v = v.view(*shape, 2, 4).transpose(1, 2)
-        k = k.transpose(-2, -1)  # (B, 2, 4, 6)
+        k = k.transpose(-2, -1)  # (B, 2, 4, ids.1)
         return q, v, k
 
 
@@ -41,17 +41,17 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            softmax: (B, 2, 6, 6) float32, from stage 0, made at models.py:65.
-            v: (B, 2, 6, 4) float32, from stage 0, made at models.py:62.
-            x: (B, 6, 8) float32, from stage 0, made at models.py:82.
+            softmax: (B, 2, ids.1, ids.1) float32, from stage 0, made at models.py:65.
+            v: (B, 2, ids.1, 4) float32, from stage 0, made at models.py:62.
+            x: (B, ids.1, 8) float32, from stage 0, made at models.py:82.
 
         Returns:
-            x: (B, 6, 8) float32, for stage 2.
-            q: (B, 2, 6, 4) float32, for stage 2.
-            v: (B, 2, 6, 4) float32, for stage 2.
-            transpose: (B, 2, 4, 6) float32, for stage 2.
+            x: (B, ids.1, 8) float32, for stage 2.
+            q: (B, 2, ids.1, 4) float32, for stage 2.
+            v: (B, 2, ids.1, 4) float32, for stage 2.
+            transpose: (B, 2, 4, ids.1) float32, for stage 2.
         """
         # models.py:84
-        x = x + self.attentions["0"](softmax, v)  # (B, 6, 8)
+        x = x + self.attentions["0"](softmax, v)  # (B, ids.1, 8)
         q, v, transpose = self.attentions["1"](x)
         return x, q, v, transpose

@@ -17,10 +17,11 @@ class AttentionPart(nn.Module):
 
     def forward(self, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
         # models.py:63-66
-        scores = q @ transpose / 2.0  # (B, 2, 6, 6)
-        scores = scores.masked_fill(~self.mask[:6, :6], -math.inf)
+        length = q.shape[2]
+        scores = q @ transpose / 2.0  # (B, 2, ids.1, ids.1)
+        scores = scores.masked_fill(~self.mask[:length, :length], -math.inf)
         mixed = F.dropout(torch.softmax(scores, dim=-1), p=0.0, training=self.training) @ v
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(q.shape[0], 6, 8))  # (B, 6, 8)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(q.shape[0], length, 8))
         return out
 
 
@@ -35,25 +36,25 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            q: (B, 2, 6, 4) float32, from stage 1, made at models.py:60.
-            transpose: (B, 2, 4, 6) float32, from stage 1, made at models.py:63.
-            v: (B, 2, 6, 4) float32, from stage 1, made at models.py:62.
-            x: (B, 6, 8) float32, from stage 1, made at models.py:84.
+            q: (B, 2, ids.1, 4) float32, from stage 1, made at models.py:60.
+            transpose: (B, 2, 4, ids.1) float32, from stage 1, made at models.py:63.
+            v: (B, 2, ids.1, 4) float32, from stage 1, made at models.py:62.
+            x: (B, ids.1, 8) float32, from stage 1, made at models.py:84.
 
         Returns:
-            lm_head_out: (B, 6, 11) float32, for the caller.
+            lm_head_out: (B, ids.1, 11) float32, for the caller.
         """
         # models.py:84-85
-        x = x + self.attentions["1"](q, transpose, v)  # (B, 6, 8)
-        lm_head_out: Tensor = self.lm_head(self.norm(x))  # (B, 6, 11)
+        x = x + self.attentions["1"](q, transpose, v)  # (B, ids.1, 8)
+        lm_head_out: Tensor = self.lm_head(self.norm(x))  # (B, ids.1, 11)
         return lm_head_out
 
     def loss(self, lm_head_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            lm_head_out: (B, 6, 11) float32, what forward returned.
-            target: (B, 6) int64, the target.
+            lm_head_out: (B, ids.1, 11) float32, what forward returned.
+            target: (B, ids.1) int64, the target.
         """
         # models.py:208
         loss = F.cross_entropy(lm_head_out.flatten(0, -2), target.flatten())

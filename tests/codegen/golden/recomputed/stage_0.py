@@ -18,14 +18,14 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            images: (B, 3, 8, 8) float32, the model's args[0].
+            images: (B, 3, images.2, images.3) float32, the model's args[0].
 
         Returns:
-            stem_out: (B, 4, 8, 8) float32, for stage 1.
-            conv2_out: (B, 4, 8, 8) float32, for stage 1.
+            stem_out: (B, 4, images.2, images.3) float32, for stage 1.
+            conv2_out: (B, 4, images.2, images.3) float32, for stage 1.
         """
         # models.py:41-42
-        stem_out = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, 8, 8)
+        stem_out = checkpoint(self.stem, images, use_reentrant=False)  # (B, 4, images.2, images.3)
         conv2_out = checkpoint(self.blocks["0"], stem_out, use_reentrant=False)
         return stem_out, conv2_out
 

@@ -18,14 +18,14 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            conv2_out: (B, 4, 8, 8) float32, from stage 1, made at models.py:27.
-            blocks_0: (B, 4, 8, 8) float32, from stage 1, made at models.py:29.
+            conv2_out: (B, 4, images.2, images.3) float32, from stage 1, made at models.py:27.
+            blocks_0: (B, 4, images.2, images.3) float32, from stage 1, made at models.py:29.
 
         Returns:
             head_out: (B, 5) float32, for the caller.
         """
         # models.py:42-44
-        x = checkpoint(self.blocks["1"], blocks_0, conv2_out, use_reentrant=False)  # (B, 4, 8, 8)
+        x = checkpoint(self.blocks["1"], blocks_0, conv2_out, use_reentrant=False)
         head_out: Tensor = checkpoint(self.segment_1, x, use_reentrant=False)  # (B, 5)
         return head_out
 

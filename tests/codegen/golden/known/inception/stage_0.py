@@ -16,13 +16,13 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            images: (B, 3, 32, 32) float32, the model's args[0].
+            images: (B, 3, images.2, images.3) float32, the model's args[0].
 
         Returns:
-            x: (B, 32, 16, 16) float32, for stage 1.
+            x: (B, 32, images.2 // 2, images.3 // 2) float32, for stage 1.
         """
         # inception.py:74-75
-        x: Tensor = F.max_pool2d(self.stem(images), 2)  # (B, 32, 16, 16)
+        x: Tensor = F.max_pool2d(self.stem(images), 2)  # (B, 32, images.2 // 2, images.3 // 2)
         x = self.early(x)
         return x
 

@@ -16,10 +16,10 @@ class InceptionPart(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         # inception.py:52-55
-        point_out = self.point(x)  # (B, 8, 16, 16)
-        narrow3_out = self.narrow3(x)  # (B, 4, 16, 16)
+        point_out = self.point(x)  # (B, 8, images.2 // 2, images.3 // 2)
+        narrow3_out = self.narrow3(x)  # (B, 4, images.2 // 2, images.3 // 2)
         narrow5_out = self.narrow5(x)
-        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))  # (B, 8, 16, 16)
+        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
         return point_out, narrow3_out, narrow5_out, pooled_out
 
 
@@ -32,16 +32,16 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            x: (B, 32, 16, 16) float32, from stage 0, made at inception.py:57.
+            x: (B, 32, images.2 // 2, images.3 // 2) float32, from stage 0, made at inception.py:57.
 
         Returns:
-            point_out: (B, 8, 16, 16) float32, for stage 2.
-            narrow3_out: (B, 4, 16, 16) float32, for stage 2.
-            narrow5_out: (B, 4, 16, 16) float32, for stage 2.
-            pooled_out: (B, 8, 16, 16) float32, for stage 2.
+            point_out: (B, 8, images.2 // 2, images.3 // 2) float32, for stage 2.
+            narrow3_out: (B, 4, images.2 // 2, images.3 // 2) float32, for stage 2.
+            narrow5_out: (B, 4, images.2 // 2, images.3 // 2) float32, for stage 2.
+            pooled_out: (B, 8, images.2 // 2, images.3 // 2) float32, for stage 2.
         """
         # inception.py:75
-        x = self.early["1"](x)  # (B, 32, 16, 16)
+        x = self.early["1"](x)  # (B, 32, images.2 // 2, images.3 // 2)
         point_out, narrow3_out, narrow5_out, pooled_out = self.early["2"](x)
         return point_out, narrow3_out, narrow5_out, pooled_out
 

@@ -17,9 +17,9 @@ class InceptionPart(nn.Module):
         self, narrow3_out: Tensor, narrow5_out: Tensor, point_out: Tensor, pooled_out: Tensor
     ) -> Tensor:
         # inception.py:53-57
-        conv3_out = self.conv3(narrow3_out)  # (B, 8, 16, 16)
+        conv3_out = self.conv3(narrow3_out)  # (B, 8, images.2 // 2, images.3 // 2)
         conv5_out = self.conv5(narrow5_out)
-        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 16, 16)
+        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)
 
 
 class InceptionPart2(nn.Module):
@@ -29,7 +29,7 @@ class InceptionPart2(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # inception.py:53
-        narrow3_out: Tensor = self.narrow3(x)  # (B, 4, 8, 8)
+        narrow3_out: Tensor = self.narrow3(x)  # (B, 4, images.2 // 4, images.3 // 4)
         return narrow3_out
 
 
@@ -46,22 +46,26 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            narrow3_out: (B, 4, 16, 16) float32, from stage 1, made at inception.py:35.
-            narrow5_out: (B, 4, 16, 16) float32, from stage 1, made at inception.py:35.
-            point_out: (B, 8, 16, 16) float32, from stage 1, made at inception.py:35.
-            pooled_out: (B, 8, 16, 16) float32, from stage 1, made at inception.py:35.
+            narrow3_out: (B, 4, images.2 // 2, images.3 // 2) float32, from stage 1, made at
+                inception.py:35.
+            narrow5_out: (B, 4, images.2 // 2, images.3 // 2) float32, from stage 1, made at
+                inception.py:35.
+            point_out: (B, 8, images.2 // 2, images.3 // 2) float32, from stage 1, made at
+                inception.py:35.
+            pooled_out: (B, 8, images.2 // 2, images.3 // 2) float32, from stage 1, made at
+                inception.py:35.
 
         Returns:
             auxiliary: (B, 10) float32, for stage 3 and the caller.
-            x: (B, 32, 8, 8) float32, for stage 3.
-            narrow3_out: (B, 4, 8, 8) float32, for stage 3.
+            x: (B, 32, images.2 // 4, images.3 // 4) float32, for stage 3.
+            narrow3_out: (B, 4, images.2 // 4, images.3 // 4) float32, for stage 3.
         """
         # inception.py:75-77
-        x = self.early["2"](narrow3_out, narrow5_out, point_out, pooled_out)  # (B, 32, 16, 16)
+        x = self.early["2"](narrow3_out, narrow5_out, point_out, pooled_out)
         auxiliary = self.auxiliary(x.mean([2, 3]))  # (B, 10)
-        x = F.max_pool2d(x, 2)  # (B, 32, 8, 8)
+        x = F.max_pool2d(x, 2)  # (B, 32, images.2 // 4, images.3 // 4)
         x = self.late["0"](x)
-        narrow3_out = self.late["1"](x)  # (B, 4, 8, 8)
+        narrow3_out = self.late["1"](x)  # (B, 4, images.2 // 4, images.3 // 4)
         return auxiliary, x, narrow3_out
 
 

@@ -18,11 +18,11 @@ class InceptionPart(nn.Module):
 
     def forward(self, x: Tensor, narrow3_out: Tensor) -> Tensor:
         # inception.py:52-57
-        point_out = self.point(x)  # (B, 8, 8, 8)
+        point_out = self.point(x)  # (B, 8, images.2 // 4, images.3 // 4)
         conv3_out = self.conv3(narrow3_out)
         conv5_out = self.conv5(self.narrow5(x))
         pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
-        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)  # (B, 32, 8, 8)
+        return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)
 
 
 class Stage3(nn.Module):
@@ -35,14 +35,16 @@ class Stage3(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            late_0: (B, 32, 8, 8) float32, from stage 2, made at inception.py:57.
-            narrow3_out: (B, 4, 8, 8) float32, from stage 2, made at inception.py:35.
+            late_0: (B, 32, images.2 // 4, images.3 // 4) float32, from stage 2, made at
+                inception.py:57.
+            narrow3_out: (B, 4, images.2 // 4, images.3 // 4) float32, from stage 2, made at
+                inception.py:35.
 
         Returns:
             scores_out: (B, 10) float32, for the caller.
         """
         # inception.py:77-78
-        x = self.late["2"](self.late["1"](late_0, narrow3_out))  # (B, 32, 8, 8)
+        x = self.late["2"](self.late["1"](late_0, narrow3_out))
         scores_out: Tensor = self.scores(x.mean([2, 3]))  # (B, 10)
         return scores_out
 

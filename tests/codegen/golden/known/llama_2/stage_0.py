@@ -38,16 +38,19 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            input_ids: (B, 16) int64, the model's kwargs["input_ids"].
+            input_ids: (B, input_ids.1) int64, the model's kwargs["input_ids"].
 
         Returns:
-            inputs_embeds: (B, 16, 32) float32, for stage 1.
-            attn_output: (B, 16, 32) float32, for stage 1.
+            inputs_embeds: (B, input_ids.1, 32) float32, for stage 1.
+            attn_output: (B, input_ids.1, 32) float32, for stage 1.
         """
+        # modeling_llama.py:377
+        length = input_ids.shape[1]
+
         # model (modeling_llama.py:370-378)
-        inputs_embeds = self.model.embed_tokens(input_ids)  # (B, 16, 32)
-        position_ids = torch.arange(16, device=input_ids.device).unsqueeze(0)  # (1, 16)
+        inputs_embeds = self.model.embed_tokens(input_ids)  # (B, input_ids.1, 32)
+        position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
-        attn_output = self.model.layers["0"](inputs_embeds, cos, sin)  # (B, 16, 32)
+        attn_output = self.model.layers["0"](inputs_embeds, cos, sin)  # (B, input_ids.1, 32)
         return inputs_embeds, attn_output

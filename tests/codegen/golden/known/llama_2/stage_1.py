@@ -13,7 +13,7 @@ class LlamaDecoderLayerPart(nn.Module):
 
     def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_llama.py:306-312
-        hidden_states = hidden_states + attn_output  # (B, 16, 32)
+        hidden_states = hidden_states + attn_output  # (B, input_ids.1, 32)
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
@@ -24,7 +24,7 @@ class LlamaDecoderLayerPart2(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, 16, 32)
+        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
         return input_layernorm_out
 
 
@@ -43,14 +43,15 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            inputs_embeds: (B, 16, 32) float32, from stage 0, made at modeling_llama.py:370.
-            attn_output: (B, 16, 32) float32, from stage 0, made at modeling_llama.py:269.
+            inputs_embeds: (B, input_ids.1, 32) float32, from stage 0, made at
+                modeling_llama.py:370.
+            attn_output: (B, input_ids.1, 32) float32, from stage 0, made at modeling_llama.py:269.
 
         Returns:
-            hidden_states: (B, 16, 32) float32, for stage 2.
-            input_layernorm_out: (B, 16, 32) float32, for stage 2.
+            hidden_states: (B, input_ids.1, 32) float32, for stage 2.
+            input_layernorm_out: (B, input_ids.1, 32) float32, for stage 2.
         """
         # model
-        hidden_states = self.model.layers["0"](inputs_embeds, attn_output)  # (B, 16, 32)
+        hidden_states = self.model.layers["0"](inputs_embeds, attn_output)  # (B, input_ids.1, 32)
         input_layernorm_out = self.model.layers["1"](hidden_states)
         return hidden_states, input_layernorm_out

@@ -16,7 +16,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:306
-        residual = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
+        residual = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
         post_attention_layernorm_out = self.post_attention_layernorm(residual)
         return residual, post_attention_layernorm_out
 
@@ -37,15 +37,18 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            input_layernorm_out: (B, 16, 32) float32, from stage 1, made at modeling_llama.py:66.
-            hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_llama.py:312.
+            input_layernorm_out: (B, input_ids.1, 32) float32, from stage 1, made at
+                modeling_llama.py:66.
+            hidden_states: (B, input_ids.1, 32) float32, from stage 1, made at
+                modeling_llama.py:312.
 
         Returns:
-            residual: (B, 16, 32) float32, for stage 3.
-            post_attention_layernorm_out: (B, 16, 32) float32, for stage 3.
+            residual: (B, input_ids.1, 32) float32, for stage 3.
+            post_attention_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
         """
         # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(16, device=input_layernorm_out.device).unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(input_layernorm_out.shape[1], device=input_layernorm_out.device)
+        position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
         residual, post_attention_layernorm_out = self.model.layers["1"](

@@ -22,15 +22,16 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            hidden_states: (B, 16, 32) float32, from stage 0, made at modeling_llama.py:312.
+            hidden_states: (B, input_ids.1, 32) float32, from stage 0, made at
+                modeling_llama.py:312.
 
         Returns:
-            hidden_states: (B, 16, 32) float32, for stage 2.
+            hidden_states: (B, input_ids.1, 32) float32, for stage 2.
         """
         # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(16, device=hidden_states.device)  # (16,)
-        position_ids = position_ids.unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin)  # (B, 16, 32)
+            hidden_states = layer(hidden_states, cos, sin)  # (B, input_ids.1, 32)
         return hidden_states

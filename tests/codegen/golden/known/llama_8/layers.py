@@ -31,7 +31,7 @@ class LlamaRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_llama.py:63-66
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
+        hidden_states = hidden_states.to(torch.float32)  # (B, input_ids.1, 32)
         hidden_states = hidden_states * torch.rsqrt(
             (hidden_states**2).mean(-1, keepdim=True) + 1e-06
         )
@@ -60,10 +60,10 @@ class LlamaMLP(nn.Module):
 
 def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     # modeling_llama.py:145-148
-    cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
+    cos = cos.unsqueeze(1)  # (1, 1, input_ids.1, 8)
     sin = sin.unsqueeze(1)
-    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, 16, 8)
-    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, 16, 8)
+    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, input_ids.1, 8)
+    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, input_ids.1, 8)
     return q_embed, k_embed
 
 
@@ -79,14 +79,14 @@ class LlamaAttention(nn.Module):
         # modeling_llama.py:243-269, sdpa_attention.py:193-206
         shape = hidden_states.shape[:2]
         query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 2, 16, 8)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         attn_output: Tensor = F.scaled_dot_product_attention(
             query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
         )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = attn_output.transpose(1, 2)  # (B, input_ids.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
         attn_output = self.o_proj(attn_output)
         return attn_output
 

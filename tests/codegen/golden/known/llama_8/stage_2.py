@@ -12,7 +12,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, 16, 32)
+        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
         return input_layernorm_out
 
 
@@ -34,17 +34,18 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_llama.py:312.
+            hidden_states: (B, input_ids.1, 32) float32, from stage 1, made at
+                modeling_llama.py:312.
 
         Returns:
-            hidden_states: (B, 16, 32) float32, for stage 3.
-            input_layernorm_out: (B, 16, 32) float32, for stage 3.
+            hidden_states: (B, input_ids.1, 32) float32, for stage 3.
+            input_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
         """
         # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(16, device=hidden_states.device)  # (16,)
-        position_ids = position_ids.unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         for index in range(4, 6):
-            hidden_states = self.model.layers[str(index)](hidden_states, cos, sin)  # (B, 16, 32)
+            hidden_states = self.model.layers[str(index)](hidden_states, cos, sin)
         input_layernorm_out = self.model.layers["6"](hidden_states)
         return hidden_states, input_layernorm_out

@@ -24,7 +24,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         # modeling_llama.py:306-312
-        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)  # (B, 16, 32)
+        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
@@ -47,34 +47,36 @@ class Stage3(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            input_layernorm_out: (B, 16, 32) float32, from stage 2, made at modeling_llama.py:66.
-            hidden_states: (B, 16, 32) float32, from stage 2, made at modeling_llama.py:312.
+            input_layernorm_out: (B, input_ids.1, 32) float32, from stage 2, made at
+                modeling_llama.py:66.
+            hidden_states: (B, input_ids.1, 32) float32, from stage 2, made at
+                modeling_llama.py:312.
 
         Returns:
-            logits: (B, 16, 64) float32, for the caller.
+            logits: (B, input_ids.1, 64) float32, for the caller.
         """
         # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(16, device=input_layernorm_out.device)  # (16,)
-        position_ids = position_ids.unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(input_layernorm_out.shape[1], device=input_layernorm_out.device)
+        position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = self.model.layers["6"](hidden_states, input_layernorm_out, cos, sin)
         norm_out = self.model.norm(self.model.layers["7"](hidden_states, cos, sin))
 
         # modeling_llama.py:468
-        logits: Tensor = self.lm_head(norm_out)  # (B, 16, 64)
+        logits: Tensor = self.lm_head(norm_out)  # (B, input_ids.1, 64)
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            logits: (B, 16, 64) float32, what forward returned.
-            labels: (B, 16) int64, the model's kwargs["labels"].
+            logits: (B, input_ids.1, 64) float32, what forward returned.
+            labels: (B, input_ids.1) int64, the model's kwargs["labels"].
         """
         # loss_utils.py:42-70
-        logits = logits.float()  # (B, 16, 64)
-        shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()  # (B, 16)
-        logits = logits.view(-1, 64)  # (16*B, 64)
-        shift_labels = shift_labels.view(-1)  # (16*B,)
+        logits = logits.float()  # (B, input_ids.1, 64)
+        shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()  # (B, input_ids.1)
+        logits = logits.view(-1, 64)  # (input_ids.1 * B, 64)
+        shift_labels = shift_labels.view(-1)  # (input_ids.1 * B,)
         loss = F.cross_entropy(logits, shift_labels)
         return loss

@@ -32,9 +32,9 @@ class MixtralRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_mixtral.py:144-147
-        hidden_states = hidden_states.to(torch.float32)  # (B, 16, 32)
-        variance = (hidden_states**2).mean(-1, keepdim=True)  # (B, 16, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, 16, 32)
+        hidden_states = hidden_states.to(torch.float32)  # (B, input_ids.1, 32)
+        variance = (hidden_states**2).mean(-1, keepdim=True)  # (B, input_ids.1, 1)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, input_ids.1, 32)
         return self.weight * hidden_states.to(torch.float32)
 
 
@@ -52,7 +52,7 @@ class MixtralTopKRouter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_mixtral.py:105-108
-        router_logits = F.linear(hidden_states, self.weight)  # (16*B, 4)
+        router_logits = F.linear(hidden_states, self.weight)  # (input_ids.1 * B, 4)
         router_probs = F.softmax(router_logits.float(), dim=-1)
         router_top_value, router_indices = router_probs.topk(2)
         router_top_value /= router_top_value.sum(-1, keepdim=True)
@@ -67,11 +67,11 @@ class MixtralExperts(nn.Module):
 
     def forward(self, top_k_weights: Tensor, top_k_index: Tensor, hidden_states: Tensor) -> Tensor:
         # moe.py:383-579, activations.py:103
-        sample_weights = top_k_weights.reshape(-1)  # (32*B,)
+        sample_weights = top_k_weights.reshape(-1)  # (2 * input_ids.1 * B,)
         expert_ids = top_k_index.reshape(-1)
         expert_ids_g, perm = expert_ids.sort()
-        selected_hidden_states_g = hidden_states[perm // 2]  # (32*B, 32)
-        sample_weights_g = sample_weights[perm]  # (32*B,)
+        selected_hidden_states_g = hidden_states[perm // 2]  # (2 * input_ids.1 * B, 32)
+        sample_weights_g = sample_weights[perm]  # (2 * input_ids.1 * B,)
         histc_input = expert_ids_g.float()
         del expert_ids_g
         tokens_per_expert = torch.histc(histc_input, 4, max=3)  # (4,)
@@ -79,32 +79,34 @@ class MixtralExperts(nn.Module):
         offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
         del tokens_per_expert
         out = self.gate_up_proj.transpose(-2, -1)  # (4, 32, 128)
-        selected_hidden_states_g = selected_hidden_states_g.to(torch.float32)  # (32*B, 32)
+        selected_hidden_states_g = selected_hidden_states_g.to(torch.float32)
         proj_out = torch.ops.transformers.grouped_mm_fallback.default(
             selected_hidden_states_g, out, offs=offsets
         )
         gate, up = proj_out.chunk(2, dim=-1)
-        act_fn_out = F.silu(gate)  # (32*B, 64)
+        act_fn_out = F.silu(gate)  # (2 * input_ids.1 * B, 64)
         proj_out = act_fn_out * up
         out = self.down_proj.transpose(-2, -1)  # (4, 64, 32)
-        proj_out = proj_out.to(torch.float32)  # (32*B, 64)
+        proj_out = proj_out.to(torch.float32)  # (2 * input_ids.1 * B, 64)
         proj_out = torch.ops.transformers.grouped_mm_fallback.default(proj_out, out, offs=offsets)
         del offsets
         weighted_out = proj_out * sample_weights_g.unsqueeze(-1)
-        inv_perm = torch.empty_like(perm)  # (32*B,)
+        inv_perm = torch.empty_like(perm)  # (2 * input_ids.1 * B,)
         inv_perm[perm] = torch.arange(perm.shape[0], device=top_k_weights.device)
-        weighted_out = weighted_out[inv_perm]  # (32*B, 32)
-        final_hidden_states: Tensor = weighted_out.view(*top_k_weights.shape, 32).sum(1)
+        weighted_out = weighted_out[inv_perm]  # (2 * input_ids.1 * B, 32)
+        size = top_k_index.shape[0]
+        view = weighted_out.view(size, 2, 32)  # (input_ids.1 * B, 2, 32)
+        final_hidden_states: Tensor = view.sum(1)  # (input_ids.1 * B, 32)
         final_hidden_states = final_hidden_states.to(torch.float32)
         return final_hidden_states
 
 
 def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     # modeling_mixtral.py:226-229
-    cos = cos.unsqueeze(1)  # (1, 1, 16, 8)
+    cos = cos.unsqueeze(1)  # (1, 1, input_ids.1, 8)
     sin = sin.unsqueeze(1)
-    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, 16, 8)
-    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, 16, 8)
+    q_embed = q * cos + rotate_half(q) * sin  # (B, 4, input_ids.1, 8)
+    k_embed = k * cos + rotate_half(k) * sin  # (B, 2, input_ids.1, 8)
     return q_embed, k_embed
 
 
@@ -116,7 +118,7 @@ class MixtralSparseMoeBlock(nn.Module):
 
     def forward(self, post_attention_layernorm_out: Tensor) -> Tensor:
         # modeling_mixtral.py:125-128
-        hidden_states: Tensor = post_attention_layernorm_out.view(-1, 32)  # (16*B, 32)
+        hidden_states: Tensor = post_attention_layernorm_out.view(-1, 32)  # (input_ids.1 * B, 32)
         router_indices, router_top_value = self.gate(hidden_states)
         grouped_mm_experts_forward_out = self.experts(
             router_top_value, router_indices, hidden_states
@@ -137,14 +139,14 @@ class MixtralAttention(nn.Module):
         # modeling_mixtral.py:299-326, sdpa_attention.py:193-206
         shape = hidden_states.shape[:2]
         query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 2, 16, 8)
+        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         attn_output: Tensor = F.scaled_dot_product_attention(
             query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
         )
-        attn_output = attn_output.transpose(1, 2)  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = attn_output.transpose(1, 2)  # (B, input_ids.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
         attn_output = self.o_proj(attn_output)
         return attn_output
 

@@ -12,7 +12,7 @@ class MixtralDecoderLayerPart(nn.Module):
         self.input_layernorm = MixtralRMSNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, 16, 32)
+        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
         return input_layernorm_out
 
 
@@ -32,16 +32,17 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            hidden_states: (B, 16, 32) float32, from stage 1, made at modeling_mixtral.py:364.
+            hidden_states: (B, input_ids.1, 32) float32, from stage 1, made at
+                modeling_mixtral.py:364.
 
         Returns:
-            hidden_states: (B, 16, 32) float32, for stage 3.
-            input_layernorm_out: (B, 16, 32) float32, for stage 3.
+            hidden_states: (B, input_ids.1, 32) float32, for stage 3.
+            input_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
         """
         # model (modeling_mixtral.py:440-441)
-        position_ids = torch.arange(16, device=hidden_states.device)  # (16,)
-        position_ids = position_ids.unsqueeze(0)  # (1, 16)
+        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
-        hidden_states = self.model.layers["2"](hidden_states, cos, sin)  # (B, 16, 32)
+        hidden_states = self.model.layers["2"](hidden_states, cos, sin)  # (B, input_ids.1, 32)
         input_layernorm_out = self.model.layers["3"](hidden_states)
         return hidden_states, input_layernorm_out

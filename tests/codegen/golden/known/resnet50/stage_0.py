@@ -20,14 +20,15 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            images: (B, 3, 64, 64) float32, the model's args[0].
+            images: (B, 3, images.2, images.3) float32, the model's args[0].
 
         Returns:
-            layer1_out: (B, 32, 16, 16) float32, for stage 1.
+            layer1_out: (B, 32, (images.2 - 1) // 4 + 1, (images.3 - 1) // 4 + 1) float32, for stage
+                1.
         """
         # resnet50.py:71-72
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))  # (B, 8, 16, 16)
-        layer1_out: Tensor = self.layer1(x)  # (B, 32, 16, 16)
+        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        layer1_out: Tensor = self.layer1(x)
         return layer1_out
 
 

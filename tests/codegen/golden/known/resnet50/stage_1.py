@@ -16,13 +16,15 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            layer1_out: (B, 32, 16, 16) float32, from stage 0, made at resnet50.py:51.
+            layer1_out: (B, 32, (images.2 - 1) // 4 + 1, (images.3 - 1) // 4 + 1) float32, from
+                stage 0, made at resnet50.py:51.
 
         Returns:
-            layer2_out: (B, 64, 8, 8) float32, for stage 2.
+            layer2_out: (B, 64, (images.2 - 1) // 8 + 1, (images.3 - 1) // 8 + 1) float32, for stage
+                2.
         """
         # resnet50.py:72
-        layer2_out: Tensor = self.layer2(layer1_out)  # (B, 64, 8, 8)
+        layer2_out: Tensor = self.layer2(layer1_out)
         return layer2_out
 
 

@@ -16,13 +16,15 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            layer2_out: (B, 64, 8, 8) float32, from stage 1, made at resnet50.py:51.
+            layer2_out: (B, 64, (images.2 - 1) // 8 + 1, (images.3 - 1) // 8 + 1) float32, from
+                stage 1, made at resnet50.py:51.
 
         Returns:
-            layer3_4: (B, 128, 4, 4) float32, for stage 3.
+            layer3_4: (B, 128, (images.2 - 1) // 16 + 1, (images.3 - 1) // 16 + 1) float32, for
+                stage 3.
         """
         # resnet50.py:72
-        layer3_4: Tensor = self.layer3(layer2_out)  # (B, 128, 4, 4)
+        layer3_4: Tensor = self.layer3(layer2_out)
         return layer3_4
 
 

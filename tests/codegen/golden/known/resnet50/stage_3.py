@@ -20,13 +20,14 @@ class Stage3(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            layer3_4: (B, 128, 4, 4) float32, from stage 2, made at resnet50.py:51.
+            layer3_4: (B, 128, (images.2 - 1) // 16 + 1, (images.3 - 1) // 16 + 1) float32, from
+                stage 2, made at resnet50.py:51.
 
         Returns:
             fc_out: (B, 10) float32, for the caller.
         """
         # resnet50.py:72-74
-        x = self.layer4(self.layer3["5"](layer3_4))  # (B, 256, 2, 2)
+        x = self.layer4(self.layer3["5"](layer3_4))
         x = self.avgpool(x).flatten(1)  # (B, 256)
         fc_out: Tensor = self.fc(x)  # (B, 10)
         return fc_out

@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def create_bidirectional_mask(device: torch.device) -> Tensor:
+def create_bidirectional_mask(size: int, device: torch.device) -> Tensor:
     # masking_utils.py:85-554
-    q_arange = torch.arange(16, device=device)  # (16,)
-    q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
+    q_arange = torch.arange(size, device=device)  # (input_ids.1,)
+    q_indices = q_arange[None, None, :, None]  # (1, 1, input_ids.1, 1)
     attention_mask = q_indices >= 0
-    return attention_mask.expand(1, -1, 16, 16)  # (1, 1, 16, 16)
+    return attention_mask.expand(1, -1, size, size)  # (1, 1, input_ids.1, input_ids.1)
 
 
 class T5LayerNorm(nn.Module):
@@ -20,8 +20,8 @@ class T5LayerNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:65-72
-        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)  # (B, 16, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)  # (B, 16, 32)
+        variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)
         return self.weight * hidden_states
 
 
@@ -35,10 +35,10 @@ class T5DenseActDense(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:84-93
-        hidden_states = self.wi(hidden_states)  # (B, 16, 64)
+        hidden_states = self.wi(hidden_states)
         hidden_states = self.act(hidden_states)
         hidden_states = self.dropout(hidden_states)
-        hidden_states = self.wo(hidden_states)  # (B, 16, 32)
+        hidden_states = self.wo(hidden_states)
         return hidden_states
 
 
@@ -55,7 +55,79 @@ class T5Attention(nn.Module):
     ) -> Tensor:
         # modeling_t5.py:304-367, sdpa_attention.py:87-206
         shape = hidden_states.shape[:2]
-        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        position_bias_mask = torch.where(
+            attention_mask, position_bias, torch.finfo(torch.float32).min
+        )
+        position_bias_mask = position_bias_mask.contiguous()
+        attn_output: Tensor = F.scaled_dot_product_attention(
+            query_states,
+            key_states,
+            value_states,
+            attn_mask=position_bias_mask,
+            dropout_p=0.1 if self.training else 0.0,
+            scale=1.0,
+        )
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, input_ids.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
+        attn_output = self.o(attn_output)
+        return attn_output
+
+
+def create_causal_mask(size: int, device: torch.device) -> Tensor:
+    # masking_utils.py:76-546
+    q_arange = torch.arange(size, device=device)  # (labels.1,)
+    kv_arange = torch.arange(size, device=device)
+    q_indices = q_arange[None, None, :, None]  # (1, 1, labels.1, 1)
+    kv_indices = kv_arange[None, None, None]  # (1, 1, 1, labels.1)
+    return kv_indices <= q_indices  # (1, 1, labels.1, labels.1)
+
+
+class T5Attention2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
+        # modeling_t5.py:304-367, sdpa_attention.py:193-206
+        shape = hidden_states.shape[:2]
+        shape_2 = key_value_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
+        key_states = self.k(key_value_states).view(*shape_2, -1, 8).transpose(1, 2)
+        value_states = self.v(key_value_states).view(*shape_2, -1, 8).transpose(1, 2)
+        attn_output: Tensor = F.scaled_dot_product_attention(
+            query_states,
+            key_states,
+            value_states,
+            dropout_p=0.1 if self.training else 0.0,
+            scale=1.0,
+        )
+        del value_states
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, labels.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, labels.1, 32)
+        attn_output = self.o(attn_output)
+        return attn_output
+
+
+class T5Attention3(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(32, 32, bias=False)
+        self.k = nn.Linear(32, 32, bias=False)
+        self.v = nn.Linear(32, 32, bias=False)
+        self.o = nn.Linear(32, 32, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        # modeling_t5.py:304-367, sdpa_attention.py:87-206
+        shape = hidden_states.shape[:2]
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         position_bias_mask = torch.where(
@@ -71,45 +143,8 @@ class T5Attention(nn.Module):
             scale=1.0,
         )
         del position_bias_mask
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
-        attn_output = self.o(attn_output)
-        return attn_output
-
-
-def create_causal_mask(device: torch.device) -> Tensor:
-    # masking_utils.py:76-546
-    q_arange = torch.arange(16, device=device)  # (16,)
-    kv_arange = torch.arange(16, device=device)
-    q_indices = q_arange[None, None, :, None]  # (1, 1, 16, 1)
-    kv_indices = kv_arange[None, None, None]  # (1, 1, 1, 16)
-    return kv_indices <= q_indices  # (1, 1, 16, 16)
-
-
-class T5Attention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(32, 32, bias=False)
-        self.k = nn.Linear(32, 32, bias=False)
-        self.v = nn.Linear(32, 32, bias=False)
-        self.o = nn.Linear(32, 32, bias=False)
-
-    def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
-        # modeling_t5.py:304-367, sdpa_attention.py:193-206
-        shape = hidden_states.shape[:2]
-        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
-        key_states = self.k(key_value_states).view(*shape, -1, 8).transpose(1, 2)
-        value_states = self.v(key_value_states).view(*shape, -1, 8).transpose(1, 2)
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states,
-            key_states,
-            value_states,
-            dropout_p=0.1 if self.training else 0.0,
-            scale=1.0,
-        )
-        del value_states
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, labels.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, labels.1, 32)
         attn_output = self.o(attn_output)
         return attn_output
 
@@ -161,6 +196,24 @@ class T5LayerCrossAttention(nn.Module):
         return layer_output
 
 
+class T5LayerSelfAttention2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.SelfAttention = T5Attention3()
+        self.dropout = nn.Dropout(0.1)
+        self.layer_norm = T5LayerNorm()
+
+    def forward(
+        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+    ) -> Tensor:
+        # modeling_t5.py:400
+        attn_output = self.SelfAttention(
+            self.layer_norm(hidden_states), position_bias, attention_mask
+        )
+        attention_output: Tensor = hidden_states + self.dropout(attn_output)
+        return attention_output
+
+
 class T5Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +232,7 @@ class T5Block2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict(
-            {"0": T5LayerSelfAttention(), "1": T5LayerCrossAttention(), "2": T5LayerFF()}
+            {"0": T5LayerSelfAttention2(), "1": T5LayerCrossAttention(), "2": T5LayerFF()}
         )
 
     def forward(

@@ -18,7 +18,7 @@ from .layers import (
 
 def _relative_position_bucket(relative_position: Tensor) -> Tensor:
     # modeling_t5.py:241-261
-    relative_buckets = (relative_position > 0).to(torch.int64) * 16  # (16, 16)
+    relative_buckets = (relative_position > 0).to(torch.int64) * 16  # (input_ids.1, input_ids.1)
     relative_position = torch.abs(relative_position)
     is_small = relative_position < 8
     to = (torch.log(relative_position.float() / 8) / 2.772588722239781 * 8).to(torch.int64)
@@ -30,18 +30,9 @@ def _relative_position_bucket(relative_position: Tensor) -> Tensor:
     return relative_buckets
 
 
-def _shift_right(input_ids: Tensor) -> Tensor:
-    # modeling_t5.py:628-635
-    shifted_input_ids = input_ids.new_zeros([input_ids.shape[0], 16])  # (B, 16)
-    shifted_input_ids[..., 1:] = input_ids[..., :-1].clone()
-    shifted_input_ids[..., 0] = 0
-    shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
-    return shifted_input_ids
-
-
 def _relative_position_bucket_2(relative_position: Tensor) -> Tensor:
     # modeling_t5.py:244-261
-    relative_position = -relative_position.min(torch.zeros_like(relative_position))  # (16, 16)
+    relative_position = -relative_position.min(torch.zeros_like(relative_position))
     is_small = relative_position < 16
     mul = torch.log(relative_position.float() / 16) / 2.0794415416798357 * 16
     relative_position_if_large = mul.to(torch.int64) + 16
@@ -62,16 +53,19 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:268-367, sdpa_attention.py:87-206
+        length = hidden_states.shape[1]
         shape = hidden_states.shape[:2]
-        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        context_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[:, None]
-        memory_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[None]
-        relative_position = memory_position - context_position  # (16, 16)
+        context_position = torch.arange(length, dtype=torch.int64, device=hidden_states.device)[
+            :, None
+        ]
+        memory_position = torch.arange(length, dtype=torch.int64, device=hidden_states.device)[None]
+        relative_position = memory_position - context_position  # (input_ids.1, input_ids.1)
         relative_position_bucket = _relative_position_bucket(relative_position)
-        values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
-        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
+        values = self.relative_attention_bias(relative_position_bucket)
+        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, input_ids.1, input_ids.1)
         position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
         position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
@@ -82,8 +76,8 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
             dropout_p=0.1 if self.training else 0.0,
             scale=1.0,
         )
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, input_ids.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
         attn_output = self.o(attn_output)
         return values, attn_output
 
@@ -99,15 +93,21 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:268-367, sdpa_attention.py:87-206
+        length = hidden_states.shape[1]
         shape = hidden_states.shape[:2]
-        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)  # (B, 4, 16, 8)
+        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        context_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[:, None]
-        memory_position = torch.arange(16, dtype=torch.int64, device=hidden_states.device)[None]
-        relative_position_bucket = _relative_position_bucket_2(memory_position - context_position)
-        values = self.relative_attention_bias(relative_position_bucket)  # (16, 16, 4)
-        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, 16, 16)
+        context_position = torch.arange(length, dtype=torch.int64, device=hidden_states.device)[
+            :, None
+        ]
+        memory_position = torch.arange(length, dtype=torch.int64, device=hidden_states.device)[None]
+        relative_position = memory_position - context_position  # (labels.1, labels.1)
+        del context_position, memory_position
+        relative_position_bucket = _relative_position_bucket_2(relative_position)
+        del relative_position
+        values = self.relative_attention_bias(relative_position_bucket)  # (labels.1, labels.1, 4)
+        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, labels.1, labels.1)
         position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
         position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
@@ -119,13 +119,13 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
             scale=1.0,
         )
         del position_bias_mask
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, 16, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, 16, 32)
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, labels.1, 4, 8)
+        attn_output = attn_output.reshape(*shape, -1)  # (B, labels.1, 32)
         attn_output = self.o(attn_output)
         return values, attn_output
 
 
-class T5LayerSelfAttention2(nn.Module):
+class T5LayerSelfAttention3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias()
@@ -137,11 +137,11 @@ class T5LayerSelfAttention2(nn.Module):
         position_bias, attn_output = self.SelfAttention(
             self.layer_norm(hidden_states), attention_mask
         )
-        attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
+        attention_output = hidden_states + self.dropout(attn_output)  # (B, input_ids.1, 32)
         return position_bias, attention_output
 
 
-class T5LayerSelfAttention3(nn.Module):
+class T5LayerSelfAttention4(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias2()
@@ -153,25 +153,25 @@ class T5LayerSelfAttention3(nn.Module):
         position_bias, attn_output = self.SelfAttention(
             self.layer_norm(hidden_states), attention_mask
         )
-        attention_output = hidden_states + self.dropout(attn_output)  # (B, 16, 32)
+        attention_output = hidden_states + self.dropout(attn_output)  # (B, labels.1, 32)
         return position_bias, attention_output
 
 
 class T5Block3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerFF()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
-        hidden_states = self.layer["1"](attention_output)  # (B, 16, 32)
+        hidden_states = self.layer["1"](attention_output)  # (B, input_ids.1, 32)
         return position_bias, hidden_states
 
 
 class T5BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
@@ -205,30 +205,38 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            input_ids: (B, 16) int64, the model's kwargs["input_ids"].
-            labels: (B, 16) int64, the model's kwargs["labels"].
+            input_ids: (B, input_ids.1) int64, the model's kwargs["input_ids"].
+            labels: (B, labels.1) int64, the model's kwargs["labels"].
 
         Returns:
-            position_bias: (1, 4, 16, 16) float32, for stage 1.
-            hidden_states: (B, 16, 32) float32, for stage 1.
-            unsqueeze_1: (1, 4, 16, 16) float32, for stage 2 and stage 3.
-            attention_output: (B, 16, 32) float32, for stage 1.
+            position_bias: (1, 4, input_ids.1, input_ids.1) float32, for stage 1.
+            hidden_states: (B, input_ids.1, 32) float32, for stage 1.
+            unsqueeze_1: (1, 4, labels.1, labels.1) float32, for stage 2 and stage 3.
+            attention_output: (B, labels.1, 32) float32, for stage 1.
         """
+        # masking_utils.py:543-545, modeling_t5.py:628
+        batch = input_ids.shape[0]
+        length = input_ids.shape[1]
+        length_2 = labels.shape[1]
+
         # encoder (modeling_t5.py:678-725)
-        inputs_embeds = self.encoder.embed_tokens(input_ids)  # (B, 16, 32)
-        attention_mask = create_bidirectional_mask(input_ids.device)  # (1, 1, 16, 16)
-        hidden_states = self.encoder.dropout(inputs_embeds)  # (B, 16, 32)
+        inputs_embeds = self.encoder.embed_tokens(input_ids)  # (B, input_ids.1, 32)
+        attention_mask = create_bidirectional_mask(length, input_ids.device)
+        hidden_states = self.encoder.dropout(inputs_embeds)  # (B, input_ids.1, 32)
         del inputs_embeds
         position_bias, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
         hidden_states = self.encoder.block["1"](hidden_states, position_bias, attention_mask)
 
-        # modeling_t5.py:1028
-        decoder_input_ids = _shift_right(labels)  # (B, 16)
+        # modeling_t5.py:628-635
+        shifted_input_ids = labels.new_zeros([batch, length_2])  # (B, labels.1)
+        shifted_input_ids[..., 1:] = labels[..., :-1].clone()
+        shifted_input_ids[..., 0] = 0
+        shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
 
         # decoder (modeling_t5.py:678-725)
-        inputs_embeds = self.decoder.embed_tokens(decoder_input_ids)  # (B, 16, 32)
-        attention_mask = create_causal_mask(input_ids.device)  # (1, 1, 16, 16)
-        dropout_out = self.decoder.dropout(inputs_embeds)  # (B, 16, 32)
+        inputs_embeds = self.decoder.embed_tokens(shifted_input_ids)  # (B, labels.1, 32)
+        attention_mask = create_causal_mask(length_2, input_ids.device)
+        dropout_out = self.decoder.dropout(inputs_embeds)  # (B, labels.1, 32)
         del inputs_embeds
         unsqueeze_1, attention_output = self.decoder.block["0"](dropout_out, attention_mask)
         return position_bias, hidden_states, unsqueeze_1, attention_output

@@ -46,20 +46,23 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            hidden_states: (B, 16, 32) float32, from stage 0, made at modeling_t5.py:140.
-            position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
-            attention_output: (B, 16, 32) float32, from stage 0, made at modeling_t5.py:400.
+            hidden_states: (B, input_ids.1, 32) float32, from stage 0, made at modeling_t5.py:140.
+            position_bias: (1, 4, input_ids.1, input_ids.1) float32, from stage 0, made at
+                modeling_t5.py:278.
+            attention_output: (B, labels.1, 32) float32, from stage 0, made at modeling_t5.py:400.
 
         Returns:
-            encoder_out: (B, 16, 32) float32, for stage 2, stage 3 and the caller.
-            layer_output: (B, 16, 32) float32, for stage 2.
+            encoder_out: (B, input_ids.1, 32) float32, for stage 2, stage 3 and the caller.
+            layer_output: (B, labels.1, 32) float32, for stage 2.
         """
+        length = hidden_states.shape[1]
+
         # encoder (modeling_t5.py:707-745)
-        attention_mask = create_bidirectional_mask(hidden_states.device)  # (1, 1, 16, 16)
+        attention_mask = create_bidirectional_mask(length, hidden_states.device)
         for block in self.encoder.block.values():
-            hidden_states = block(hidden_states, position_bias, attention_mask)  # (B, 16, 32)
+            hidden_states = block(hidden_states, position_bias, attention_mask)
         encoder_out = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
         # decoder
-        layer_output = self.decoder.block["0"](encoder_out, attention_output)
+        layer_output = self.decoder.block["0"](encoder_out, attention_output)  # (B, labels.1, 32)
         return encoder_out, layer_output

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5LayerFF, T5LayerSelfAttention, create_causal_mask
+from .layers import T5Block2, T5LayerFF, T5LayerSelfAttention2, create_causal_mask
 
 
 class T5BlockPart(nn.Module):
@@ -11,14 +11,14 @@ class T5BlockPart(nn.Module):
         self.layer = nn.ModuleDict({"2": T5LayerFF()})
 
     def forward(self, layer_output: Tensor) -> Tensor:
-        hidden_states: Tensor = self.layer["2"](layer_output)  # (B, 16, 32)
+        hidden_states: Tensor = self.layer["2"](layer_output)  # (B, labels.1, 32)
         return hidden_states
 
 
 class T5BlockPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2()})
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
@@ -42,16 +42,17 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            layer_output: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:431.
-            position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
-            encoder_out: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
+            layer_output: (B, labels.1, 32) float32, from stage 1, made at modeling_t5.py:431.
+            position_bias: (1, 4, labels.1, labels.1) float32, from stage 0, made at
+                modeling_t5.py:278.
+            encoder_out: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
 
         Returns:
-            attention_output: (B, 16, 32) float32, for stage 3.
+            attention_output: (B, labels.1, 32) float32, for stage 3.
         """
         # decoder (modeling_t5.py:698)
-        attention_mask = create_causal_mask(layer_output.device)  # (1, 1, 16, 16)
-        hidden_states = self.decoder.block["0"](layer_output)  # (B, 16, 32)
+        attention_mask = create_causal_mask(layer_output.shape[1], layer_output.device)
+        hidden_states = self.decoder.block["0"](layer_output)  # (B, labels.1, 32)
         hidden_states = self.decoder.block["1"](
             hidden_states, position_bias, encoder_out, attention_mask
         )

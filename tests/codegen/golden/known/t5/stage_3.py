@@ -39,21 +39,26 @@ class Stage3(nn.Module):
         self.lm_head = nn.Linear(32, 64, bias=False)
 
     def forward(
-        self, attention_output: Tensor, encoder_out: Tensor, position_bias: Tensor
+        self, attention_output: Tensor, encoder_out: Tensor, position_bias: Tensor, labels: Tensor
     ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            attention_output: (B, 16, 32) float32, from stage 2, made at modeling_t5.py:400.
-            encoder_out: (B, 16, 32) float32, from stage 1, made at modeling_t5.py:745.
-            position_bias: (1, 4, 16, 16) float32, from stage 0, made at modeling_t5.py:278.
+            attention_output: (B, labels.1, 32) float32, from stage 2, made at modeling_t5.py:400.
+            encoder_out: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
+            position_bias: (1, 4, labels.1, labels.1) float32, from stage 0, made at
+                modeling_t5.py:278.
+            labels: (B, labels.1) int64, the model's kwargs["labels"].
 
         Returns:
-            lm_logits: (B, 16, 64) float32, for the caller.
+            lm_logits: (B, labels.1, 64) float32, for the caller.
         """
+        # modeling_t5.py:628
+        length = labels.shape[1]
+
         # decoder (modeling_t5.py:698-745)
-        attention_mask = create_causal_mask(attention_output.device)  # (1, 1, 16, 16)
-        hidden_states = self.decoder.block["2"](encoder_out, attention_output)  # (B, 16, 32)
+        attention_mask = create_causal_mask(length, attention_output.device)
+        hidden_states = self.decoder.block["2"](encoder_out, attention_output)  # (B, labels.1, 32)
         hidden_states = self.decoder.block["3"](
             hidden_states, position_bias, encoder_out, attention_mask
         )
@@ -61,15 +66,15 @@ class Stage3(nn.Module):
 
         # modeling_t5.py:1045-1047
         hidden_states *= 32**-0.5
-        lm_logits: Tensor = self.lm_head(hidden_states)  # (B, 16, 64)
+        lm_logits: Tensor = self.lm_head(hidden_states)  # (B, labels.1, 64)
         return lm_logits
 
     def loss(self, lm_logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            lm_logits: (B, 16, 64) float32, what forward returned.
-            labels: (B, 16) int64, the model's kwargs["labels"].
+            lm_logits: (B, labels.1, 64) float32, what forward returned.
+            labels: (B, labels.1) int64, the model's kwargs["labels"].
         """
         # modeling_t5.py:1054
         loss = F.cross_entropy(lm_logits.view(-1, 64), labels.view(-1))

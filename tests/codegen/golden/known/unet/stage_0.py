@@ -15,18 +15,18 @@ class Stage0(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            images: (B, 3, 32, 32) float32, the model's args[0].
+            images: (B, 3, images.2, images.3) float32, the model's args[0].
 
         Returns:
-            down_0: (B, 8, 32, 32) float32, for stage 3.
-            down_1: (B, 16, 16, 16) float32, for stage 3.
-            pool_out: (B, 16, 8, 8) float32, for stage 1.
+            down_0: (B, 8, images.2, images.3) float32, for stage 3.
+            down_1: (B, 16, images.2 // 2, images.3 // 2) float32, for stage 3.
+            pool_out: (B, 16, images.2 // 4, images.3 // 4) float32, for stage 1.
         """
         # unet.py:66
-        down_0 = self.down["0"](images)  # (B, 8, 32, 32)
-        x = self.pool(down_0)  # (B, 8, 16, 16)
-        down_1 = self.down["1"](x)  # (B, 16, 16, 16)
-        pool_out = self.pool(down_1)  # (B, 16, 8, 8)
+        down_0 = self.down["0"](images)  # (B, 8, images.2, images.3)
+        x = self.pool(down_0)  # (B, 8, images.2 // 2, images.3 // 2)
+        down_1 = self.down["1"](x)  # (B, 16, images.2 // 2, images.3 // 2)
+        pool_out = self.pool(down_1)  # (B, 16, images.2 // 4, images.3 // 4)
         return down_0, down_1, pool_out
 
 

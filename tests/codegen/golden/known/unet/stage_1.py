@@ -18,18 +18,19 @@ class Stage1(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            pool_out: (B, 16, 8, 8) float32, from stage 0, made at unet.py:66.
+            pool_out: (B, 16, images.2 // 4, images.3 // 4) float32, from stage 0, made at
+                unet.py:66.
 
         Returns:
-            down_2: (B, 32, 8, 8) float32, for stage 2.
-            x: (B, 128, 4, 4) float32, for stage 2.
+            down_2: (B, 32, images.2 // 4, images.3 // 4) float32, for stage 2.
+            x: (B, 128, images.2 // 8, images.3 // 8) float32, for stage 2.
         """
         # unet.py:66-69
-        down_2 = self.down["2"](pool_out)  # (B, 32, 8, 8)
-        x = self.pool(down_2)  # (B, 32, 4, 4)
-        x = self.down["3"](x)  # (B, 64, 4, 4)
-        pool_out = self.pool(x)  # (B, 64, 2, 2)
-        x = torch.cat([x, self.grow["0"](self.bottom(pool_out))], dim=1)  # (B, 128, 4, 4)
+        down_2 = self.down["2"](pool_out)  # (B, 32, images.2 // 4, images.3 // 4)
+        x = self.pool(down_2)  # (B, 32, images.2 // 8, images.3 // 8)
+        x = self.down["3"](x)  # (B, 64, images.2 // 8, images.3 // 8)
+        pool_out = self.pool(x)  # (B, 64, images.2 // 16, images.3 // 16)
+        x = torch.cat([x, self.grow["0"](self.bottom(pool_out))], dim=1)
         return down_2, x
 
 

@@ -21,17 +21,17 @@ class Stage2(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            x: (B, 128, 4, 4) float32, from stage 1, made at unet.py:69.
-            down_2: (B, 32, 8, 8) float32, from stage 1, made at unet.py:64.
+            x: (B, 128, images.2 // 8, images.3 // 8) float32, from stage 1, made at unet.py:69.
+            down_2: (B, 32, images.2 // 4, images.3 // 4) float32, from stage 1, made at unet.py:64.
 
         Returns:
-            grow_2: (B, 16, 16, 16) float32, for stage 3.
+            grow_2: (B, 16, 2 * (images.2 // 4), 2 * (images.3 // 4)) float32, for stage 3.
         """
         # unet.py:69
-        x = self.up["0"](x)  # (B, 64, 4, 4)
-        x = torch.cat([down_2, self.grow["1"](x)], dim=1)  # (B, 64, 8, 8)
-        x = self.up["1"](x)  # (B, 32, 8, 8)
-        grow_2: Tensor = self.grow["2"](x)  # (B, 16, 16, 16)
+        x = self.up["0"](x)  # (B, 64, images.2 // 8, images.3 // 8)
+        x = torch.cat([down_2, self.grow["1"](x)], dim=1)  # (B, 64, images.2 // 4, images.3 // 4)
+        x = self.up["1"](x)  # (B, 32, images.2 // 4, images.3 // 4)
+        grow_2: Tensor = self.grow["2"](x)  # (B, 16, 2 * (images.2 // 4), 2 * (images.3 // 4))
         return grow_2
 
 

@@ -18,27 +18,28 @@ class Stage3(nn.Module):
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            down_1: (B, 16, 16, 16) float32, from stage 0, made at unet.py:64.
-            grow_2: (B, 16, 16, 16) float32, from stage 2, made at unet.py:69.
-            down_0: (B, 8, 32, 32) float32, from stage 0, made at unet.py:64.
+            down_1: (B, 16, images.2 // 2, images.3 // 2) float32, from stage 0, made at unet.py:64.
+            grow_2: (B, 16, 2 * (images.2 // 4), 2 * (images.3 // 4)) float32, from stage 2, made at
+                unet.py:69.
+            down_0: (B, 8, images.2, images.3) float32, from stage 0, made at unet.py:64.
 
         Returns:
-            score_out: (B, 1, 32, 32) float32, for the caller.
+            score_out: (B, 1, images.2, images.3) float32, for the caller.
         """
         # unet.py:69-71
-        x = torch.cat([down_1, grow_2], dim=1)  # (B, 32, 16, 16)
-        x = self.up["2"](x)  # (B, 16, 16, 16)
-        x = torch.cat([down_0, self.grow["3"](x)], dim=1)  # (B, 16, 32, 32)
-        x = self.up["3"](x)  # (B, 8, 32, 32)
-        score_out: Tensor = self.score(x)  # (B, 1, 32, 32)
+        x = torch.cat([down_1, grow_2], dim=1)  # (B, 32, images.2 // 2, images.3 // 2)
+        x = self.up["2"](x)  # (B, 16, images.2 // 2, images.3 // 2)
+        x = torch.cat([down_0, self.grow["3"](x)], dim=1)  # (B, 16, images.2, images.3)
+        x = self.up["3"](x)  # (B, 8, images.2, images.3)
+        score_out: Tensor = self.score(x)  # (B, 1, images.2, images.3)
         return score_out
 
     def loss(self, score_out: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            score_out: (B, 1, 32, 32) float32, what forward returned.
-            target: (B, 1, 32, 32) float32, the target.
+            score_out: (B, 1, images.2, images.3) float32, what forward returned.
+            target: (B, 1, images.2, images.3) float32, the target.
         """
         # unet.py:90
         loss = F.binary_cross_entropy_with_logits(score_out, target)
