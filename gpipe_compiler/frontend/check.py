@@ -121,8 +121,8 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
         for samples in sorted(tried.keys() - {0, SMALLEST}):
             rule = tried[samples]
             # The package runs the example in any case, and would refuse it beyond a limit.
-            known = rule is None or samples == many or rule.samples <= entry.signature.batch_size
-            if not known and not may_be_tried(samples, few, seconds):
+            known = rule is None or rule.samples <= entry.signature.batch_size
+            if not (known or samples == many) and not may_be_tried(samples, few, seconds):
                 untried = rule
                 break
             larger = (samples, *sizes[0])  # what takes no more is compared again as before
@@ -130,9 +130,9 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             try:
                 found.extend(_compare(graph, subject, entry, larger, (entry.signature,), outputs))
             except ModelError:
-                if rules[samples] is None:
+                if known:
                     raise
-                untried = rules[samples]  # the graph is none of so many
+                untried = rule  # the graph is none of so many
                 break
             few, seconds = samples, time.process_time() - started
             if found:
