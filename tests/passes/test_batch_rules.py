@@ -62,7 +62,7 @@ def filled(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rule", "number"),
     [
-        *((masked, 500), (in_groups, 200), (sliced, 300), (cleared, 599), (bounded, 700)),
+        *((masked, 500), (in_groups, 200), (sliced, 300), (cleared, 600), (bounded, 700)),
         *((convolved, 0), (columns, 0), (values, 0), (filled, 0)),
     ],
 )
