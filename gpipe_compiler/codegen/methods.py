@@ -56,7 +56,9 @@ def forward_method(facts: CodeFacts, stage: Stage, returns: tuple[str, ...]) -> 
     """
     graph = facts.graph
     ops = [graph.op_of[name] for name in stage.ops if name not in graph.loss_only]
-    return _method(facts, ops, stage.inputs, returns, frozenset(stage.duplicates))
+    read = {value for op in ops for value in op.inputs}
+    inputs = [value for value in stage.inputs if value in read or value not in graph.targets]
+    return _method(facts, ops, inputs, returns, frozenset(stage.duplicates))
 
 
 def loss_method(facts: CodeFacts, stage: Stage, outputs: Sequence[str]) -> Method:

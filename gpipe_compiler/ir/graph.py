@@ -210,6 +210,11 @@ class Graph:
         return tuple(source.name for source in self.inputs if source.name not in read)
 
     @cached_property
+    def targets(self) -> frozenset[str]:
+        """The inputs that only the loss is given: inference has none."""
+        return frozenset(source.name for source in self.inputs if source.path[0] == "target")
+
+    @cached_property
     def loss_only(self) -> frozenset[str]:
         """Names of the ops that serve only the loss.
 

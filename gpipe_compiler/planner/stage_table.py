@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind, ValueKind
-from gpipe_compiler.ir.sizes import BATCH, at_batch, follows
+from gpipe_compiler.ir.sizes import at_batch, follows
 from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Traffic
 from gpipe_compiler.passes.duplicate import closure
@@ -84,21 +84,24 @@ def _taken(facts: CutFacts, names: tuple[str, ...], made: Set[str]) -> tuple[str
     """What the ops of a stage read and it does not make.
 
     An input of the graph is added where an op asks for the number of samples, or another size that
-    is free, and nothing else of what the stage is given has it; not a target where another does,
-    as inference has none.
+    is free, and nothing else of what the stage is given has it; of what is not the loss's, targets
+    say nothing, as inference has none.
     """
     graph = facts.graph
     ops = [graph.op_of[name] for name in names]
     read = dict.fromkeys(v for op in ops for v in facts.reads(op) if v not in made)
-    asking = (op for op in ops if not made >= set(op.inputs))
-    for dim in dict.fromkeys(dim for op in asking for dim in facts.asks(op)):
-        if follows(dim, facts.tells(read)):
-            continue
-        for size in sizes_in((dim,)):
-            if size not in facts.tells(read):
-                sources = (s.name for s in graph.inputs if s.path[0] != "target" or size != BATCH)
-                telling = (name for name in sources if size in facts.tells((name,)))
-                read.update(dict.fromkeys(itertools.islice(telling, 1)))
+    asking = [op for op in ops if not made >= set(op.inputs)]
+    for late in (False, True):
+        dims = (d for op in asking if (op.name in graph.loss_only) is late for d in facts.asks(op))
+        silent = frozenset() if late else graph.targets
+        for dim in dict.fromkeys(dims):
+            if follows(dim, facts.tells(read.keys() - silent)):
+                continue
+            for size in sizes_in((dim,)):
+                if size not in facts.tells(read.keys() - silent):
+                    sources = (s.name for s in graph.inputs if s.name not in silent)
+                    telling = (name for name in sources if size in facts.tells((name,)))
+                    read.update(dict.fromkeys(itertools.islice(telling, 1)))
     return tuple(read)
 
 

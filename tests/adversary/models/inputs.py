@@ -196,6 +196,7 @@ CASES = (
         "another_length",
         Varying,
         lambda n: torch.randn(n, 5, 6),
+        options="--fix all",
         expect=RefusedAtStep(lambda: torch.randn(8, 7, 6), ("5x6", "8x7x6"), lambda: classes(8)),
     ),
     simple(
