@@ -657,6 +657,29 @@ def test_a_size_that_the_model_does_not_take_is_not_planned_for(
     assert "assert x.shape[1] < 40" in capsys.readouterr().err
 
 
+class Folded(nn.Module):
+    """Folds tokens into the batch and back, by a size that its end no longer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens = x.shape[:2]
+        y = self.first(x.reshape(samples * tokens, -1))
+        return self.last(y.tanh()).reshape(samples, tokens, -1)
+
+
+def test_a_call_without_a_target_needs_none_for_its_sizes(tmp_path: Path) -> None:
+    model, batch = Folded(), (torch.randn(SAMPLES, 6, 4), torch.randn(SAMPLES, 6, 3))
+    package = package_of(model, batch, F.mse_loss, tmp_path / "made", stages=2)
+    x = torch.randn(SAMPLES, 9, 4)
+    with package.Pipeline() as pipe:
+        pipe.load_state_dict(model.state_dict())
+        pipe.eval()
+        torch.testing.assert_close(pipe(x), model(x))
+
+
 def test_sizes_that_have_to_be_equal_are_one() -> None:
     """Torch itself leaves it at a demand where each was flattened with the batch."""
     x, target = torch.randn(SAMPLES, 6, 4), torch.randint(4, (SAMPLES, 6))
