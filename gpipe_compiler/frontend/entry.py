@@ -18,10 +18,10 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
-from gpipe_compiler.frontend.free_sizes import NotedSizes
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.modules import turned_into_batchnorm
+from gpipe_compiler.frontend.noted_sizes import NotedSizes
 from gpipe_compiler.frontend.probing import (
     Dims,
     check_scalar,

@@ -29,9 +29,7 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.free_sizes import (
     FoundSizes,
     FreePlaces,
-    NotedSizes,
     asking_first,
-    noting_sizes,
     read_sizes,
     refuse_fixed,
     ties,
@@ -41,6 +39,7 @@ from gpipe_compiler.frontend.free_sizes import (
 from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
+from gpipe_compiler.frontend.noted_sizes import NotedSizes, noting_sizes
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.raising_branches import checks_passed

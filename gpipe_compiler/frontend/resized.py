@@ -24,7 +24,7 @@ def resized(subject: Subject, graph: Graph) -> Subject:
     """
     known = {size.name: size.example for size in graph.sizes}
     wanted = subject.free.at
-    for name in wanted.keys() - known.keys():
+    for name in sorted(wanted.keys() - known.keys()):
         raise UsageError(
             f"--at {name}={wanted[name]}: the model leaves no size of this name free",
             hint=f"those that it does: {', '.join(known) or 'none'}",

@@ -12,10 +12,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
-from gpipe_compiler.frontend.free_sizes import NotedSizes, is_symbolic
+from gpipe_compiler.frontend.noted_sizes import NotedSizes
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.ir.sizes import LARGEST_BATCH, SMALLEST, SampleRule, in_order
-from gpipe_compiler.ir.symbolic import expression_of
+from gpipe_compiler.ir.symbolic import expression_of, is_symbolic
 
 _ORDERS = frozenset({"<", "<=", ">", ">="})
 

@@ -53,6 +53,11 @@ def dim_of(size: Any, symbols: Symbols) -> Dim:
     return size if isinstance(size, int) else _dim(expression_of(size), symbols)
 
 
+def is_symbolic(size: object) -> bool:
+    """Whether a size may vary."""
+    return isinstance(size, torch.SymInt) and bool(expression_of(size).free_symbols)
+
+
 def expression_of(size: Any) -> Any:
     """The sympy expression of a number of torch's, in the symbols that are left."""
     environment = size.node.shape_env

@@ -66,10 +66,10 @@ class ExportedStages:
     ) -> ExportedStages:
         """Traces a model; an `OpenTarget`."""
         _refuse_unfit(options)
-        if subject.free.must:
+        if subject.free.must or subject.free.at:
             raise UsageError(
-                "--free: stages for ONNX Runtime take the sizes of the example, the batch aside",
-                hint="leave it out, or compile with --target torch",
+                "--free and --at: stages for ONNX Runtime take the example's sizes, the batch aside",
+                hint="leave them out, or compile with --target torch",
             )
         subject = subject.fixed()
         # ONNX has no writes in place, and its runtime finds its own.

@@ -707,5 +707,5 @@ def test_all_means_none_where_the_graph_runs_at_one_size_only(
     assert compile_command(words) == 0
     told = capsys.readouterr()
     assert "free sizes" not in told.out
-    assert "sizes beside the batch are those of the example" in told.out + told.err
+    assert "only the example's sizes are taken" in told.out + told.err
     assert compile_command([*words, "--free", "x.1", "--free", "target.1"]) == 1
