@@ -68,7 +68,7 @@ class ExportedStages:
         _refuse_unfit(options)
         if subject.free.must or subject.free.at:
             raise UsageError(
-                "--free and --at: stages for ONNX Runtime take the example's sizes, the batch aside",
+                "--free and --at: stages for ONNX Runtime are for the sizes of the example",
                 hint="leave them out, or compile with --target torch",
             )
         subject = subject.fixed()

@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case, Refused
+from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
 from torch import Tensor, nn
 
 
@@ -188,6 +188,14 @@ class Skips(nn.Module):
         return self.up[2](torch.cat([x, kept[0]], -1))
 
 
+class InPieces(Two):
+    """Takes samples in pieces of sixteen, and treats each by its number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = enumerate(self.first(x).split(16))
+        return self.last(torch.cat([(1 + number) * piece.tanh() for number, piece in pieces]))
+
+
 def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
@@ -224,6 +232,16 @@ class Asserts(nn.Module):
 
 
 CASES = (
+    Case(
+        "in_pieces",
+        InPieces,
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=RefusedAtStep(
+            lambda: rows(40), ("up to 16 samples", "split(16)"), lambda: classes(40)
+        ),
+    ),
     Case(
         "asserts",
         Asserts,
