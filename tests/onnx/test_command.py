@@ -168,6 +168,8 @@ def test_a_stage_that_is_damaged(tmp_path: Path) -> None:
     assert compile_command([str(path), "--stages", "2", "-o", str(tmp_path / "p")]) == 0
     stage = tmp_path / "p" / "stage_1.onnx"
     stage.write_bytes(stage.read_bytes()[:200])
+    _assert_refused(_run(tmp_path / "p", "infer"), 1, "stage_1.onnx is missing, or is not what was")
+    (tmp_path / "p" / "checksums.json").unlink()
     _assert_refused(_run(tmp_path / "p", "infer"), 1, "refuses stage 1 (stage_1.onnx)")
 
 
