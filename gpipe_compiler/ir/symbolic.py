@@ -20,7 +20,7 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, Pyth
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST
-from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, larger, sizes_in, smaller
+from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Size, larger, sizes_in, smaller
 
 Symbols: TypeAlias = Mapping[Any, Dim]
 """Sizes by their symbols."""
@@ -175,7 +175,7 @@ def requirements(
         InexpressibleError: for what cannot be said in terms of sizes, or not without that number.
     """
     for guard in environment.guards:
-        for condition in sympy.And.make_args(environment.replace(guard.expr)):
+        for condition in _conditions(environment.replace(guard.expr), symbols):
             free = [symbols[item] for item in condition.free_symbols if item in symbols]
             if any(size is not BATCH for size in free) and not _always(condition):
                 yield _requirement(condition, symbols, where(guard.expr))
@@ -184,6 +184,21 @@ def requirements(
         if fixed != symbol and not (size is BATCH and fixed.is_number):
             by = next((g.expr for g in environment.guards if symbol in g.expr.free_symbols), None)
             yield _requirement(sympy.Eq(symbol, fixed, evaluate=False), symbols, where(by))
+
+
+def _conditions(guard: Any, symbols: Symbols) -> Iterator[Any]:
+    """What has to hold; where one of several is enough, as that a size is another's or one, that
+    which holds in the example."""
+    for condition in sympy.And.make_args(guard):
+        if isinstance(condition, sympy.Or):
+            sizes = ((n, size) for n, size in symbols.items() if size is not BATCH)
+            example = {n: size.example for n, size in sizes if isinstance(size, Size)}
+            held = (part for part in condition.args if part.subs(example) is sympy.S.true)
+            part = next(held, None)
+            if part is not None:
+                yield from _conditions(part, symbols)
+                continue
+        yield condition
 
 
 def _always(condition: Any) -> bool:

@@ -71,6 +71,25 @@ class LanguageModel(nn.Module):
         return self.head(x)
 
 
+class Typed(nn.Module):
+    """Gathers the types of tokens from a table, as BERT does where it is given none."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.tokens, self.types = nn.Embedding(VOCABULARY, width), nn.Embedding(2, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        places = torch.arange(LONGEST).expand((1, -1))
+        self.register_buffer("places", places, persistent=False)
+        self.register_buffer("table", torch.zeros_like(places), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.shape
+        places = self.places[:, 0 : length + 0]
+        types = torch.gather(self.table.expand(places.shape[0], -1), dim=1, index=places)
+        types = types.expand(batch, length)
+        return self.head(torch.tanh(self.tokens(ids) + self.types(types)))
+
+
 class PerToken(nn.Module):
     """Flattens tokens into the batch, and takes a mean over them at the end."""
 
@@ -160,6 +179,7 @@ CASES: Mapping[str, Case] = {
         ("tokens=ids.1", "tokens=target.1"),
     ),
     "longest": Case(LanguageModel, texts, language_loss, (LONGEST,), ((5,), (23,), (LONGEST,))),
+    "typed": Case(Typed, texts, language_loss, (8,), ((2,), (7,), (13,), (LONGEST,))),
     "per_token": Case(
         PerToken,
         lambda n: (torch.randn(SAMPLES, n, 5), torch.randn(SAMPLES, n, 5)),
