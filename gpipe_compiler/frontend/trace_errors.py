@@ -40,7 +40,7 @@ _CAUSES = (
         "compute it with torch operators",
     ),
     _Cause(
-        r"higher order operator doesn't work",
+        r"higher order operator doesn't work|no rule registered for HigherOrderOperator",
         "the model calls torch.cond, map, scan or while_loop, which no package carries",
         "use torch.where instead of cond, and a Python loop of a fixed number of steps for others",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case, Refused
+from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
 from adversary.layers import Two
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -356,7 +356,7 @@ class Ponders(Two):
         x = self.first(x)
         for _ in range(5):
             x = self.middle(x).tanh()
-            if bool((x.abs() < 0.9).all()):  # refused: ponders
+            if bool((x.abs() < 0.9).all()):
                 break
         return self.last(x)
 
@@ -383,7 +383,6 @@ def of_tokens(output: object, target: Tensor) -> Tensor:
 
 
 TRANSFORMED = Refused(("torch.func",), ("whole batch",))
-BY_VALUES = Refused(("values of a tensor",), ("torch.where",))
 MIXES = Refused(("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch")
 
 
@@ -438,5 +437,14 @@ CASES = (
         lambda n: torch.randint(5, (n, 4)),
         manners=FP32_ONLY,
     ),
-    simple("ponders", Ponders, expect=BY_VALUES),
+    simple(
+        "ponders",
+        Ponders,
+        expect=RefusedAtStep(
+            lambda: 100 * rows(6),
+            ("transforms.py", "if bool((x.abs() < 0.9).all())", "another way"),
+            lambda: classes(6),
+            ("torch.where",),
+        ),
+    ),
 )
