@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,12 @@ def by_identity(ops: Iterable[Any]) -> frozenset[int]:
     """Ops to look for by `id`: torch computes their hashes in Python, which are asked for at every
     kernel."""
     return frozenset(map(id, ops))
+
+
+def is_within(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
+    """Whether a tensor of a shape is broadcast to this one."""
+    pairs = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base

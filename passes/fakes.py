@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-from gpipe_compiler.dispatching import QuickFakes, by_identity
-from gpipe_compiler.passes.unknown_sizes import UNKNOWN, of_unknown_size
+from gpipe_compiler.dispatching import QuickFakes, by_identity, is_within
+from gpipe_compiler.passes.unknown_sizes import of_unknown_size
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
@@ -71,7 +71,6 @@ _WITHOUT_DEVICE = (
 """Kernels whose results have the same shapes, strides and types on all devices. Torch's fakes look
 for a device first, which takes ten times as long."""
 
-_UNKNOWN = by_identity(UNKNOWN)
 _FLOAT = 4
 _PAGE = 4096
 _ROW = 64
@@ -154,11 +153,9 @@ class HostFakes(QuickFakes):
             made = self._without_device(func, args)
             if made is not None:
                 return made
-        if id(func) in _UNKNOWN:
-            with self:
-                unknown = of_unknown_size(func, args, kwargs or {})
-            if unknown is not None:
-                return unknown
+        unknown = of_unknown_size(self, func, args, kwargs or {})
+        if unknown is not None:
+            return unknown
         # Not by the mode's own handler, which torch wraps for dynamo: there is none here.
         returned = self.dispatch(func, types, args, kwargs or {})
         if func is not _LSTM or not isinstance(returned, tuple):
@@ -214,7 +211,7 @@ def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
     if id(func) in _ELEMENTWISE or id(func) in _IN_PLACE:
         # Its strides are those of the first, whatever those of the others.
         fits = (id(func) in _IN_PLACE or first.is_contiguous()) and all(
-            _is_within(item.shape, first.shape)
+            is_within(item.shape, first.shape)
             if isinstance(item, torch.Tensor)
             else not isinstance(item, complex)
             for item in others
@@ -232,12 +229,6 @@ def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
             shape = one.shape[0], other.shape[1]
             return shape if first.shape in ((shape[1],), shape) else None
     return None
-
-
-def _is_within(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether a tensor of a shape is broadcast to this one."""
-    pairs = zip(reversed(shape), reversed(whole), strict=False)
-    return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
 def _reduced(

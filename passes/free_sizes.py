@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from gpipe_compiler.dispatching import QuickFakes
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, summary
 from gpipe_compiler.ir import (
     FunctionCall,
@@ -45,7 +45,7 @@ from gpipe_compiler.ir.symbolic import (
 from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, modes
 from gpipe_compiler.passes.lookups import within_tables
 from gpipe_compiler.passes.repeats import ShortenedGraph
-from gpipe_compiler.passes.unknown_sizes import UNKNOWN, of_unknown_size
+from gpipe_compiler.passes.unknown_sizes import of_unknown_size
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Shape, Size, value_at
 
@@ -183,7 +183,7 @@ class _Ran:
         )
 
 
-class _SymbolicFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
+class _SymbolicFakes(QuickFakes):
     """A mode of fake tensors of sizes that are free; where values tell how many elements there are,
     as many as there can be."""
 
@@ -195,12 +195,8 @@ class _SymbolicFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch'
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs the op on fake tensors."""
-        if func in UNKNOWN:
-            with self:
-                unknown = of_unknown_size(func, args, kwargs or {})
-            if unknown is not None:
-                return unknown
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        unknown = of_unknown_size(self, func, args, kwargs or {})
+        return self.dispatch(func, types, args, kwargs or {}) if unknown is None else unknown
 
 
 class _Run:
@@ -214,7 +210,7 @@ class _Run:
         self._training = training
         self._sizes = graph.sizes
         self._environment = ShapeEnv()
-        self._mode = _SymbolicFakes(allow_non_fake_inputs=True, shape_env=self._environment)
+        self._mode = _SymbolicFakes(shape_env=self._environment)
         self._lines: dict[Any, SourceLocation] = {}
         self._ran: dict[str, _Ran] = {}
         self._relied = 0, 0

@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from gpipe_compiler.dispatching import by_identity
 from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.ops import called
@@ -22,10 +24,13 @@ _MORE = 3
 
 _INDEXING = frozenset({_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default})
 
-UNKNOWN = _INDEXING | {
-    *(_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default),
-    *(_aten.unique_consecutive.default, _aten.repeat_interleave.Tensor),
-}
+_UNKNOWN = by_identity(
+    _INDEXING
+    | {
+        *(_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default),
+        *(_aten.unique_consecutive.default, _aten.repeat_interleave.Tensor),
+    }
+)
 """The ops that may be such."""
 
 
@@ -65,8 +70,17 @@ def most(tensor: torch.Tensor) -> int:
     return tensor.numel() + _MORE
 
 
-def of_unknown_size(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """What an op gives on fake tensors; None where its sizes follow from those it is given."""
+def of_unknown_size(
+    mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> object:
+    """What an op gives on fakes of a mode; None where its sizes follow from what it is given."""
+    if id(func) not in _UNKNOWN:
+        return None
+    with mode:
+        return _made(func, args, kwargs)
+
+
+def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     match func:
         case _aten.nonzero.default:
             return args[0].new_empty((most(args[0]), args[0].dim()), dtype=torch.long)

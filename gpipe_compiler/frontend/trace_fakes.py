@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gpipe_compiler.dispatching import QuickFakes, by_identity
+from gpipe_compiler.dispatching import QuickFakes, by_identity, is_within
 
 _aten = torch.ops.aten
 _ELEMENTWISE = by_identity(
@@ -81,7 +81,7 @@ def _like_first(args: Sequence[Any]) -> torch.Tensor | None:
     if not _are_floating(first, *tensors) or not _is_dense(first):
         return None
     shape = _sizes(first)
-    if not all(_is_within(_sizes(item), shape) for item in tensors):
+    if not all(is_within(_sizes(item), shape) for item in tensors):
         return None
     return _made(first.shape, first.dtype)
 
@@ -94,7 +94,7 @@ def _product(args: Sequence[Any]) -> torch.Tensor | None:
     if one.dim() != 2 or other.dim() != 2 or _sizes(one)[1] != _sizes(other)[0]:
         return None
     shape = [_sizes(one)[0], _sizes(other)[1]]
-    if not all(_is_within(_sizes(item), shape) for item in added):
+    if not all(is_within(_sizes(item), shape) for item in added):
         return None
     return _made((one.shape[0], other.shape[1]), one.dtype)
 
@@ -121,12 +121,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         reached = reached * size
     return True
-
-
-def _is_within(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
-    """Whether a tensor of a shape is broadcast to this one."""
-    pairs = zip(reversed(shape), reversed(whole), strict=False)
-    return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
 def _made(shape: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
