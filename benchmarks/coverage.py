@@ -1,6 +1,6 @@
 """Models of other people's libraries through the whole command: right, refused, or wrong.
 
-    python benchmarks/coverage.py [--only PATTERN ...] [--resume FILE] [--json]
+    python benchmarks/coverage.py [--only PATTERN ...] [--mixed] [--resume FILE] [--json]
 
 Each of `benchmarks/foreign/` is compiled by `gpipe-compile MODEL --stages 2` with all defaults,
 which validates it on the example and on a second batch. Then a judge that knows plain PyTorch only
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -228,6 +229,22 @@ def chosen(patterns: Iterable[str]) -> list[str]:
     return list(names(tuple(patterns) or ("*",)))
 
 
+def mixed(names: Iterable[str]) -> list[str]:
+    """The names in an order of which every beginning is a sample that is fair to all libraries.
+
+    A library's models are drawn by the checksums of their names, in equal shares of each library.
+    """
+    by_library: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        by_library.setdefault(name.partition(":")[0], []).append(name)
+    shares = {
+        name: (place + 0.5) / len(own)
+        for own in by_library.values()
+        for place, name in enumerate(own)
+    }
+    return sorted(shares, key=shares.__getitem__)
+
+
 def options_of(name: str) -> str:
     """The options with which a user would compile a model."""
     sys.path.insert(0, str(HERE))
@@ -262,6 +279,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the packages there")
     parser.add_argument("--limit", type=int, default=300, help="processor seconds of a compile")
     parser.add_argument("--within", type=float, default=1e9, help="seconds for all of them")
+    parser.add_argument("--mixed", action="store_true", help="in an order to stop at any time")
     parser.add_argument("--list", action="store_true", help="the names alone")
     parser.add_argument("--json", action="store_true", help="the rows alone")
     parser.add_argument("--judge", nargs=2, metavar=("NAME", "PACKAGE"), help=argparse.SUPPRESS)
@@ -270,6 +288,7 @@ def main() -> None:
         print(json.dumps(judge(arguments.judge[0], Path(arguments.judge[1]))))
         return
     names, end = chosen(arguments.only), time.monotonic() + arguments.within
+    names = mixed(names) if arguments.mixed else names
     if arguments.list:
         print("\n".join(names))
         return
