@@ -135,8 +135,13 @@ def _noted(found: list[_Answer], own: Callable[[torch.Tensor], Any], asked: _Ask
 
 
 @contextlib.contextmanager
-def answered(answers: Answers) -> Iterator[None]:
-    """Lets what is recorded inside be told what a run on the example was told."""
+def answered(answers: Answers, *, flags: bool) -> Iterator[None]:
+    """Lets what is recorded inside be told what a run on the example was told.
+
+    Args:
+        flags: whether `item()` of a boolean is a question too, and no number that the model
+            computes with.
+    """
     left = deque(answers)
 
     def answer(own: Callable[[torch.Tensor], Any], asked: _Asked) -> Any:
@@ -149,13 +154,14 @@ def answered(answers: Answers) -> Iterator[None]:
         recorder = recording()
         if recorder is None or not isinstance(asked.tensor, FakeTensor):
             return own(asked.tensor)
-        if asked.name != "__bool__" and _is_of_inputs(recorder, asked.tensor):
+        decides = asked.name == "__bool__" or (flags and asked.tensor.dtype is torch.bool)
+        if not decides and _is_of_inputs(recorder, asked.tensor):
             return own(asked.tensor)  # a number that differs between batches
         with torch._C.DisableTorchFunction():  # the model does not ask this
             _require(recorder, asked, known.value)
         return known.value
 
-    with _asked(answer) if answers else contextlib.nullcontext():
+    with _asked(answer):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from gpipe_compiler.frontend.nests import has_tensors
+from gpipe_compiler.frontend.nests import has_tensors, numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +164,19 @@ def _is_whole(entry: Any) -> bool:
     return isinstance(entry, slice) and entry == slice(None)
 
 
+def sized(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """The arguments of a function, with numbers for the sizes that are tensors of known numbers."""
+
+    def plain(item: Any) -> Any:
+        sizes = isinstance(item, list | tuple) and any(isinstance(part, _WHOLE) for part in item)
+        return numbered(item) if sizes else item
+
+    others = [numbered(item) if name in _SPREAD else plain(item) for item in args[1:]]
+    return (*args[:1], *others), {key: plain(item) for key, item in kwargs.items()}
+
+
 def is_all_of(call: Written) -> bool:
     """Whether a call reads a tensor as it is, as `x[:]` does."""
     return call.target is operator.getitem and _is_whole(call.args[1])
@@ -194,10 +207,20 @@ def _with_devices(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
 ) -> Mapping[str, Any]:
     """The keyword arguments, with the device of what a function makes of nothing."""
-    given = has_tensors((args, kwargs))
-    if isinstance(made, torch.Tensor) and ("device" in kwargs or not given):
+    makes = not has_tensors((args, kwargs)) and takes_device(func)
+    if isinstance(made, torch.Tensor) and ("device" in kwargs or makes):
         return {**kwargs, "device": made.device}
     return kwargs
+
+
+@cache
+def takes_device(func: Any) -> bool:
+    """Whether a function may be told where to make a tensor; `torch.div(7, 2)` may not."""
+    packet = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+    if not isinstance(func, _IN_C) or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return True
+    schemas = (getattr(packet, name)._schema for name in packet.overloads())  # type: ignore[no-untyped-call]  # of torch
+    return any(argument.name == "device" for schema in schemas for argument in schema.arguments)
 
 
 # --- functions written in C: by the schemas of their operators ------------------------------------
@@ -220,7 +243,7 @@ def _in_c(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             if overload is not None:
                 args, kwargs = _in_order(overload, given, kwargs)
                 break
-    if name in _OPERATORS and len(args) <= 2 and not kwargs:
+    if name in _OPERATORS and len(args) <= 2 and not kwargs and has_tensors(args):
         return Written(_OPERATORS[name], args)
     takes_self = bool(args) and isinstance(args[0], torch.Tensor) and hasattr(torch.Tensor, name)
     if takes_self and "out" not in kwargs and (name in _METHODS or name.endswith("_")):

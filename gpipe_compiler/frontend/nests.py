@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _LITERAL_ELEMENTS = 16
 """A constant of at most this many elements is written where it is used."""
@@ -52,3 +55,24 @@ def is_literal(tensor: torch.Tensor) -> bool:
         and not tensor.is_complex()
         and bool(torch.isfinite(tensor).all())
     )
+
+
+def numbered(index: Any) -> Any:
+    """What stands in brackets, numbers in place of the tensors in slices and known integers."""
+    match index:
+        case tuple():
+            return tuple(map(numbered, index))
+        case list():
+            return list(map(numbered, index))
+        case slice(start=start, stop=stop, step=step):
+            bounds = (start, stop, step)
+            return slice(*(operator.index(b) if _is_fake(b) else b for b in bounds))
+        case FakeTensor(constant=torch.Tensor() as known) if known.dtype is torch.int64:
+            return int(known)
+        case np.generic():
+            return index.item()
+    return index
+
+
+def _is_fake(item: object) -> bool:
+    return isinstance(item, FakeTensor)

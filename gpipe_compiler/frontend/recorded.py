@@ -17,7 +17,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import GPipeCompilerError, TraceError
 from gpipe_compiler.frontend.branches_taken import (
-    Answers,
     answered,
     answers_of,
     asks_for_numbers,
@@ -149,7 +148,7 @@ def _told(
     """The entry recorded; where it asks for values, with those of its example."""
     first, failed = None, None
     try:
-        first = _attempt(entry, autocast_to, free, (), gradients=gradients)
+        first = _attempt(entry, autocast_to, free, contextlib.nullcontext(), gradients=gradients)
         if not asks_for_numbers(first.recorder):
             return first
     except TraceError as error:
@@ -158,7 +157,8 @@ def _told(
         answers = answers_of(entry, max(entry.signature.batch_size, SMALLEST_BATCH))
     try:
         if answers:
-            return _attempt(entry, autocast_to, free, answers, gradients=gradients)
+            told = answered(answers, flags=first is None)
+            return _attempt(entry, autocast_to, free, told, gradients=gradients)
     except TraceError as error:
         failed = error
     if first is not None:
@@ -171,7 +171,7 @@ def _attempt(
     entry: Entry,
     autocast_to: torch.dtype | None,
     free: FreePlaces,
-    answers: Answers,
+    told: contextlib.AbstractContextManager[None],
     *,
     gradients: bool,
 ) -> _Trace:
@@ -188,7 +188,7 @@ def _attempt(
     with noting_sizes() as sizes, momentum, ambient(autocast_to, kind_of(entry)):
         sizes.ties = ties(entry.signature, free)
         entry.sizes = sizes if free else None
-        with answered(answers):
+        with told:
             inputs = _record(entry, recorder, leaves, watch, free)
             refuse_changing(recorder)
         return _Trace(recorder, inputs, watch, free, sizes, gradients)

@@ -19,13 +19,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.calls import Written, is_all_of, written
+from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
 from gpipe_compiler.frontend.locate import calling_line, line_around
-from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors, tensors_in
+from gpipe_compiler.frontend.nests import (
+    has_tensors,
+    is_literal,
+    map_tensors,
+    numbered,
+    tensors_in,
+)
 from gpipe_compiler.frontend.position import Position
 from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.frontend.state import named_state
@@ -154,7 +160,9 @@ class Recorder(TorchFunctionMode):
             raise TraceError(f"no graph holds packed sequences{code}", location=where)
         if name in ("__getitem__", "__setitem__"):
             with self:  # what is asked of a tensor in brackets is asked of it by itself
-                args = args[0], _numbered(args[1]), *args[2:]
+                args = args[0], numbered(args[1]), *args[2:]
+        if has_tensors((args[1:], kwargs)):
+            args, kwargs = sized(name, args, kwargs)
         if func in _OPEN:
             with self:
                 return _opened(func)(*args, **kwargs)
@@ -206,6 +214,10 @@ class Recorder(TorchFunctionMode):
             self._sizes.asked(self.tensors.known(args[0]), args[0])
         if not changed and not given and func in _DATA:
             return self._from_data(func, args, kwargs, made)
+        if not given and isinstance(made, torch.Tensor) and self._are_known(func, args, kwargs):
+            with unset_fake_temporarily():
+                number = func(*args, **kwargs).tolist()
+            return self._call(torch.tensor, (number,), {"dtype": made.dtype})
         if not changed and not has_tensors(made) and not self._sizes.are_new(made):
             return made
         stays = not changed and any(made is tensor for tensor in given)
@@ -219,6 +231,12 @@ class Recorder(TorchFunctionMode):
             self.tensors.stands_for(self.tensors.node(call.args[0]), made)
             return made
         return self.record(call, made, changed, effect=_has_effect(func))
+
+    def _are_known(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether what a function makes of numbers is the same in every call: `torch.div(7, 2)`."""
+        return not (
+            takes_device(func) or may_draw(func) or self._sizes.are_in((*args, *kwargs.values()))
+        )
 
     def _from_data(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """A tensor that is made of Python's numbers."""
@@ -376,25 +394,6 @@ def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
         return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
 
     return map_tensors(own, made)
-
-
-def _numbered(index: Any) -> Any:
-    """What stands in brackets, numbers in place of the tensors in slices and known integers."""
-    match index:
-        case tuple():
-            return tuple(map(_numbered, index))
-        case slice(start=start, stop=stop, step=step):
-            bounds = (start, stop, step)
-            return slice(*(operator.index(b) if _is_fake(b) else b for b in bounds))
-        case FakeTensor(constant=torch.Tensor() as known) if known.dtype is torch.int64:
-            return int(known)
-        case np.generic():
-            return index.item()
-    return index
-
-
-def _is_fake(item: object) -> bool:
-    return isinstance(item, FakeTensor)
 
 
 def _identities(module: nn.Module) -> list[int]:

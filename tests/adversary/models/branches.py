@@ -103,6 +103,18 @@ class InTraining(Two):
         return self.head(x)
 
 
+class ByFlag(Two):
+    """A number of Python's that says whether, as long transformers ask for global attention."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x.flatten() > 1e6
+        is_large = large.any().item()
+        for _ in range(2):
+            if is_large:
+                x = x / 2
+        return self.head(x)
+
+
 class Several(Two):
     """Comparisons with what is taken over the batch, that hold of it as of its parts."""
 
@@ -237,6 +249,7 @@ CASES = (
     simple("by_buffers", ByBuffers),
     simple("leaves", Leaves, expect=at_step("if (x > 100).any()")),
     simple("in_training", InTraining, expect=at_step("if self.training and")),
+    simple("by_flag", ByFlag, expect=at_step("is_large = large.any().item()")),
     simple("several", Several, expect=at_step("if ")),
     Case(
         "all_padded",

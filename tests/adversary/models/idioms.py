@@ -162,6 +162,19 @@ class OfArrays(Two):
         return super().forward(picked + x[:, torch.tensor(1), None])
 
 
+class CountsInTensors(Two):
+    """Sizes and a divisor that torch makes of numbers, as long transformers count their chunks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        pieces = torch.div(h.shape[-1], 4, rounding_mode="trunc") - 1
+        room = h.new_zeros((h.shape[0], pieces + 1, 4))
+        room[:, -1] = h[:, :4]
+        h = h.reshape(h.shape[0], pieces + 1, 4) + room
+        h = h.contiguous().as_strided(size=(len(h), pieces, 8), stride=(8, 8, 1))
+        return self.last(self.middle(h.flatten(1) / torch.div(7, 2)).relu())
+
+
 class WritesOut(Two):
     """Into tensors that it has made, by `out=`."""
 
@@ -245,6 +258,7 @@ CASES = (
         quick=True,
     ),
     simple("of_arrays", OfArrays),
+    simple("counts_in_tensors", CountsInTensors),
     simple("writes_out", WritesOut),
     simple("infers", Infers),
     simple("compiles", Compiles),
