@@ -39,6 +39,12 @@ from gpipe_compiler.runtime.core.random import draws
 from gpipe_compiler.runtime.spec import Precision
 
 _SAMPLES = 2
+_COPIES = (
+    torch.ops.aten.clone.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.lift_fresh.default,
+)
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 _WHERE_MADE = frozenset({"device", "pin_memory"})
 """Arguments that a graph may lack: what it makes goes where the model is."""
 
@@ -137,12 +143,14 @@ class _Called:
 
     Attributes:
         stays: whether it has an effect besides what it makes, or makes no tensor.
+        copies: whether it makes what it is given, in other memory.
     """
 
     call: Hashable
     given: tuple[Number, ...]
     made: tuple[Number, ...]
     stays: bool
+    copies: bool
 
 
 class KernelLog(PlainDispatchMode):
@@ -158,6 +166,7 @@ class KernelLog(PlainDispatchMode):
         super().__init__()
         self._place = place
         self._calls: list[_Called] = []
+        self._writes = False
         self._numbers: dict[int, Number] = dict(names)
         self._alive: list[torch.Tensor] = []  # for ids to stay their own
         self._known = known
@@ -178,10 +187,19 @@ class KernelLog(PlainDispatchMode):
         return found
 
     def program(self, outputs: Any, loss: torch.Tensor | None) -> Hashable:
-        """What ran for the sake of these or has an effect, its tensors numbered as they come."""
+        """What ran for the sake of these or has an effect, its tensors numbered as they come.
+
+        Where nothing is written to, a copy is what it copies: layouts in memory, which the device
+        decides, are no part of the program.
+        """
         ends = [(path, self.number(tensor)) for path, tensor in tensors_of((outputs, loss))]
         needed = {number for _, number in ends}
         kept: list[_Called] = []
+        copied: dict[Number, Number] = {}
+        for called in () if self._writes else self._calls:
+            if called.copies:
+                (source,), (copy,) = called.given, called.made
+                copied[copy] = copied.get(source, source)
         for called in reversed(self._calls):
             if called.stays or not needed.isdisjoint(called.made):
                 needed.update(called.given)
@@ -189,12 +207,15 @@ class KernelLog(PlainDispatchMode):
         numbers: dict[Number, int] = {}
 
         def named(tensors: Iterable[Number]) -> tuple[Number, ...]:
+            known = (copied.get(number, number) for number in tensors)
             return tuple(
-                n if isinstance(n, str) else numbers.setdefault(n, len(numbers)) for n in tensors
+                n if isinstance(n, str) else numbers.setdefault(n, len(numbers)) for n in known
             )
 
         calls = tuple(
-            (called.call, named(called.given), named(called.made)) for called in reversed(kept)
+            (called.call, named(called.given), named(called.made))
+            for called in reversed(kept)
+            if copied.keys().isdisjoint(called.made)
         )
         return calls, tuple(path for path, _ in ends), named(number for _, number in ends)
 
@@ -217,8 +238,15 @@ class KernelLog(PlainDispatchMode):
         returned = self._returned(func, call, given, args, kwargs)
         items = returned if isinstance(returned, tuple | list) else (returned,)
         made = tuple([self.number(item) for item in items if isinstance(item, torch.Tensor)])
-        stays = not made or _writes(func) or draws(func, args, kwargs)
-        self._calls.append(_Called(call, numbers, made, stays))
+        if func in _VIEWS:
+            call = ("view", torch.is_grad_enabled(), tuple(returned.shape))
+        written = _writes(func)
+        self._writes |= written
+        stays = not made or written or draws(func, args, kwargs)
+        copies = func in _COPIES or (
+            func is torch.ops.aten.slice.Tensor and returned.shape == given[0].shape
+        )
+        self._calls.append(_Called(call, numbers, made, stays, copies))
         return returned
 
     def _returned(

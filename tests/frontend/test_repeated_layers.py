@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend import tracing
@@ -153,6 +154,22 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.activation(self.norm(self.linear(x)))
+
+
+class Attending(nn.Module):
+    """Attention, of which the memory that a result has depends on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart = nn.Linear(WIDTH, 3 * 32)
+        self.together = nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.apart(x).view(-1, 4, 3, 2, 4).unbind(2)
+        query, key, value = (head.transpose(1, 2) for head in heads)
+        found = F.scaled_dot_product_attention(query, key, value)
+        joined: Tensor = found.transpose(1, 2).contiguous()
+        return x + self.together(joined.reshape(len(x), -1).contiguous())
 
 
 class Zipped(nn.Module):
@@ -320,11 +337,17 @@ def normed() -> nn.Module:
     return Stack([Normed() for _ in range(MANY)])
 
 
+def attending() -> nn.Module:
+    torch.manual_seed(0)
+    return Stack([Attending() for _ in range(MANY)])
+
+
 @pytest.mark.parametrize(
     ("make", "device"),
     [
         (stack, "meta"),
         (stack, "cpu"),
+        (attending, "cpu"),
         (Pair, "meta"),
         (normed, "cpu"),
         (Zipped, "cpu"),
