@@ -183,6 +183,21 @@ class _Ran:
         )
 
 
+def _form(value: Any) -> object:
+    """Equal for values of which the ops that read them make equal ones."""
+    match value:
+        case torch.Tensor():
+            sizes = (*value.shape, *value.stride(), value.storage_offset())
+            return (value.dtype, value.device, value.dim(), *map(_form, sizes))
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return value.node.expr
+        case tuple() | list():
+            return (type(value), *map(_form, value))
+        case dict():
+            return {key: _form(item) for key, item in value.items()}
+    return (type(value), value)
+
+
 class _SymbolicFakes(QuickFakes):
     """A mode of fake tensors of sizes that are free; where values tell how many elements there are,
     as many as there can be."""
@@ -284,6 +299,8 @@ class _Run:
                     if run is None:
                         run = self._begin(graph, stack)
                     returned = self._execute(run, op, environment)
+                    if known is not None and _form(returned) == _form(known.returned):
+                        returned = known.returned  # so that whoever reads it need not run again
                     known = self._ran[op.name] = _Ran(op, reads, spec, returned)
                 bind(op.result, known.returned, environment)
         return environment
