@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import Notice, TraceError
+from gpipe_compiler.errors import Notice
 from gpipe_compiler.frontend.alignment import aligned, passed
 from gpipe_compiler.frontend.always_contiguous import always_contiguous
 from gpipe_compiler.frontend.naming import UniqueNames
@@ -50,9 +50,6 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
 
     Functional dropout, drop-path and the like follow the mode; what is on in both modes stays as
     it is. When both graphs are the same, that is the train graph itself.
-
-    Raises:
-        TraceError: when the modes return different structures and neither fits the other.
     """
     merging = _Merging(train, evaluation)
     ops = tuple(merging.ops())
@@ -226,20 +223,14 @@ class _Merging:
         if _structure(train) == _structure(theirs):
             return self._zip_outputs(train, theirs)
         self.different = True
-        made = {name: op.mode for op in self._train.ops for name in op.outputs}
-        if all(name in made or name in self._inputs for name in value_names(theirs)):
-            self.left_out = self._left_out(train, theirs)
-            problem = (
-                f"the model does not return in eval mode what it returns in training, "
-                f"{self.left_out}: the loss is computed of that, but step_with_outputs refuses to "
-                "return it"
-            )
-            warnings.warn(Notice(problem), stacklevel=2)
-            return theirs
-        raise TraceError(
-            "the model returns different structures in train and in eval mode",
-            hint="return the same tuple or dict in both modes, with None for what is missing",
+        self.left_out = self._left_out(train, theirs)
+        problem = (
+            f"the model does not return in eval mode what it returns in training, "
+            f"{self.left_out}: the loss is computed of that, but step_with_outputs refuses to "
+            "return it"
         )
+        warnings.warn(Notice(problem), stacklevel=2)
+        return theirs
 
     def _left_out(self, train: Argument, evaluation: Argument) -> str:
         """What is returned in train mode alone (auxiliary heads), with its line."""
@@ -247,11 +238,9 @@ class _Merging:
         names = [name for name in dict.fromkeys(value_names(train)) if name not in kept]
         lines = (op.source for op in self._train.ops if not {*names}.isdisjoint(op.outputs))
         where = next((f", {line.brief}" for line in lines if line is not None), "")
-        return f"{listed(names) if names else 'another structure'}{where}"
-
-    @property
-    def _inputs(self) -> frozenset[str]:
-        return frozenset(source.name for source in self._train.inputs)
+        more = [name for name in value_names(evaluation) if name not in {*value_names(train)}]
+        told = (names and listed(names)) or (f"which is without {listed(more)}" if more else "")
+        return f"{told or 'another structure'}{where}"
 
     def _zip_outputs(self, ours: Argument, theirs: Argument) -> Argument:
         if isinstance(ours, Ref) and isinstance(theirs, Ref):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,8 @@ def run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -
     kinds: dict[StateKind, dict[str, torch.Tensor]] = {kind: {} for kind in StateKind}
     for name, tensor in tensors.items():
         kinds[graph.state[name].kind][name] = tensor
+    unmade = (op.outputs for op in graph.ops if not interpreter.runs(op))
+    values.update(dict.fromkeys(itertools.chain.from_iterable(unmade)))
     outputs = interpreter.resolve(graph.outputs, values)
     return _results(outputs, loss, kinds[StateKind.PARAMETER], kinds[StateKind.BUFFER], leaves)
 

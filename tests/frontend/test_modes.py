@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import operator
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.modes import combine, merge
 from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import ByMode, FunctionCall, Mode, Ref
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options import LossChoice
@@ -188,15 +185,16 @@ def test_an_output_that_differs_by_mode_has_one_name():
     assert isinstance(graph.op_of[graph.outputs.name].call, FunctionCall)
 
 
-def test_outputs_that_do_not_fit_together_are_refused():
-    model = Returns(lambda y, aux: y, lambda y, aux: (y.relu(), y))
-    with pytest.raises(TraceError, match="different structures in train and in eval"):
-        merged(model)
-    with pytest.raises(TraceError) as refused:
-        trace(Subject("returns", model, (torch.randn(2, WIDTH),), loss=LossChoice.SUM_OF_SQUARES))
-    assert "traced: the model returns different structures" in refused.value.problem  # once
-    assert refused.value.location is not None
-    assert refused.value.location.function == "Returns.forward"
+def test_outputs_that_eval_mode_has_alone():
+    model = Returns(lambda y, aux: y, lambda y, aux: (y.relu(), [y, aux]))
+    graph = merged(model)
+    x = torch.randn(2, WIDTH)
+
+    inner, first = model.linear(x), run(graph, False, x)
+    assert torch.equal(inner.relu(), first[0])
+    assert torch.equal(inner, first[1][0])
+    assert torch.equal(model.aux(x), first[1][1])
+    assert graph.left_out.startswith("which is without relu")
 
 
 def test_arguments_combine_leaf_by_leaf():

@@ -201,6 +201,18 @@ class Early(Two):
         return self.last(self.middle(hidden).tanh()), self.aux(hidden)
 
 
+class Remembers(Two):
+    """Keeps what a later call needs in eval mode alone, as recurrent language models do."""
+
+    def forward(self, x: Tensor) -> object:
+        hidden = self.hidden(x)
+        returned = {"logits": self.last(hidden)}
+        if not self.training:
+            past = hidden.unsqueeze(-1).expand(-1, -1, 4)
+            returned["state"] = [past.transpose(0, 1), hidden.cos()]
+        return returned
+
+
 class OverBatch(Two):
     """A number of the whole batch, besides an output for each sample."""
 
@@ -337,6 +349,14 @@ CASES = (
         labelled,
         options="--mode infer",
         later_inputs=padded,
+    ),
+    Case(
+        "remembers",
+        Remembers,
+        rows,
+        lambda y, t: F.cross_entropy(y["logits"], t),
+        classes,
+        as_evaluated=True,
     ),
     Case("same_twice", Same, rows, first, classes),
     Case("decisions", Decided, rows, first, classes),
