@@ -219,7 +219,10 @@ def _compare(
             refuse_seeding(subject.model, entry, batch)
     for name, text in found.items():
         if name in expected.assigned:
-            raise buffer_assigned(graph, name.removeprefix(BUFFER), f"{mode}: {text}")
+            one, other = (run.results[name] for run in (expected, actual))
+            resized = one is not None and other is not None and one.shape != other.shape
+            own = name.removeprefix(BUFFER)
+            raise buffer_assigned(graph, own, f"{mode}: {text}", resized=resized)
         if outputs or not name.startswith("output"):
             yield f"{mode}: {text}"
 

@@ -286,13 +286,26 @@ def no_new_parameters() -> Iterator[None]:
         yield
 
 
-def buffer_assigned(graph: Graph, name: str, difference: str) -> TraceError:
-    """The error that the graph differs from the model in a buffer that forward assigns to."""
+def buffer_assigned(graph: Graph, name: str, difference: str, *, resized: bool) -> TraceError:
+    """The error that the graph differs from the model in a buffer that forward assigns to.
+
+    Args:
+        resized: whether to a tensor of another shape.
+    """
     users = [op.source for op in graph.ops if name in op.states(graph.modules)]
+    hint = (
+        "write into it instead, with copy_ or another operation in place, and take a clone of "
+        "what is read afterwards"
+    )
+    if resized:
+        hint = (
+            "call the model once in build_model(), after which it is assigned no more where it "
+            "goes with the size of the inputs alone; or compute it in every call, and keep it in "
+            "no buffer"
+        )
     return TraceError(
         f"forward assigns another tensor to the buffer {name} of which it has other "
         f"uses: the graph writes into it, and differs from the model ({difference})",
         location=users[-1] if users else None,
-        hint="write into it instead, with copy_ or another operation in place, and take a clone of "
-        "what is read afterwards",
+        hint=hint,
     )

@@ -36,7 +36,7 @@ from gpipe_compiler.frontend.position import Position
 from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.tensor_nodes import TensorNodes
-from gpipe_compiler.frontend.untraced import transformed
+from gpipe_compiler.frontend.untraced import own_gradients, transformed
 from gpipe_compiler.ir.branches import require
 from gpipe_compiler.ir.symbolic import same_shape
 from gpipe_compiler.runtime.core.random import may_draw
@@ -206,6 +206,8 @@ class Recorder(TorchFunctionMode):
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise transformed(line_around("torch/_functorch/"))
+        if func is torch.autograd.grad and any(map(self.tensors.is_cut_off, tensors_in(args[1:2]))):
+            raise own_gradients(calling_line())
         given = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in given]
         made = func(*args, **kwargs)

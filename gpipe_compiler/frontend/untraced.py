@@ -83,3 +83,14 @@ def transformed(where: SourceLocation | None) -> TraceError:
         location=where,
         hint="compute on the whole batch at once: torch's ops take batches",
     )
+
+
+def own_gradients(where: SourceLocation | None) -> TraceError:
+    """Of a model whose forward takes gradients of what it has cut off from what came before."""
+    code = f" at `{where.code}`" if where and where.code else ""
+    return TraceError(
+        f"forward differentiates by itself{code}: a cut could lie in what it differentiates",
+        location=where,
+        hint="write the derivative with torch's operators; or as a torch.autograd.Function of "
+        "your own, which a stage holds whole",
+    )

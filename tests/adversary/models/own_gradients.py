@@ -221,6 +221,17 @@ class Solves(Two):
         return self.last(ByAutograd.apply(self.first(x)))
 
 
+class Penalises(Two):
+    """A gradient penalty within forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            made = self.last(self.body(x))
+            (slope,) = torch.autograd.grad(made.sum(), x, create_graph=True)  # refused: penalises
+        return made + slope.norm(dim=-1, keepdim=True)
+
+
 class Bounded(torch.autograd.Function):
     """Bounds the norm of all gradients, which those of the example do not exceed."""
 
@@ -374,6 +385,11 @@ CASES = (
     simple("writes_in_place", InPlace),
     simple("in_blocks", Blocks),
     simple("by_autograd", Solves),
+    simple(
+        "penalises",
+        Penalises,
+        expect=Refused(("differentiates by itself",), ("torch.autograd.Function of your own",)),
+    ),
     Case("in_the_loss", Two, rows, through, classes, manners=FP32_ONLY),
     simple("per_tensor", PerTensor, sizes=(8,), expect=MIXES),
     simple(

@@ -387,6 +387,25 @@ def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:
     return -F.cosine_similarity(*output).mean()
 
 
+class SizedByTheFirstCall(Two):
+    """A table in a buffer, as large as the inputs that are seen first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.places) != x.shape[1]:
+            self.places = torch.arange(x.shape[1], dtype=x.dtype)
+        return self.last(self.body(x + self.places.cos()))
+
+
+def sized_before() -> nn.Module:
+    model = SizedByTheFirstCall()
+    model(rows(2))
+    return model
+
+
 def simple(
     name: str, model: Callable[[], nn.Module], inputs: object = rows, **options: object
 ) -> Case:
@@ -475,6 +494,14 @@ class SameData(nn.Module):
 
 
 CASES = (
+    simple(
+        "sized_by_the_first_call",
+        SizedByTheFirstCall,
+        expect=Refused(
+            ("another tensor to the buffer places",), ("once in build_model()",), at_line=False
+        ),
+    ),
+    simple("sized_before", sized_before),
     simple(
         "batchnorm_exact",
         Normed,
