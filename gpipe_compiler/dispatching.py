@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,22 @@ def is_within(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
     """Whether a tensor of a shape is broadcast to this one."""
     pairs = zip(reversed(shape), reversed(whole), strict=False)
     return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
+
+
+def counts_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """What a `bincount` makes of numbers that are all below its `minlength`; None for all else."""
+    if func is not torch.ops.aten.bincount.default:
+        return None
+    names = ("input", "weights", "minlength")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("minlength"):
+        return None
+    weights = given.get("weights")
+    dtype = torch.long if weights is None else torch.double
+    if weights is not None and weights.dtype is torch.float:
+        dtype = torch.float
+    made: torch.Tensor = args[0].new_empty((given["minlength"],), dtype=dtype)
+    return made
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base

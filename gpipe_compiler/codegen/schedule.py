@@ -23,6 +23,7 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
+from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.free_sizes import required
@@ -243,6 +244,7 @@ def _pipeline(
         "group": _group(graph),
         "limits": tuple(sample_limits(graph)),
         "left_out": graph.left_out,
+        "decides": bool(required_lines(graph.ops)),
         "classes": graph.classes,
     }
     try:

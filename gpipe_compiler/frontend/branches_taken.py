@@ -22,16 +22,19 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from gpipe_compiler.errors import SourceLocation
+from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.casts import QUESTIONS
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import is_own, is_users, location
+from gpipe_compiler.frontend.locate import asking_frame, is_users, location
+from gpipe_compiler.frontend.opened import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.recorder import EFFECT, WRITES, Recorder, recording
+from gpipe_compiler.frontend.result_differences import Results, different
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import as_exported
 from gpipe_compiler.frontend.trace_errors import by_values
+from gpipe_compiler.frontend.without_numbers import SMALLEST_BATCH
 from gpipe_compiler.ir.branches import require
 from gpipe_compiler.quiet import quiet
 
@@ -60,25 +63,56 @@ def answers_of(entry: Entry, samples: int) -> Answers:
 
     () where it cannot be run, as on meta.
     """
+    found = list[_Answer]()
+    with _asked(lambda own, asked: _noted(found, own, asked)), asking():
+        ran = _run(entry, samples, gradients=entry.has_loss)
+    return () if ran is None else tuple(found)
+
+
+def _run(entry: Entry, samples: int, *, gradients: bool) -> list[Any] | None:
+    """What an entry returns for its example; None where it cannot be run, as on meta."""
     if entry.states.on_meta:
-        return ()
-    model, found = entry.model, list[_Answer]()
+        return None
+    model = entry.model
     entry.model = isolated(model, share_parameters=False).train(entry.training)
     try:
         with (
             quiet(),
             torch.random.fork_rng(),
-            torch.set_grad_enabled(entry.has_loss),
+            torch.set_grad_enabled(gradients),
             as_exported(),
             activations_kept(),
-            _asked(lambda own, asked: _noted(found, own, asked)),
         ):
-            entry(*entry.signature.samples(samples))
+            torch.manual_seed(0)
+            return entry(*entry.signature.samples(samples))  # type: ignore[no-any-return]  # a list
     except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace explains it
-        return ()
+        return None
     finally:
         entry.model = model
-    return tuple(found)
+
+
+def refuse_gradient_branches(entry: Entry, asked: SourceLocation) -> None:
+    """Refuses a model that computes something else in eval mode with gradients than without.
+
+    Args:
+        asked: the first line that is told which of both it is.
+
+    Raises:
+        TraceError: naming the line.
+    """
+    runs = [_run(entry, SMALLEST_BATCH, gradients=gradients) for gradients in (True, False)]
+    if None in runs or not any(different(*map(_results, runs))):
+        return
+    raise TraceError(
+        f"in eval mode the model computes something else with gradients than without, at "
+        f"`{asked.code}`: evaluations run without, and a package has one graph for both",
+        location=asked,
+        hint="ask for self.training beside it, or compile with --mode infer",
+    )
+
+
+def _results(run: list[Any] | None) -> Results:
+    return {f"output {number}": tensor for number, tensor in enumerate(run or ())}
 
 
 @dataclass(frozen=True)
@@ -117,9 +151,7 @@ def _asking(
     answer: Callable[[Callable[[torch.Tensor], Any], _Asked], Any],
 ) -> Callable[[torch.Tensor], Any]:
     def ask(tensor: torch.Tensor) -> Any:
-        frame: Any = sys._getframe(1)
-        while is_own(frame.f_code.co_filename):
-            frame = frame.f_back
+        frame = asking_frame(sys._getframe(1))
         if not is_users(frame.f_code.co_filename) or passing_at(frame) is not None:
             return own(tensor)
         return answer(own, _Asked(name, tensor, frame))

@@ -111,6 +111,8 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
     name = getattr(func, "__name__", "")
     if isinstance(func, torch._ops.OpOverloadPacket):
         return Written(_overload(func, args, kwargs) or func, args, kwargs)
+    if func is torch.ops.aten.bincount.default:
+        return Written(torch.bincount, args, kwargs)
     if isinstance(func, torch._ops.OpOverload):
         return Written(func, args, kwargs)
     if name.startswith("__") and name.endswith("__"):

@@ -50,6 +50,7 @@ def calls_seen() -> Iterator[None]:
 
     with (
         mock.patch.object(torch, "from_numpy", _from_numpy),
+        mock.patch.object(torch, "is_grad_enabled", _is_grad_enabled),
         mock.patch.object(torch.inference_mode, "__enter__", _enter_inference),
         mock.patch.object(torch.inference_mode, "__exit__", _leave_inference),
         mock.patch.object(builtins, "len", _length),
@@ -99,6 +100,15 @@ def _from_numpy(array: Any) -> Any:
         with unset_fake_temporarily():
             real = _own_from_numpy(array).clone()
         return recorder.from_numbers(real, made)
+
+
+_own_is_grad_enabled = torch.is_grad_enabled
+
+
+def _is_grad_enabled() -> bool:
+    """Whether autograd records."""
+    answer, recorder = _own_is_grad_enabled(), recording()
+    return answer if recorder is None else recorder.asks_for_gradients(answer)
 
 
 def _enter_inference(context: Any) -> None:

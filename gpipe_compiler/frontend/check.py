@@ -70,6 +70,9 @@ from gpipe_compiler.runtime.wording import text_of
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
 
+_INPUTS = ((True, True), (True, False), (False, True))
+"""Whether inputs require gradients, and whether they are leaves: the first that the model takes."""
+
 _SLOW_S = 1.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
 mode at the first, eval mode at the second. The package is compared at others besides."""
@@ -267,13 +270,13 @@ def _first_run(
 
     The entry is left with the example of which it took that.
 
-    A model that does not take inputs with gradients is given them without.
+    A model that does not take inputs that are leaves, or have gradients, is given others.
 
     Raises:
         ModelError: when there is but one size to try, and the model raises.
     """
-    tried = itertools.product(examples, batches, (True, False))
-    for entry.signature, batch, entry.input_gradients in tried:
+    tried = itertools.product(examples, batches, _INPUTS)
+    for entry.signature, batch, (entry.input_gradients, entry.leaf_inputs) in tried:
         try:
             return batch, run_model(graph, subject, entry, batch)
         except GPipeCompilerError:

@@ -22,6 +22,7 @@ from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.modules import turned_into_batchnorm
 from gpipe_compiler.frontend.noted_sizes import NotedSizes
+from gpipe_compiler.frontend.plain_types import plain_types
 from gpipe_compiler.frontend.probing import (
     Dims,
     check_scalar,
@@ -97,6 +98,7 @@ class Entry(nn.Module):
         states: the original model's parameters and buffers; those of a loss module are not in it.
         training: as for every module, whether it is in train mode.
         input_gradients: whether the model takes floating inputs that require gradients.
+        leaf_inputs: whether it takes them as leaves, to which nothing may be written.
         known: what a run of the model has told.
         must: dimensions of inputs that the model may not fix, such as `input_ids.1`.
         sizes: what is noted of sizes while it is traced with some of them free.
@@ -115,7 +117,7 @@ class Entry(nn.Module):
             _refuse_weights(self.loss_fn)
             self.loss_fn = isolated(self.loss_fn)
         self.training = training
-        self.input_gradients = True
+        self.input_gradients, self.leaf_inputs = True, True
         self.has_loss = subject.training
         self.name = subject.name
         self.signature = signature
@@ -250,7 +252,8 @@ class Entry(nn.Module):
         model = isolated(self.model, share_parameters=False)
         with torch.random.fork_rng(), torch.set_grad_enabled(self.has_loss):
             try:
-                with quiet(), recurrent_forms(), TraceFakes() as mode:
+                asked = plain_types(model.modules())
+                with quiet(), recurrent_forms(), asked, TraceFakes() as mode:
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
                     args, kwargs, _ = self.signature.rebuild(fakes)
                     output = map_tensors(on_meta, model(*args, **kwargs))

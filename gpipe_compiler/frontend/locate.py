@@ -55,6 +55,13 @@ def is_own(file: str) -> bool:
     return file.startswith(_OWN)
 
 
+def asking_frame(frame: FrameType) -> FrameType:
+    """The innermost frame that is not this compiler's, from one on."""
+    while is_own(frame.f_code.co_filename) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 def location(
     file: str, line: int, function: str = "", callers: tuple[SourceLocation, ...] = ()
 ) -> SourceLocation:

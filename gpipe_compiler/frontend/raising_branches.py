@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from gpipe_compiler.errors import Notice
-from gpipe_compiler.frontend.locate import frames_of_model, is_users, location
+from gpipe_compiler.frontend.locate import asking_frame, frames_of_model, is_users, location
 
 
 @contextlib.contextmanager
@@ -42,7 +42,9 @@ def checks_passed() -> Iterator[None]:
     of_size: Callable[[torch.SymBool], bool] = torch.SymBool.__bool__
 
     def tensor_is_true(tensor: torch.Tensor) -> bool:
-        found = passing(sys._getframe(1)) if isinstance(tensor, FakeTensor) else None
+        found = None
+        if isinstance(tensor, FakeTensor):
+            found = passing(asking_frame(sys._getframe(1)))
         return of_tensor(tensor) if found is None else found
 
     def size_is_true(size: torch.SymBool) -> bool:

@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.branches_taken import (
     answers_of,
     asks_for_numbers,
     refuse_changing,
+    refuse_gradient_branches,
 )
 from gpipe_compiler.frontend.calls_seen import calls_seen
 from gpipe_compiler.frontend.casts import CastWatch
@@ -40,6 +41,7 @@ from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.noted_sizes import NotedSizes, noting_sizes
 from gpipe_compiler.frontend.own_functions import own_functions_carried
+from gpipe_compiler.frontend.plain_types import plain_types
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -133,13 +135,20 @@ def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _
     What has no backward, and need have none, is recorded without gradients.
     """
     try:
-        return _told(entry, autocast_to, free, gradients=True)
+        trace = _told(entry, autocast_to, free, gradients=True)
     except TraceError:
         if entry.has_loss:
             raise
         with contextlib.suppress(TraceError):
             return _told(entry, autocast_to, free, gradients=False)
         raise
+    asked = trace.recorder.gradients_asked
+    if asked is None or entry.training:
+        return trace
+    if not entry.has_loss:
+        return _told(entry, autocast_to, free, gradients=False)
+    refuse_gradient_branches(entry, asked)
+    return trace
 
 
 def _told(
@@ -303,7 +312,7 @@ def _record(
                 for name, (own, lent) in state.items():
                     recorder.tensors.lend(name, own, lent)
                 recorder.follow({path: m for path, m in entry.named_modules() if path}, leaves)
-                with recorder, watch.watching():
+                with recorder, watch.watching(), plain_types(entry.modules()):
                     returned = entry(*inputs)
                 _refuse_new_state(entry)
             recorder.finish(returned)

@@ -10,21 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from gpipe_compiler.errors import TraceError
+from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
-from gpipe_compiler.frontend.locate import calling_line, line_around
+from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.nests import (
     has_tensors,
     is_literal,
@@ -32,6 +30,7 @@ from gpipe_compiler.frontend.nests import (
     numbered,
     tensors_in,
 )
+from gpipe_compiler.frontend.opened import OPENED
 from gpipe_compiler.frontend.position import Position
 from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.frontend.state import named_state
@@ -58,10 +57,10 @@ _MOVES = frozenset(
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that are tensors."""
 
-_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+_WITHOUT_GRADIENTS = {"requires_grad": False, "is_leaf": True, "grad_fn": None}
+"""What is said of what a model computes where autograd does not record."""
 
-_OPEN = frozenset({F.gaussian_nll_loss})
-"""Functions that look at values, to raise: recorded by what they call."""
+_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 
 
 def recording() -> Recorder | None:
@@ -82,6 +81,7 @@ class Recorder(TorchFunctionMode):
         tensors: the nodes that stand for tensors.
         is_on: whether calls are recorded.
         event: number of the call that is being made.
+        gradients_asked: the first of the user's lines that were told that autograd records.
     """
 
     def __init__(self, *, gradients: bool = True) -> None:
@@ -95,6 +95,7 @@ class Recorder(TorchFunctionMode):
         self.position = Position(self.graph, gradients=gradients)
         self.is_on = True
         self.event: int | None = None
+        self.gradients_asked: SourceLocation | None = None
         self._sizes = SizeNodes(self.graph, self.position)
         self.tensors = TensorNodes(self.graph, self._sizes)
         self._paths: dict[int, str] = {}
@@ -163,9 +164,9 @@ class Recorder(TorchFunctionMode):
                 args = args[0], numbered(args[1]), *args[2:]
         if has_tensors((args[1:], kwargs)):
             args, kwargs = sized(name, args, kwargs)
-        if func in _OPEN:
+        if func in OPENED:
             with self:
-                return _opened(func)(*args, **kwargs)
+                return OPENED[func](*args, **kwargs)
         return self._call(func, args, kwargs)
 
     def _get(self, func: Any, *args: Any) -> Any:
@@ -175,11 +176,19 @@ class Recorder(TorchFunctionMode):
             data = args[0].detach()
             return self.record(Written(getattr, (args[0], "data")), data, ())
         made = func(*args)
+        if name in _WITHOUT_GRADIENTS and not args[0].is_leaf:
+            self.asks_for_gradients(made is not _WITHOUT_GRADIENTS[name])
         if name == "shape":
             self._sizes.asked(self.tensors.known(args[0]), args[0])
         if name not in _VALUES:
             return made
         return self.record(Written(getattr, (args[0], name)), made, ())
+
+    def asks_for_gradients(self, answer: bool) -> bool:
+        """The answer to whether autograd records."""
+        if answer and self.gradients_asked is None and is_asked_by_user():
+            self.gradients_asked = calling_line()
+        return answer
 
     def _set(self, func: Any, tensor: Any, value: Any) -> None:
         """An attribute of a tensor is assigned to."""
@@ -400,13 +409,6 @@ def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
 
 def _identities(module: nn.Module) -> list[int]:
     return [id(tensor) for _, tensor in named_state(module)]
-
-
-@cache
-def _opened(func: types.FunctionType) -> Callable[..., Any]:
-    """A function of torch.nn.functional that is no call for a mode, as those that it calls are."""
-    names = {**func.__globals__, "has_torch_function_variadic": lambda *_: False}
-    return types.FunctionType(func.__code__, names, func.__name__, func.__defaults__)
 
 
 @cache

@@ -126,15 +126,15 @@ def _copy(tensor: torch.Tensor, *, double: bool) -> torch.Tensor:
 def inputs_of(
     entry: Entry, batch: int, *, double: bool
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Leaves by name that collect gradients, and what to pass on: copies, so that the model may
-    write to its inputs."""
+    """Leaves by name that collect gradients, and what to pass on: perhaps copies, to which the
+    model may write."""
     tensors = [_copy(tensor, double=double) for tensor in entry.signature.samples(batch)]
     leaves = {
         source.name: tensor.requires_grad_(entry.has_loss and entry.input_gradients)
         for source, tensor in zip(entry.signature.inputs, tensors, strict=True)
         if tensor.is_floating_point()
     }
-    return leaves, [tensor.clone() for tensor in tensors]
+    return leaves, tensors if entry.leaf_inputs else [tensor.clone() for tensor in tensors]
 
 
 def _backward(loss: Any, entry: Entry) -> None:

@@ -50,6 +50,11 @@ _CAUSES = (
         "compute it with torch operators",
     ),
     _Cause(
+        r"(?<!self)\.__class__|fake_tensor\.FakeTensor'>|of type FakeTensor which",
+        "the model asks for, or changes, the class of a tensor: while it is traced that is another",
+        "ask by isinstance(x, torch.Tensor) or type(x), and compute with plain tensors",
+    ),
+    _Cause(
         r"no fake impl|no Meta kernel",
         "the model calls an operator of which nothing says what it returns",
         "register that for it, by torch.library.register_fake",

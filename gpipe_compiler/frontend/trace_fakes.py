@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gpipe_compiler.dispatching import QuickFakes, by_identity, is_within
+from gpipe_compiler.dispatching import QuickFakes, by_identity, counts_of, is_within
 
 _aten = torch.ops.aten
 _ELEMENTWISE = by_identity(
@@ -24,6 +24,7 @@ _PRODUCTS = by_identity({_aten.mm.default, _aten.addmm.default})
 _VIEWS = by_identity(
     {_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.detach.default}
 )
+_COUNTING = _aten.bincount.default
 _RULED = _ELEMENTWISE | _PRODUCTS | _VIEWS
 
 
@@ -55,6 +56,11 @@ class TraceFakes(QuickFakes):
             made = self._by_rule(func, args)
             if made is not None:
                 return self.fake(made, next(t.fake_device for t in args if _is_tensor(t)))
+        if func is _COUNTING:
+            with self:
+                counts = counts_of(func, args, kwargs or {})
+            if counts is not None:
+                return counts
         return self.dispatch(func, types, args, kwargs or {})
 
     def _by_rule(self, func: Any, args: Sequence[Any]) -> torch.Tensor | None:

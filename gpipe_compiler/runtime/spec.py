@@ -314,6 +314,7 @@ class PipelineSpec:
         group: the samples that no two micro-batches may share.
         left_out: what the model returns in training, where that is no part of `outputs`; "" where
             it is.
+        decides: whether a stage may refuse a batch by the values that it computes.
     """
 
     name: str
@@ -341,6 +342,7 @@ class PipelineSpec:
     several: bool = False
     group: SampleGroup = NO_GROUP
     left_out: str = ""
+    decides: bool = False
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

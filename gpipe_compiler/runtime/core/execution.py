@@ -25,6 +25,7 @@ from .options import ExecutionOptions, refuse_left_out, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
+from .recompute import WrittenBuffers, undone_in_error
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
 from .topology import Topology
@@ -87,6 +88,8 @@ class Execution:
         self.threads = threads or torch.get_num_threads()
         self._workers: Workers[DeviceResult] = Workers(topology.devices, threads)
         self._interrupted = False
+        pairs = ((stages.modules[s], spec.stages[s].writes) for s in stages.modules)
+        self._written = [WrittenBuffers(*pair) for pair in pairs if spec.decides]
 
     def run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
         """The terms of the loss, where one is made, and the outputs, where inputs are passed.
@@ -98,7 +101,8 @@ class Execution:
             TransportError: when another process is gone, or an earlier call ended in the middle.
         """
         self._check(args.work)
-        with self._in_step():
+        written = self._written if args.training else ()
+        with self._in_step(), undone_in_error(written):
             return self._run(args)
 
     @contextlib.contextmanager

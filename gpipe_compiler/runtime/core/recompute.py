@@ -102,6 +102,18 @@ class WrittenBuffers:
             table[key] = tensor
 
 
+@contextlib.contextmanager
+def undone_in_error(written: Sequence[WrittenBuffers]) -> Iterator[None]:
+    """Undoes what was written inside where that ends in an error."""
+    before = [buffers.copies() for buffers in written]
+    try:
+        yield
+    except BaseException:
+        for buffers, copies in zip(written, before, strict=True):
+            buffers.take_over(copies)
+        raise
+
+
 @torch.no_grad()
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies tensors in few kernels: a stage may have hundreds of tiny buffers."""

@@ -18,7 +18,8 @@ class BranchError(PipelineError):
         super().__init__(
             f"{line} goes another way for this batch than for the one that the model was compiled "
             "with, and the stages hold that way alone",
-            hint="leave the batch out: no weight has changed; or write both ways with torch.where",
+            hint="leave the batch out: no weight or buffer has changed, but gradients may have; or "
+            "write both ways with torch.where",
         )
         self.line = line
 

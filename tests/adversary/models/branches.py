@@ -87,6 +87,73 @@ class ByBuffers(Two):
         return self.head(F.pad(x[:, : self.rounds], (0, 3)) / scale)
 
 
+class Compares(Two):
+    """By functions of torch that compare all values of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ones", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.equal(self.ones, torch.ones(6)) and not self.ones.equal(x):
+            x = x * self.ones
+        if not torch.allclose(x, x.nan_to_num(), atol=1e-3):
+            x = x.nan_to_num()
+        assert not torch.equal(x, x + 1)
+        return self.head(x)
+
+
+class Counts(nn.Module):
+    """Numbers below a bound have as many counts, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.register_buffer("load", torch.zeros(5, dtype=torch.long))
+        self.register_buffer("mass", torch.zeros(8))
+
+    def forward(self, x: Tensor, kinds: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.training:
+            self.load += torch.bincount(kinds, minlength=5)[:5]
+            self.mass += h.argmax(-1).bincount(x.detach()[:, 0], minlength=8)
+        return self.last(h)
+
+
+class Normed(Two):
+    """Statistics of micro-batches before the one that is refused are those before the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x))
+        if not torch.isfinite(h).all():
+            h = h.nan_to_num()
+        return self.last(h)
+
+
+class WithGradients(Two):
+    """In eval mode a step has them, and an evaluation has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if h.requires_grad and h.grad_fn is not None:  # refused: with_gradients
+            h = h * 2
+        return self.last(h)
+
+
+class WithGradientsInTraining(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.training and h.requires_grad and torch.is_grad_enabled():
+            h = h * 2
+        if not h.is_leaf:
+            h = h + 0
+        return self.last(h)
+
+
 class Leaves(Two):
     """Returns another thing early."""
 
@@ -232,6 +299,15 @@ def missing() -> Tensor:
     return x
 
 
+def kinds(samples: int) -> tuple[Tensor, Tensor]:
+    return rows(samples), torch.randint(5, (samples,))
+
+
+def beyond() -> tuple[Tensor, Tensor]:
+    """A kind among the last samples of which there is none."""
+    return rows(6), torch.tensor([0, 1, 2, 3, 4, 5])
+
+
 def simple(name: str, model: type[nn.Module], **options: object) -> Case:
     return Case(name, model, rows, F.cross_entropy, classes, **options)
 
@@ -251,6 +327,31 @@ CASES = (
     simple("in_training", InTraining, expect=at_step("if self.training and")),
     simple("by_flag", ByFlag, expect=at_step("is_large = large.any().item()")),
     simple("several", Several, expect=at_step("if ")),
+    simple("compares", Compares, quick=True, expect=at_step("torch.allclose(x", missing)),
+    Case(
+        "counts",
+        Counts,
+        kinds,
+        F.cross_entropy,
+        classes,
+        quick=True,
+        expect=at_step("torch.bincount(kinds, minlength=5)", beyond),
+    ),
+    simple(
+        "normed",
+        Normed,
+        quick=True,
+        sizes=(8,),
+        reference="micro-batches",
+        expect=at_step("torch.isfinite(h)"),
+    ),
+    simple(
+        "with_gradients",
+        WithGradients,
+        expect=Refused(("something else with gradients than without",), ("self.training",)),
+    ),
+    simple("with_gradients_in_training", WithGradientsInTraining),
+    Case("with_gradients_inference", WithGradients, rows, options="--mode infer"),
     Case(
         "all_padded",
         Two,

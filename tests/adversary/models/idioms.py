@@ -62,6 +62,31 @@ class Codebook(nn.Module):
         return self.decode(z + (codes - z).detach()), (codes.detach() - z).square().mean(-1)
 
 
+class ByType(Two):
+    """What a tensor is, beside what else a function may be given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_type = {Tensor: self.body, list: lambda parts: torch.cat(parts, 1)}
+        assert type(self.first.weight) is nn.Parameter
+        assert isinstance(type(x), type)
+        hidden = by_type[type(x)](x * 2 if type(x) is Tensor else x)
+        return self.last(by_type[type([x])]([hidden[:, :4], hidden[:, 4:]]))
+
+
+class ByLeaf(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2 if x.is_leaf and self.first.weight.is_leaf else x
+        return self.last(self.body(x))
+
+
+class Along(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        hidden = torch.take_along_dim(hidden, hidden.argsort(1), 1)
+        backwards = torch.arange(7, -1, -1)
+        return self.last(hidden.take_along_dim(backwards[None], dim=-1))
+
+
 class DataStops(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
@@ -264,6 +289,9 @@ CASES = (
     simple("compiles", Compiles),
     simple("freezes_norm", FreezesNorm),
     simple("copies", Copies),
+    simple("by_type", ByType, quick=True),
+    simple("by_leaf", ByLeaf),
+    simple("along", Along),
     simple("data_stops", DataStops),
     simple("checkpoint", lambda: Checkpointed(False)),
     simple("checkpoint_dropout", lambda: Checkpointed(False, 0.3), random=True),
