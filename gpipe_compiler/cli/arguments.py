@@ -100,7 +100,8 @@ def _input_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
-        "example_inputs()",
+        "example_inputs(); input_ids=BATCHxTOKENS:int64 names the sizes of an input that "
+        "example_inputs() gives, in place of input_ids.1",
     )
     group.add_argument(
         "--batch-dim",

@@ -18,6 +18,7 @@ from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.compile import Compiled
 from gpipe_compiler.compile import compile as compile_model
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.frontend.examples import size_names
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.user_code import ModelSpec
@@ -103,11 +104,13 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             f"--loss {loss.value} is for training, and with --mode infer there is none",
             hint="leave it out, or compile with --mode train",
         )
-    subject = load(arguments.model, input_specs=arguments.input, training=training, loss=loss)
+    tensors, names = size_names(arguments.input)
+    subject = load(arguments.model, input_specs=tensors, training=training, loss=loss)
+    free = Wish.parse(arguments.free, arguments.fix, arguments.at)
     return dataclasses.replace(
         subject,
         batch_dims=dict(arguments.batch_dim),
-        free=Wish.parse(arguments.free, arguments.fix, arguments.at),
+        free=dataclasses.replace(free, names=names),
     )
 
 

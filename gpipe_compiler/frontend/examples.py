@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import keyword
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -11,13 +12,41 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
+from gpipe_compiler.frontend.subject import SizeNames
 from gpipe_compiler.frontend.user_code import line_of_forward
 
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of one call."""
 
 _SPEC = re.compile(r"(?:(?P<name>\w+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+_WORD = r"(?:[A-Z][A-Z0-9_]*|\d+)"
+_NAMES = re.compile(rf"(?P<name>\w+)=(?P<sizes>{_WORD}(?:x{_WORD})*)(?::(?P<dtype>\w+))?")
 _FORMS = "a tensor, a tuple of positional arguments, a dict of keyword arguments, or (args, kwargs)"
+
+
+def size_names(specs: Sequence[str]) -> tuple[list[str], dict[str, SizeNames]]:
+    """The `--input` arguments that are tensors, and those that name sizes of the example's.
+
+    `input_ids=BATCHxTOKENS:int64` names the sizes `batch` and `tokens`; a number names nothing.
+
+    Raises:
+        UsageError: for a name that no variable of Python's can have.
+    """
+    tensors: list[str] = []
+    names: dict[str, SizeNames] = {}
+    for spec in specs:
+        match = _NAMES.fullmatch(spec)
+        if match is None or not any(letter.isupper() for letter in match["sizes"]):
+            tensors.append(spec)
+        else:
+            words = tuple(word.lower() for word in match["sizes"].split("x"))
+            for word in filter(keyword.iskeyword, words):
+                raise UsageError(
+                    f"--input {spec}: {word} is a word of Python's own",
+                    hint="call the size something else",
+                )
+            names[match["name"]] = SizeNames(spec, words, match["dtype"])
+    return tensors, names
 
 
 def parse_inputs(specs: Sequence[str]) -> Call:

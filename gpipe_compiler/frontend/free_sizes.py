@@ -59,7 +59,32 @@ def wanted(wish: Wish, signature: Signature) -> FreePlaces:
                 hint=f"what can be free: {', '.join(able) or 'nothing'}",
             )
     every = {name: name for name in able if name not in wish.fixed} if wish.everything else {}
-    return {able[name]: size for name, size in {**every, **wish.places}.items()}
+    called = {name: size for name, size in _called(wish, signature).items() if name in every}
+    return {able[name]: size for name, size in {**every, **called, **wish.places}.items()}
+
+
+def _called(wish: Wish, signature: Signature) -> dict[str, str]:
+    """What `--input` calls the sizes of dimensions such as `input_ids.1`.
+
+    Raises:
+        UsageError: where the example is another.
+    """
+    examples, found = dict(signature.named()), dict[str, str]()
+    sizes: dict[str, int] = {}
+    for name, told in wish.names.items():
+        example = examples.get(name, torch.empty(0))
+        dtype = str(example.dtype).removeprefix("torch.")
+        pairs = tuple(zip(told.words, example.shape, strict=False))
+        wanted_sizes = [int(w) if w.isdigit() else sizes.setdefault(w, n) for w, n in pairs]
+        same = name in examples and len(told.words) == example.dim()
+        if not same or told.dtype not in (None, dtype) or wanted_sizes != list(example.shape):
+            inputs = (f"{key} {tuple(item.shape)}" for key, item in examples.items())
+            raise UsageError(
+                f"--input {told.text}: the example has no such input",
+                hint=f"sizes of one name are equal, and there are {', '.join(inputs)}",
+            )
+        found.update((named((name, d)), w) for d, w in enumerate(told.words) if not w.isdigit())
+    return found
 
 
 def named(place: Place) -> str:
@@ -266,6 +291,15 @@ def say_fixed(problem: str, location: SourceLocation | None = None) -> None:
     where = "" if location is None else f" ({location.brief})"
     text = f"only the example's sizes are taken, the batch aside: at others, {problem}{where}"
     warnings.warn(Notice(text), stacklevel=2)
+
+
+def say_made_numbers(lines: Mapping[Place, SourceLocation]) -> None:
+    """Tells the user which sizes are not free as code of the model's takes them for numbers."""
+    for place, line in lines.items():
+        text = (
+            f"{named(place)} is taken at the example's size only: {line.brief} makes a number of it"
+        )
+        warnings.warn(Notice(text), stacklevel=2)
 
 
 def _symbols(

@@ -28,6 +28,7 @@ class NotedSizes:
 
     Attributes:
         fixed: by the symbol of a size, the line that turned it into a number.
+        made_numbers: those of them that the user's own code did, and no function that it called.
         guards: by what they compared.
         of_kernels: what decides which kernel of a convolution runs, to the same result.
         asked: what the user's own code compared, and no function that it called.
@@ -38,6 +39,7 @@ class NotedSizes:
 
     ties: Sequence[Sequence[tuple[int, int]]] = ()
     fixed: dict[Any, SourceLocation] = field(default_factory=dict)
+    made_numbers: set[Any] = field(default_factory=set)
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
     of_kernels: set[Any] = field(default_factory=set)
     asked: set[Any] = field(default_factory=set)
@@ -64,6 +66,11 @@ class NotedSizes:
             for symbol in self._examples.keys() & guard.free_symbols:
                 environment._set_replacement(symbol, sympy.Integer(self._examples[symbol]), "long")
 
+    def made_number(self, size: Any) -> SourceLocation | None:
+        """The user's own line that took a size for a number, as `range(length)` does."""
+        symbol = size.node._expr if isinstance(size, torch.SymInt) else None
+        return self.fixed.get(symbol) if symbol in self.made_numbers else None
+
     def line_of(self, size: Any) -> SourceLocation | None:
         """The line that fixed a size, by itself or together with others."""
         if not isinstance(size, torch.SymInt):
@@ -89,6 +96,8 @@ def noting_sizes() -> Iterator[NotedSizes]:
         where = calling_line() if value.is_number else None
         if where is not None:
             noted.fixed.setdefault(symbol, where)
+            if is_asked_by_user():
+                noted.made_numbers.add(symbol)
         replaced(environment, symbol, value, *rest)
 
     def log(environment: ShapeEnv, prefix: str, guard: Any, *rest: Any, **named: Any) -> None:

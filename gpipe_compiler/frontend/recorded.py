@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gpipe_compiler.errors import GPipeCompilerError, TraceError
+from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
 from gpipe_compiler.frontend.branches_taken import (
     answered,
     answers_of,
@@ -29,6 +29,7 @@ from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.free_sizes import (
     FoundSizes,
     FreePlaces,
+    Place,
     asking_first,
     read_sizes,
     refuse_fixed,
@@ -219,6 +220,13 @@ class RecordedMode:
     def free_among(self, places: FreePlaces) -> FreePlaces:
         """Those of some dimensions that the trace leaves free, where all others are fixed."""
         return self._sizes(places).places
+
+    def made_numbers(self, places: FreePlaces) -> dict[Place, SourceLocation]:
+        """Those of some dimensions that the user's own code takes for numbers, and where."""
+        sources = zip(self.entry.signature.inputs, self.trace.inputs, strict=True)
+        of_input = {source.name: node.meta["val"] for source, node in sources}
+        lines = {p: self.trace.sizes.made_number(of_input[p[0]].shape[p[1]]) for p in places}
+        return {place: line for place, line in lines.items() if line is not None}
 
     def _sizes(self, places: FreePlaces) -> FoundSizes:
         values = [node.meta.get("val") for node in self.trace.recorder.graph.nodes]

@@ -56,6 +56,20 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class SizeNames:
+    """What the sizes of an input are called, by `--input input_ids=BATCHxTOKENS:int64`.
+
+    Attributes:
+        words: a name for each dimension, or the number that it is.
+        dtype: as torch calls it; None where it is not said.
+    """
+
+    text: str
+    words: tuple[str, ...]
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Wish:
     """Which dimensions of the inputs are to stay free, beside the batch.
 
@@ -65,6 +79,7 @@ class Wish:
         places: such as `input_ids.1`, to the name of the size; those of one name are equal.
         must: the places that the user asks to be free, which the model may not fix.
         at: by the names of sizes, what they are to be in the example.
+        names: by the name of an input, what its sizes are called.
     """
 
     everything: bool = True
@@ -72,6 +87,7 @@ class Wish:
     places: Mapping[str, str] = field(default_factory=dict)
     must: frozenset[str] = frozenset()
     at: Mapping[str, int] = field(default_factory=dict)
+    names: Mapping[str, SizeNames] = field(default_factory=dict)
 
     @property
     def needed(self) -> Wish:

@@ -11,7 +11,7 @@ from torch import nn
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
-from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed
+from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
 from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
@@ -145,12 +145,15 @@ def _recorded(subject: Subject, modes: Sequence[bool], precision: Precision) -> 
     for training in modes:
         traces.append(record_mode(subject, training, precision, left))
         left = traces[-1].free_among(traces[-1].trace.free)
+    wished = traces[0].trace.free
     free: FreePlaces | None = None
     while left != free:
         free = left
         for trace in traces:
             left = trace.free_among(left or {})
     assert free is not None
+    for trace in traces:
+        say_made_numbers(trace.made_numbers({p: n for p, n in wished.items() if p not in free}))
     return [trace.graph(free) for trace in traces]
 
 

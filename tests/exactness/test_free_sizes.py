@@ -22,7 +22,7 @@ from torch.nn import functional as F
 import gpipe_compiler as gpc
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
-from gpipe_compiler.errors import GPipeCompilerError
+from gpipe_compiler.errors import GPipeCompilerError, Notice
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.plan import Plan
 
@@ -393,6 +393,28 @@ class Numbered(nn.Module):
         return {"y": self.out(y), "scale": 0.5, "rows": height, "samples": 2 * x.shape[0]}
 
 
+class StepByStep(nn.Module):
+    """A scan in Python: as many rounds as the example has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        state = torch.zeros_like(h[:, 0])
+        for place in range(h.shape[1]):
+            state = torch.tanh(state + h[:, place])
+        return self.head(state)
+
+
+def test_a_line_that_makes_a_number_of_a_size_is_told() -> None:
+    ids, target = torch.randint(VOCABULARY, (SAMPLES, 7)), torch.randint(3, (SAMPLES,))
+    with pytest.warns(Notice, match=r"ids\.1 is taken .* for place in range\(h\.shape\[1\]\)"):
+        graph = gpc.trace(StepByStep(), ids, target=target, loss_fn=F.cross_entropy)
+    assert not graph.sizes
+
+
 def test_a_size_that_is_returned_as_a_number_stays_fixed_and_no_other(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Numbered(), torch.randn(SAMPLES, 1, 4, 5)
@@ -640,6 +662,23 @@ def test_the_command_compares_at_other_sizes_and_the_plan_lists_them(
     assert "Size 4" in capsys.readouterr().out  # the second batch
     plan = Plan.from_json((tmp_path / "made" / "plan.json").read_text())
     assert plan.sizes == (("Size", 5),)
+
+
+def test_the_command_names_all_sizes_of_an_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = [str(tmp_path / "model.py"), "--stages", "2", "-o", str(tmp_path / "made")]
+    names = ["--input", "x=BATCHxTOKENSx4:float32", "--input", "target=BATCHxTOKENSxWIDTH"]
+    assert compile_command([*words, *names, "--at", "tokens=7"]) == 0
+    plan = Plan.from_json((tmp_path / "made" / "plan.json").read_text())
+    assert plan.sizes == (("tokens", 7),)
+    capsys.readouterr()
+    for other in ("y=BATCHxTOKENS", "x=BATCHxTOKENS", "x=NxTx5", "x=NxTxT", "x=NxTxD:int64"):
+        assert compile_command([*words, "--dry-run", "--input", other]) == 2
+        assert f"--input {other}" in " ".join(capsys.readouterr().err.split())
+    assert compile_command([*words, "--dry-run", "--input", "x=NxINxD"]) == 2
+    assert "a word of Python's own" in capsys.readouterr().err
 
 
 def test_the_plan_is_for_the_sizes_that_are_asked(
