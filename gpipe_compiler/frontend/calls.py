@@ -289,11 +289,25 @@ def _spellings(packet: Any, args: Sequence[Any]) -> Iterator[Sequence[Any]]:
 def _overload(
     packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> torch._ops.OpOverload | None:
+    # Of free sizes torch 2.11 asks what they are here.
+    args, kwargs = _alike(tuple(args)), {key: _alike(item) for key, item in kwargs.items()}
     try:
         name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     except RuntimeError:
         return None
     return getattr(packet, name or "default", None)
+
+
+def _alike(item: Any) -> Any:
+    """Arguments of the same types, numbers in place of those that may vary."""
+    match item:
+        case tuple() | list():
+            return type(item)(map(_alike, item)) if type(item) in (tuple, list) else item
+        case torch.SymInt():
+            return 2
+        case torch.SymFloat():
+            return 2.0
+    return item
 
 
 def _in_order(
