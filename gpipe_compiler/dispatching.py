@@ -77,7 +77,12 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     Like `PlainDispatchMode`, it is not wrapped for dynamo. Torch's own handler goes a long way, and
     its kernels for tensors without numbers are mostly decompositions in Python.
+
+    Attributes:
+        guesses: how often the number of elements of a result depended on values.
     """
+
+    guesses = 0
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base

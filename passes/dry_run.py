@@ -16,10 +16,10 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.utils._pytree import tree_leaves
 
+from gpipe_compiler.dispatching import QuickFakes
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
@@ -54,12 +54,12 @@ class DryRun:
 
     graph: Graph
     training: bool
-    mode: FakeTensorMode
+    mode: QuickFakes
     states: Mapping[str, torch.Tensor]
     interpreter: Interpreter
 
     @classmethod
-    def of(cls, graph: Graph, *, training: bool, mode: FakeTensorMode | None = None) -> DryRun:
+    def of(cls, graph: Graph, *, training: bool, mode: QuickFakes | None = None) -> DryRun:
         """The graph with fake state; its trainable parameters need gradients when training.
 
         Args:
@@ -93,12 +93,19 @@ class DryRun:
         Raises:
             ModelError: naming the op that cannot run at this batch size.
         """
+        selecting: list[Op] = []
 
         def watched(op: Op, execute: RunOp) -> Any:
+            guesses = self.mode.guesses
             try:
                 return execute() if observer is None else observer(op, execute)
             except RAISED_BY_OPS as error:
-                raise _refusal(op, batch_size, error) from error
+                before = self.graph.ancestors(op.inputs)
+                behind = next((one for one in selecting if one.name in before), None)
+                raise _refusal(op, batch_size, error, behind) from error
+            finally:
+                if self.mode.guesses > guesses:
+                    selecting.append(op)
 
         inputs = self.inputs(batch_size)
         # What torch has to say about the model it has said when the model ran.
@@ -220,7 +227,8 @@ def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
     return dataclasses.replace(op, call=call)
 
 
-def _refusal(op: Op, batch_size: int, error: Exception) -> ModelError:
+def _refusal(op: Op, batch_size: int, error: Exception, selecting: Op | None) -> ModelError:
+    """The error of an op that fails, perhaps as what an earlier one selects may be any number."""
     match error:
         case DynamicOutputShapeException():
             problem = (
@@ -234,6 +242,16 @@ def _refusal(op: Op, batch_size: int, error: Exception) -> ModelError:
         case DataDependentOutputException():
             problem = f"{op.name} makes a Python number of the values of a tensor ({error.func})"
             hint = "keep it a tensor: x.max() in place of x.max().item()"
+        case _ if selecting is not None:
+            problem = (
+                f"how many elements {selecting.name} selects depends on the values of a mask, "
+                f"and {op.name} takes a number that is known: {said(error)}"
+            )
+            hint = (
+                "select by places, whose number is known: x[:, self.places], of a buffer that "
+                "__init__ makes by mask.nonzero().squeeze(1); or keep the shape by torch.where"
+            )
+            op = selecting
         case _:
             problem = f"{op.name} fails on {batch_size} samples: {said(error)}"
             hint = "every stage runs micro-batches: the model has to accept that many samples"

@@ -155,6 +155,7 @@ class HostFakes(QuickFakes):
                 return made
         unknown = of_unknown_size(self, func, args, kwargs or {})
         if unknown is not None:
+            self.guesses += 1
             return unknown
         # Not by the mode's own handler, which torch wraps for dynamo: there is none here.
         returned = self.dispatch(func, types, args, kwargs or {})

@@ -11,6 +11,7 @@ from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.examples import samples_in_a_list
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.structure import Template, TensorSlot, map_tensors, slots
+from gpipe_compiler.frontend.user_code import way_out
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import Samples
@@ -119,13 +120,6 @@ _FREE = (
     "the batch must be free to vary: dimension 0 of the inputs, unless another was found, or is "
     "said with --batch-dim NAME=DIM"
 )
-_WITHOUT_GRADIENTS = (
-    "it also runs without gradients, as in every evaluation: ask first for output.requires_grad"
-)
-_TARGETS_IN_A_ROW = (
-    "give the targets of CTC one row for each sample, padded to the longest: a single row of all "
-    "targets has no part for some of the samples"
-)
 
 
 def user_call(
@@ -149,16 +143,8 @@ def user_call(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
             f"example inputs: {text_of(error)}",
             location=line_of(error),
-            hint=_way_out(text_of(error)) or hint or f"{_FREE}{samples_in_a_list((args, kwargs))}",
+            hint=way_out(text_of(error)) or hint or f"{_FREE}{samples_in_a_list((args, kwargs))}",
         ) from error
-
-
-def _way_out(raised: str) -> str:
-    """What helps against what torch raises, where that is known."""
-    if "ctc_loss" in raised:
-        return _TARGETS_IN_A_ROW
-    needs = "doesn't require gradient" in raised or "does not require grad" in raised
-    return _WITHOUT_GRADIENTS if needs else ""
 
 
 def has_numbers(template: Template) -> bool:

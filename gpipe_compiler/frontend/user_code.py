@@ -251,8 +251,24 @@ def located(what: str) -> Iterator[None]:
         raise ModelError(
             f"{what} raises {type(error).__name__}: {_first_line(error)}",
             location=line_of(error, in_program=True),
-            hint="the line is the last of your own; run the file with Python to see all of it",
+            hint=way_out(_first_line(error))
+            or "the line is the last of your own; run the file with Python to see all of it",
         ) from error
+
+
+def way_out(raised: str) -> str:
+    """What helps against what torch raises, where that is known."""
+    if "ctc_loss" in raised:
+        return (
+            "give the targets of CTC one row for each sample, padded to the longest: a single row "
+            "of all targets has no part for some of the samples"
+        )
+    if "doesn't require gradient" in raised or "does not require grad" in raised:
+        return (
+            "it also runs without gradients, as in every evaluation: ask first for "
+            "output.requires_grad"
+        )
+    return ""
 
 
 def error_of_user(error: BaseException) -> ModelError | None:

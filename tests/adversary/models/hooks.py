@@ -33,6 +33,15 @@ def with_pre_hook() -> nn.Module:
     return model
 
 
+class HookUnasked(Two):
+    """Where autograd does not record, as in evaluations, torch raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        hidden.register_hook(lambda gradient: gradient * 2)  # refused: unasked
+        return self.last(self.middle(hidden).tanh())
+
+
 def with_closure() -> nn.Module:
     """The hook reads another module of the same model."""
     model = Two()
@@ -387,6 +396,11 @@ CASES = (
         expect=Refused(("middle.weight", "hook"), ("Pipeline().named_parameters()",)),
     ),
     simple("of_an_activation", TensorHook),
+    simple(
+        "unasked",
+        HookUnasked,
+        expect=Refused(("doesn't require gradient",), ("output.requires_grad",)),
+    ),
     simple("in_training", HookInTraining),
     simple("of_activations", ManyTensorHooks, manners=FP32_ONLY, quick=True),
     simple("changed_gradients", with_changed_gradients),

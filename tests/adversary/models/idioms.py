@@ -87,6 +87,20 @@ class Along(Two):
         return self.last(hidden.take_along_dim(backwards[None], dim=-1))
 
 
+class Picks(nn.Module):
+    """Features by a mask that is always the same, or by their places."""
+
+    def __init__(self, places: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(4, 3)
+        mask = torch.arange(8) % 2 == 0
+        self.register_buffer("chosen", mask.nonzero().squeeze(1) if places else mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(hidden[:, self.chosen])  # refused: picks_by_mask
+
+
 class DataStops(Two):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
@@ -291,6 +305,12 @@ CASES = (
     simple("copies", Copies),
     simple("by_type", ByType, quick=True),
     simple("by_leaf", ByLeaf),
+    simple("picks_by_places", lambda: Picks(True)),
+    simple(
+        "picks_by_mask",
+        lambda: Picks(False),
+        expect=Refused(("depends on the values of a mask",), ("nonzero().squeeze(1)",)),
+    ),
     simple("along", Along),
     simple("data_stops", DataStops),
     simple("checkpoint", lambda: Checkpointed(False)),
