@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from gpipe_compiler.quiet import quiet
 
@@ -25,7 +26,8 @@ def tracing_settings() -> Iterator[None]:
     batch among them: the package finds its own, as the model does at every call. On torch 2.11 the
     states of an LSTM have a dimension more in a trace, and targets that are probabilities have
     their sizes fixed by a cross entropy. nn.Transformer looks into the values of its masks, to
-    choose a kernel: here it applies them.
+    choose a kernel: here it applies them. Attention takes comparisons of sizes, which are no bools
+    here, as `is_causal=length > 1`.
     """
     lstm = mock.patch.object(torch._VF, "lstm", _lstm)
     soft = mock.patch.object(torch._C._nn, "cross_entropy_loss", _cross_entropy)
@@ -35,7 +37,8 @@ def tracing_settings() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:  # what torch.compile has compiled runs as it is written
             around.enter_context(torch.compiler.set_stance("force_eager"))
         around.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        for setting in (quiet(), in_order, lstm, soft, masks):
+        attention = mock.patch.object(F, "scaled_dot_product_attention", _attention)
+        for setting in (quiet(), in_order, lstm, soft, masks, attention):
             around.enter_context(setting)
         yield
 
@@ -43,6 +46,19 @@ def tracing_settings() -> Iterator[None]:
 def _is_causal(_mask: object, is_causal: bool | None = None, _size: object = None) -> bool:
     """Whether the user says that a mask is causal."""
     return is_causal is True
+
+
+_own_attention: Any = F.scaled_dot_product_attention
+
+
+def _attention(*args: Any, **named: Any) -> Any:
+    """Attention; whether it is causal is settled for the example, and demanded of other sizes."""
+
+    def settled(item: Any) -> Any:
+        return bool(item) if isinstance(item, torch.SymBool) else item
+
+    named = {key: settled(item) for key, item in named.items()}
+    return _own_attention(*map(settled, args), **named)
 
 
 _own_lstm = torch._VF.lstm

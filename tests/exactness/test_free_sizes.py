@@ -143,6 +143,21 @@ ODD_HALVES = ((9, 31), (5, 5)) if torch.__version__ >= (2, 13) else ()
 """torch 2.11 leaves a guard on `ceil_mode` that asks for even ones; others are refused there."""
 
 
+class CausalByLength(nn.Module):
+    """Attention as Hugging Face calls it: causal where there is more than one token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.parts = nn.Embedding(VOCABULARY, 8), nn.Linear(8, 24)
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        query, key, value = self.parts(self.embed(ids)).unsqueeze(1).chunk(3, -1)
+        is_causal = True and query.shape[2] > 1
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+        return self.head(mixed.squeeze(1))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with its inputs and target at any sizes.
@@ -180,6 +195,9 @@ CASES: Mapping[str, Case] = {
     ),
     "longest": Case(LanguageModel, texts, language_loss, (LONGEST,), ((5,), (23,), (LONGEST,))),
     "typed": Case(Typed, texts, language_loss, (8,), ((2,), (7,), (13,), (LONGEST,))),
+    "causal_by_length": Case(
+        CausalByLength, texts, language_loss, (8,), ((2,), (7,), (13,), (LONGEST,))
+    ),
     "per_token": Case(
         PerToken,
         lambda n: (torch.randn(SAMPLES, n, 5), torch.randn(SAMPLES, n, 5)),
