@@ -25,6 +25,7 @@ from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.free_sizes import say_fixed
 from gpipe_compiler.frontend.subject import LossFunction, Subject, Wish
+from gpipe_compiler.frontend.trace_settings import as_written
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options import NO_CONSTRAINTS, CompileOptions, Constraints, LossChoice, Policy
@@ -126,6 +127,7 @@ def trace(
     return trace_subject(subject)
 
 
+@as_written()
 def trace_subject(subject: Subject) -> Graph:
     """The graph of a subject, every value described at the example's batch size.
 
@@ -188,6 +190,7 @@ def plan(
     return dataclasses.replace(made, optimizer=str(found))
 
 
+@as_written()
 def compile(  # noqa: A001  # the word for what it does, in a namespace of its own
     model: Any,
     options: CompileOptions,

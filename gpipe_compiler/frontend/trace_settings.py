@@ -18,6 +18,14 @@ from gpipe_compiler.quiet import quiet
 
 
 @contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """What torch.compile has compiled runs as it is written: its compiler follows modes, too."""
+    loaded = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def tracing_settings() -> Iterator[None]:
     """Torch is quiet while it traces, and takes `torch.einsum` for one call.
 
@@ -34,8 +42,7 @@ def tracing_settings() -> Iterator[None]:
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
     masks = mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", _is_causal)
     with contextlib.ExitStack() as around:
-        if "torch._dynamo" in sys.modules:  # what torch.compile has compiled runs as it is written
-            around.enter_context(torch.compiler.set_stance("force_eager"))
+        around.enter_context(as_written())
         around.enter_context(contextlib.redirect_stderr(io.StringIO()))
         attention = mock.patch.object(F, "scaled_dot_product_attention", _attention)
         for setting in (quiet(), in_order, lstm, soft, masks, attention):
