@@ -252,12 +252,12 @@ def on_kinds(times: Costs, estimated: Sequence[Costs], kinds: Sequence[Device]) 
     far = ", ".join(dict.fromkeys(kind.name for kind in kinds if not is_here(kind)))
     source = f"{times.source}; on {far} scaled by rooflines"
     return [
-        replace(times if is_here(kind) else _scaled(times, at_home, there), source=source)
+        replace(times if is_here(kind) else scaled(times, at_home, there), source=source)
         for kind, there in zip(kinds, elsewhere, strict=True)
     ]
 
 
-def _scaled(times: Costs, at_home: Costs, there: Costs) -> Costs:
+def scaled(times: Costs, at_home: Costs, there: Costs) -> Costs:
     """Measured times, op by op as much longer or shorter as on the roofline of another device."""
     ops = {
         name: _scaled_op(cost, at_home.ops[name], there.ops[name])

@@ -26,6 +26,7 @@ from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.options import Auto, CompileOptions, LossChoice, Objective, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
+from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
@@ -162,6 +163,7 @@ def _unread(plan: Plan) -> Sequence[str]:
 def _print_compiled(compiled: Compiled) -> None:
     console = terminal()
     plan, directory = compiled.plan, compiled.directory
+    console.print(first_question(plan), end="")
     if compiled.frontier is not None:
         console.print(show_frontier(compiled.frontier))
     if directory is None:

@@ -23,6 +23,7 @@ from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan.fields import to_fields, typed
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.stages import OpNote, Prediction, Stage, WhatIf, list_ops
+from gpipe_compiler.plan.whole_model import WholeModel
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
@@ -53,6 +54,8 @@ class Plan:
         cut_inside: the share of the best time with cuts anywhere that could be given for cuts which
             open fewer modules.
         opened: the modules that lie in several stages, of those that count (`cut.modules`).
+        whole: what the same devices do without a pipeline: one alone, and all as replicas; empty
+            where the plan itself has one device.
         sizes: dimensions of inputs that are free beside the batch, by name: those of the example,
             which everything here is for.
         tied: which op ties most of the work together, in words; "" where none does.
@@ -84,6 +87,7 @@ class Plan:
     tied: str = ""
     cut_inside: float = 0.0
     opened: tuple[str, ...] = ()
+    whole: tuple[WholeModel, ...] = ()
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from gpipe_compiler.cluster import Cluster
+from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
+from gpipe_compiler.passes.cost import rooflines
 from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.passes.measure import costs_by_kind
+from gpipe_compiler.passes.measure import costs_by_kind, scaled
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
 from gpipe_compiler.passes.remat import FEW, MANY
@@ -146,6 +147,33 @@ class Planner:
             else:
                 self._prepared[key] = self._by_torch(*key)
         return self._prepared[key]
+
+    @uncollected()
+    def resized(
+        self, samples: int, microbatches: int, policy: Policy, kinds: Sequence[Device]
+    ) -> MicrobatchGraph:
+        """The graph of these micro-batches at another number of samples, and on other devices.
+
+        Measured times are as much longer or shorter as rooflines say.
+
+        Args:
+            microbatches: that the graph is or was prepared for.
+
+        Raises:
+            ModelError: naming the op that cannot run on so few samples.
+        """
+        if self.analysis is not None:
+            return self.analysis(samples, policy.precision)
+        prepared = self.prepare(microbatches, policy)
+        known = prepared.graph
+        graph = known
+        if samples != known.batch_size:
+            graph = annotate(known, samples, policy.precision, alike=known.values)
+        costs = rooflines(graph, kinds)
+        if self.measured:
+            at_home, *_ = rooflines(known, self.cluster.kinds)
+            costs = [scaled(prepared.costs[0], at_home, there) for there in costs]
+        return MicrobatchGraph.of(graph, costs)
 
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> MicrobatchGraph:
         try:

@@ -21,6 +21,7 @@ from gpipe_compiler.report.facts import (
     placed,
     render,
 )
+from gpipe_compiler.report.first_question import verdict, way_rows
 from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.picture import draw, pipeline_drawing
@@ -58,6 +59,8 @@ def format_report(plan: Plan, validation: ValidationResult | None = None) -> str
         "report.html.jinja",
         plan=plan,
         headline=headline(plan).plain,
+        ways=way_rows(plan) if plan.whole else [],
+        verdict=verdict(plan),
         parameters=parameter_count(plan),
         facts=[*constraint_rows(plan), *prediction_rows(plan)],
         gantt=_gantt(plan),

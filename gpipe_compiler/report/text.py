@@ -22,6 +22,7 @@ from gpipe_compiler.report.facts import (
     parameter_count,
     placed,
 )
+from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.memory_tables import remat_table
 from gpipe_compiler.report.terminal import pairs_table, table_of
@@ -66,7 +67,7 @@ def plain_text(shown: RenderableType) -> str:
 
 
 def show_plan(plan: Plan) -> RenderableType:
-    parts: list[RenderableType] = [headline(plan), stage_table(plan)]
+    parts: list[RenderableType] = [headline(plan), first_question(plan), stage_table(plan)]
     if plan.crossings:
         parts.append(boundary_table(plan))
     if any(stage.remat is not Remat.NONE for stage in plan.stages):

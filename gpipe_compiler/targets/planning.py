@@ -14,6 +14,7 @@ from gpipe_compiler.planner.memory_advice import refuse_too_large
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore
 from gpipe_compiler.planner.search_space import SearchSpace
+from gpipe_compiler.planner.without_pipeline import without_pipeline
 
 MOST_IN_PLAN = 40
 """Settings beside those on the frontier that go into a plan's JSON."""
@@ -44,7 +45,7 @@ def plan_as_asked(
         made = planner.plan(choice, options)
         if options.must_fit:
             refuse_too_large(planner, made, options, choice)
-        return made, None
+        return _compared(planner, made, options, progress), None
     wish = SearchSpace.of(options)
     found = explore(planner, wish, options, seconds=options.search_s, progress=progress)
     frontier = found.frontier
@@ -52,4 +53,11 @@ def plan_as_asked(
         progress("looking for settings nearby that fit")
         nearest = frontier.points[0].choice
         refuse_too_large(planner, found.plan, options, nearest, wish.free, len(frontier.points))
-    return dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN)), frontier
+    plan = dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN))
+    return _compared(planner, plan, options, progress), frontier
+
+
+def _compared(planner: Planner, plan: Plan, options: CompileOptions, progress: Progress) -> Plan:
+    """The plan, with what its devices would do without a pipeline."""
+    progress("comparing with plain training" if plan.training else "comparing with one device")
+    return dataclasses.replace(plan, whole=without_pipeline(planner, plan, options))
