@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -147,74 +148,6 @@ def masks_between(graph: Contracted, stage_of: Sequence[int]) -> list[int]:
     ]
 
 
-def neighbours(
-    graph: Contracted, after: Sequence[Collection[int]], mask: int, most: int
-) -> set[int]:
-    """Down-sets that a node, with all that has to move with it, tells from a given one.
-
-    And those where one goes in and another, with about as much work, comes out. Of moves in either
-    direction there are at most this many, those of the fewest nodes.
-    """
-    seconds = graph.least_s.tolist()
-    inside = [bool(mask >> node & 1) for node in range(graph.size)]
-    outside = [not held for held in inside]
-    if graph.last:
-        outside[-1] = False
-    more = list(_moves(outside, graph.before, after, most))
-    fewer = list(_moves(inside, after, graph.before, most))
-    gone = [_mask(nodes, graph.size) for nodes in fewer]
-    found = {mask ^ nodes for nodes in gone}
-    work = seconds.__getitem__
-    lighter = sorted((sum(map(work, nodes)), i) for i, nodes in enumerate(fewer))
-    for nodes in more:
-        grown = mask | _mask(nodes, graph.size)
-        found.add(grown)
-        before = set[int]().union(*map(graph.before.__getitem__, nodes))
-        at = bisect.bisect(lighter, (sum(map(work, nodes)), 0))
-        for _, index in lighter[max(0, at - NEAREST) : at + NEAREST]:
-            if before.isdisjoint(fewer[index]):
-                found.add(grown ^ gone[index])
-    return found
-
-
-def _mask(nodes: Iterable[int], size: int) -> int:
-    flags = np.zeros(size, dtype=np.bool_)
-    flags[list(nodes)] = True
-    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
-
-
-def _moves(
-    movable: Sequence[bool],
-    needs: Sequence[Collection[int]],
-    needed: Sequence[Collection[int]],
-    most: int,
-) -> Iterator[frozenset[int]]:
-    """Nodes with all of the movable ones that they need, the smallest sets first.
-
-    Args:
-        needs: of every node, those that must move before it; `needed`: the other way round.
-    """
-    sets: dict[int, frozenset[int]] = {}
-    missing = {
-        node: sum(movable[other] for other in needs[node])
-        for node, may in enumerate(movable)
-        if may
-    }
-    ready = [(1, node, frozenset((node,))) for node, count in missing.items() if not count]
-    heapq.heapify(ready)
-    while ready and most:
-        _, node, moved = heapq.heappop(ready)
-        sets[node] = moved
-        most -= 1
-        yield moved
-        for other in needed[node]:
-            if other in missing:
-                missing[other] -= 1
-                if not missing[other]:
-                    union = {other}.union(*(sets[n] for n in needs[other] if n in sets))
-                    heapq.heappush(ready, (len(union), other, frozenset(union)))
-
-
 WHOLE = 2**40
 """The computing of the whole graph, in the whole numbers that are counted with: sums are exact."""
 
@@ -292,6 +225,9 @@ class Places:
     _after: list[list[int]]
     _units: Integers
     _cost: Integers
+    _ends: Integers
+    """The nodes that make and read the values, value after value; `_first`: where each begins."""
+    _first: Integers
 
     @classmethod
     def of(cls, graph: Contracted, device_order: DeviceOrder) -> Places:
@@ -308,7 +244,10 @@ class Places:
         cost = np.rint(np.minimum(np.array(cost_s) * unit, MOST_COST)).astype(np.int64)
         orders = topological_orders(graph)
         rows = tuple(OrderPrefixes.of(graph, order, units, cost) for order in orders)
-        return cls(graph, rows, graph.after(), units, cost)
+        ends = [[n for n in (v.producer, *v.consumers) if n != GRAPH_INPUT] for v in graph.values]
+        first = np.cumsum([0, *map(len, ends)])[:-1]
+        flat = np.array(list(itertools.chain.from_iterable(ends)), dtype=np.int64)
+        return cls(graph, rows, graph.after(), units, cost, flat, first)
 
     def everywhere(self, most: int) -> set[int]:
         """This number of all of them, as bit masks."""
@@ -324,14 +263,14 @@ class Places:
         return self._about(work.tolist(), share, most)
 
     def beside(self, masks: Sequence[int], most: int) -> set[int]:
-        """Down-sets that are one move away from one of these (`neighbours`), this many.
+        """Down-sets that are one move away from one of these (`_neighbours`), this many.
 
         Those that cross least, a difference in work counting as much as crossing.
         """
         found: set[int] = set()
         each = max(1, most // max(1, len(masks)))
         for mask in masks:
-            near = sorted(neighbours(self.graph, self._after, mask, MOVES))
+            near = sorted(self._neighbours(mask))
             if len(near) > each:
                 least = sorted(near, key=lambda other: (mask ^ other).bit_count())
                 chosen = np.argsort(self._merit(near, mask), kind="stable")[: each // 2]
@@ -340,17 +279,39 @@ class Places:
             found.update(near)
         return found
 
+    def _neighbours(self, mask: int) -> set[int]:
+        """Down-sets that a node, with all that has to move with it, tells from a given one.
+
+        And those where one goes in and another, with about as much work, comes out. Of moves in
+        either direction there are at most `MOVES`, those of the fewest nodes.
+        """
+        graph = self.graph
+        outside = ~mask & ((1 << graph.size - graph.last) - 1)
+        into = list(_moves(outside, graph.before, self._after))
+        out = [nodes for nodes, _ in _moves(mask, self._after, graph.before)]
+        found = {mask ^ nodes for nodes in out}
+        work_out = (self._members(out) @ self._units).tolist()
+        work_in = (self._members([nodes for nodes, _ in into]) @ self._units).tolist()
+        lighter = sorted(zip(work_out, range(len(out)), strict=True))
+        for (nodes, needed), work in zip(into, work_in, strict=True):
+            grown = mask | nodes
+            found.add(grown)
+            at = bisect.bisect(lighter, (work, 0))
+            for _, index in lighter[max(0, at - NEAREST) : at + NEAREST]:
+                if not needed & out[index]:
+                    found.add(grown ^ out[index])
+        return found
+
     def _merit(self, near: Sequence[int], mask: int) -> Integers:
         """The less the better, up to what is the same for all."""
         members = self._members([mask, *near])
         changed = (members != members[0]).any(axis=0)
         merit = np.abs((members - members[0]) @ self._units)
-        for value, cost in zip(self.graph.values, self._cost.tolist(), strict=True):
-            given = value.producer == GRAPH_INPUT
-            users = list(value.consumers)
-            if (not given and changed[value.producer]) or changed[users].any():
-                made = True if given else members[:, value.producer] > 0
-                merit += cost * (made & ~(members[:, users] > 0).all(axis=1))
+        for index in np.flatnonzero(np.logical_or.reduceat(changed[self._ends], self._first)):
+            value = self.graph.values[index]
+            made = True if value.producer == GRAPH_INPUT else members[:, value.producer] > 0
+            inside = (members[:, list(value.consumers)] > 0).all(axis=1)
+            merit += self._cost[index] * (made & ~inside)
         return np.asarray(merit[1:])
 
     def _members(self, masks: Sequence[int]) -> Integers:
@@ -367,3 +328,44 @@ class Places:
                 chosen.update(row.between(middle - half, middle + half, each).tolist())
             found.update(row.masks(sorted(chosen)))
         return found
+
+
+def _moves(
+    movable: int, needs: Sequence[Collection[int]], needed: Sequence[Collection[int]]
+) -> Iterator[tuple[int, int]]:
+    """Nodes with all of the movable ones that they need, and all that these need, as bit masks.
+
+    The `MOVES` smallest sets, the smallest first.
+
+    Args:
+        movable: nodes, as a bit mask.
+        needs: of every node, those that must move before it; `needed`: the other way round.
+    """
+    sets: dict[int, tuple[int, int]] = {}
+    missing: dict[int, int] = {}
+
+    def ready_with(node: int) -> tuple[int, int, int, int]:
+        nodes, needing = 1 << node, 0
+        for other in needs[node]:
+            needing |= 1 << other
+            if other in sets:
+                nodes |= sets[other][0]
+                needing |= sets[other][1]
+        return nodes.bit_count(), node, nodes, needing
+
+    first = (node for node in range(len(needs)) if movable >> node & 1)
+    ready = []
+    for node in first:
+        missing[node] = sum(movable >> other & 1 for other in needs[node])
+        if not missing[node]:
+            ready.append(ready_with(node))
+    heapq.heapify(ready)
+    while ready and len(sets) < MOVES:
+        _, node, nodes, needing = heapq.heappop(ready)
+        sets[node] = nodes, needing
+        yield nodes, needing
+        for other in needed[node]:
+            if other in missing:
+                missing[other] -= 1
+                if not missing[other]:
+                    heapq.heappush(ready, ready_with(other))

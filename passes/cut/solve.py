@@ -23,8 +23,8 @@ from gpipe_compiler.simulate.step import recomputed
 ORDERED_WORK = 5_000_000
 """Limits labels that follow orders, which cost the cube of the micro-batches each, per stage."""
 
-MOST_LABELS = 4_000
-"""Such labels per stage at most."""
+FEWEST_LABELS, MOST_LABELS = 16, 4_000
+"""Such labels per stage."""
 
 WORK = 600_000_000
 """Numbers worked out, about, by searches whose length is not known beforehand; by the one through
@@ -204,8 +204,6 @@ class Solver:
                 found.append(
                     (self._offer(space, device_order, chain), len(found), device_order, chain)
                 )
-        if not self.brief:
-            return [device_order for _, _, device_order, _ in found]
         for _, _, device_order, chain in sorted(found, key=lambda entry: entry[:2])[:IMPROVED]:
             self._improve(space, device_order, chain)
         return [device_order for _, _, device_order, _ in found]
@@ -235,8 +233,11 @@ class Solver:
             if least >= self.value * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
+        if FEWEST_LABELS * stages * m**3 > self.work:
+            return least
         most = min(1.0, self.work / WORK)
-        beam = max(16, min(int(MOST_LABELS * most), int(ORDERED_WORK * most) // m**3))
+        beam = min(int(MOST_LABELS * most), int(ORDERED_WORK * most) // m**3)
+        beam = max(FEWEST_LABELS, beam)
         asked = {stage for stage, count in enumerate(self.repeats) if count}
         redone = frozenset(a for a in recomputed(self.setting.orders) if a.stage in asked)
         split = self.setting.splits_backward
@@ -304,7 +305,9 @@ class Solver:
                 self._keep(device_order, stage_of)
 
     def _improve(self, space: Space, device_order: DeviceOrder, chain: tuple[int, ...]) -> None:
-        """Keeps what a chain becomes when its boundaries are moved, unless that is known."""
+        """Keeps what a chain becomes when its boundaries are moved, unless known or too long."""
+        if not self.brief:
+            return
         if self._family is not space:
             self._family, self._improved = space, set()
         if (device_order.slots, chain) not in self._improved:
