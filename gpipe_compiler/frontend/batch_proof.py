@@ -24,7 +24,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     with_other_weights,
 )
 from gpipe_compiler.frontend.signature import Signature
-from gpipe_compiler.frontend.state import buffers_restored, isolated
+from gpipe_compiler.frontend.state import isolated, state_restored
 from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import line_of_forward
@@ -233,7 +233,7 @@ class Proof:
         """The answer of the model in float64; None where it does not run so."""
         single = self._model
         try:
-            self._model = isolated(single, share_parameters=False).double()
+            self._model = isolated(single).double()
             wide = [x.double() if x.is_floating_point() else x for x in inputs]
             return self._answer(wide, dims)
         finally:
@@ -265,9 +265,9 @@ class Proof:
             return None
 
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """What the model returns; its buffers are afterwards what they were."""
+        """What the model returns; its state is afterwards what it was."""
         args, kwargs, _ = self.signature.rebuild(inputs)
-        with buffers_restored(self._model), torch.no_grad(), torch.random.fork_rng(), quiet():
+        with state_restored(self._model), torch.no_grad(), torch.random.fork_rng(), quiet():
             torch.manual_seed(_SEED)
             if not self._draws:
                 states = generator_states()

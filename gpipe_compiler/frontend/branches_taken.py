@@ -74,7 +74,7 @@ def _run(entry: Entry, samples: int, *, gradients: bool) -> list[Any] | None:
     if entry.states.on_meta:
         return None
     model = entry.model
-    entry.model = isolated(model, share_parameters=False).train(entry.training)
+    entry.model = isolated(model).train(entry.training)
     try:
         with (
             quiet(),

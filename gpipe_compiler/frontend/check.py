@@ -247,7 +247,7 @@ def refuse_late_checkpoints(graph: Graph, subject: Subject, entry: Entry, batch:
 
 def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
     """Raises a ModelError where what forward leaves in attributes decides what it computes."""
-    entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
+    entry.model = isolated(subject.model).train(entry.training)
 
     def call(times: float) -> Sequence[Any]:
         torch.manual_seed(SEED)

@@ -104,7 +104,7 @@ def with_other_weights(model: nn.Module) -> nn.Module | None:
     trained = any(map(_is_trained, parameters))
     if not trained or size > LARGEST_COPIED or any(p.is_meta for p in parameters):
         return None
-    copied = isolated(model, share_parameters=False)
+    copied = isolated(model)
     random = torch.Generator().manual_seed(_SEED)
     with torch.no_grad():
         for parameter in filter(_is_trained, copied.parameters()):

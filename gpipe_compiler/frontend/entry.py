@@ -110,7 +110,7 @@ class Entry(nn.Module):
         super().__init__()
         states = state_table(subject.model, subject.initial)
         signature = read_signature(subject, on_meta=states.on_meta)
-        self.model = isolated(subject.model).train(training)
+        self.model = isolated(subject.model, share_parameters=True).train(training)
         self.squared = subject.loss is LossChoice.SUM_OF_SQUARES
         self.loss_fn: Any = None if self.squared or not subject.training else subject.loss_fn
         if isinstance(self.loss_fn, nn.Module):
@@ -249,7 +249,7 @@ class Entry(nn.Module):
         On fake tensors a large model takes no time; one that looks at its data runs for real.
         """
         samples = self.signature.samples(count)
-        model = isolated(self.model, share_parameters=False)
+        model = isolated(self.model)
         with torch.random.fork_rng(), torch.set_grad_enabled(self.has_loss):
             try:
                 asked = plain_types(model.modules())
@@ -261,7 +261,7 @@ class Entry(nn.Module):
             except Exception:  # whatever the user's code raises; the run for real reports it
                 args, kwargs, target = self.signature.rebuild(samples)
                 try:
-                    again = isolated(self.model, share_parameters=False)
+                    again = isolated(self.model)
                     output = user_call("the model", again, count, args, kwargs)
                 except ModelError:
                     self._run_example()
@@ -272,7 +272,7 @@ class Entry(nn.Module):
         """Raises a ModelError when the model cannot even run on the example as it is."""
         args, kwargs, _ = self.signature.rebuild(self.signature.samples(self.signature.batch_size))
         try:
-            isolated(self.model, share_parameters=False)(*args, **kwargs)
+            isolated(self.model)(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(
                 f"the model raises {type(error).__name__} on the example inputs: {text_of(error)}",

@@ -56,7 +56,7 @@ def run_model(
     What it checkpoints by itself runs once, unless `keeping` is another context: a second run in
     the backward would count twice in the running statistics of BatchNorm.
     """
-    entry.model = isolated(subject.model, share_parameters=False).train(entry.training)
+    entry.model = isolated(subject.model).train(entry.training)
     if double:
         entry.model.double()
     leaves, inputs = inputs_of(entry, batch, double=double)

@@ -103,12 +103,12 @@ def _transient_buffers(model: nn.Module) -> frozenset[str]:
     )
 
 
-def isolated(model: nn.Module, *, share_parameters: bool = True) -> nn.Module:
+def isolated(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
     """A copy of the model that may be run and traced without the model noticing.
 
     Args:
-        share_parameters: the copy has the model's own parameters, which saves memory where nothing
-            writes to them. Buffers and other tensors are always copied.
+        share_parameters: the copy has the model's own parameters, to which nothing may write, as
+            forward does to those of a teacher. Buffers and other tensors are always copied.
 
     Raises:
         TraceError: when Python cannot copy the model.
@@ -160,15 +160,17 @@ _LARGE = 1 << 20
 
 
 @contextlib.contextmanager
-def buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Around runs of a model whose buffers are to be afterwards what they were."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def state_restored(model: nn.Module) -> Iterator[None]:
+    """Around runs of a model whose parameters and buffers are to be afterwards what they were."""
+    held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    before = [(tensor, copied(tensor)) for tensor in held]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, content in before:
-                buffer.copy_(content)
+            for tensor, content in before:
+                if not torch.equal(tensor, content):  # or a copy would take memory of its own
+                    tensor.copy_(content)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

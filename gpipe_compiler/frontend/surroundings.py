@@ -112,7 +112,7 @@ class Place:
 
     def moved(self, model: nn.Module) -> nn.Module:
         """A copy of a model with its tensors here."""
-        copied = isolated(model)
+        copied = isolated(model, share_parameters=True)
         put_tensors(copied, self.to)
         return copied
 

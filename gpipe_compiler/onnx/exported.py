@@ -15,7 +15,7 @@ from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summa
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.entry import Entry, make_entry
-from gpipe_compiler.frontend.state import buffers_restored
+from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import by_values
 from gpipe_compiler.ir import Graph, ValueKind
@@ -187,7 +187,7 @@ def _refuse_unfit(options: CompileOptions) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _TorchWhole:
-    """A torch model, by arrays; a `WholeModel`. Its buffers stay as they are."""
+    """A torch model, by arrays; a `WholeModel`. Its state stays as it is."""
 
     entry: Entry
     graph: Graph
@@ -197,7 +197,7 @@ class _TorchWhole:
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         tensors = [tensor_of(inputs[item.name], item.dtype).clone() for item in self.graph.inputs]
         try:
-            with buffers_restored(self.entry.model), torch.no_grad():
+            with state_restored(self.entry.model), torch.no_grad():
                 leaves = self.entry(*tensors)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(summary(error), hint="--no-validate") from error

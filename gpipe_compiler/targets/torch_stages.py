@@ -24,7 +24,7 @@ from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
-from gpipe_compiler.passes.written_weights import refuse_written_weights
+from gpipe_compiler.passes.written_weights import refuse_written_in_eval, refuse_written_weights
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
@@ -94,6 +94,7 @@ class TorchStages:
         made = dataclasses.replace(made, optimizer=self.optimizer)
         assert made.graph is not None
         refuse_overlaps(made.graph, self.found.subject.model)
+        refuse_written_in_eval(made.graph)
         if made.microbatches > 1:
             refuse_written_weights(made.graph)
         if not self.options.per_microbatch:

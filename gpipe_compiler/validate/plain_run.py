@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.signature import Signature
-from gpipe_compiler.frontend.state import buffers_restored
+from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
@@ -198,8 +198,8 @@ class Outputs:
 
 @torch.no_grad()
 def evaluate(entry: Entry, calls: Sequence[ModelCall], precision: Precision) -> list[Outputs]:
-    """What each call gives, without gradients; the buffers are afterwards what they were."""
-    with buffers_restored(entry.model):
+    """What each call gives, without gradients; the state is afterwards what it was."""
+    with state_restored(entry.model):
         return [_evaluated(entry, call, precision) for call in calls]
 
 

@@ -280,7 +280,7 @@ class _Work:
         states = map(self.graph.state.get, effects(self.graph).written_states)
         if any(state is not None and state.kind is StateKind.PARAMETER for state in states):
             # An entry has the parameters of the model itself, which stays as it is.
-            model = isolated(subject.model, share_parameters=False)
+            model = isolated(subject.model)
             subject = dataclasses.replace(subject, model=model)
         entry = make_entry(subject, training, reduces=False)
         for module in entry.model.modules() if self.frozen else ():

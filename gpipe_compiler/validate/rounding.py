@@ -55,7 +55,7 @@ def rounding_of(
     found: dict[ComparedKind, dict[str, float]] = {}
     random = torch.Generator().manual_seed(_SEED)
     # Compared with a copy too: what a copy lacks of the model is no rounding.
-    plain = results(isolated(model, share_parameters=False))
+    plain = results(isolated(model))
     for _ in range(_RUNS):
         moved = results(_with_other_bits(model, random))
         for kind, group in plain.items():
@@ -70,7 +70,7 @@ def rounding_of(
 @torch.no_grad()
 def _with_other_bits(model: nn.Module, random: torch.Generator) -> nn.Module:
     """A copy of a model with every weight of 32 or 64 bits moved by its last one, up or down."""
-    copied = isolated(model, share_parameters=False)
+    copied = isolated(model)
     for parameter in copied.parameters():
         if parameter.dtype in (torch.float32, torch.float64):
             signs = torch.randint(0, 2, parameter.shape, generator=random).to(parameter) * 2 - 1
@@ -190,4 +190,4 @@ def double(tensor: torch.Tensor) -> torch.Tensor:
 def doubled(function: Any) -> Any:
     if not isinstance(function, nn.Module):
         return function
-    return isolated(function, share_parameters=False).double()
+    return isolated(function).double()

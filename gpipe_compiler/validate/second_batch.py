@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.signature import Signature
-from gpipe_compiler.frontend.state import buffers_restored
+from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.ir import Input
 
 _IGNORED = 0.3
@@ -224,7 +224,7 @@ def integer_uses(entry: Entry, inputs: Sequence[torch.Tensor]) -> Mapping[str, U
         if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
             watch.holds[tensor] = frozenset({source.name})
     if watch.holds:
-        with buffers_restored(entry.model), torch.random.fork_rng(), torch.no_grad(), watch:
+        with state_restored(entry.model), torch.random.fork_rng(), torch.no_grad(), watch:
             entry(*copies)
     return watch.uses
 

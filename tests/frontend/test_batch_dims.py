@@ -178,6 +178,21 @@ def test_a_model_that_returns_its_loss_alone_is_told_by_that() -> None:
     assert found(Losing(), x()) == {"x": 1}
 
 
+def test_a_model_that_writes_to_its_parameters_stays_as_it_is() -> None:
+    class Teacher(Encoder):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.head.weight.mul_(0.9)
+                self.head.bias.data = self.head.bias.data * 0.9
+            return super().forward(x)
+
+    model = Teacher()
+    before = copy.deepcopy(model.state_dict())
+
+    assert found(model, x()) == {"x": 1}
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
 def test_what_the_user_says_is_tried_alone() -> None:
     either, square = nn.Linear(WIDTH, 3), x(BATCH, BATCH)
     graph = trace(either, square, training=False, batch_dims={"input_": 1})
