@@ -11,8 +11,9 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.options import LossChoice
+from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.planner.planner import likely_microbatches
+from gpipe_compiler.runtime.spec import BatchNorm
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
 
@@ -106,3 +107,31 @@ def test_inputs_that_nothing_depends_on_are_told() -> None:
     graph = gpc.trace(Ignores(), given, training=False)
 
     assert graph.unread_inputs == ("mask",)
+
+
+class Normed(nn.Module):
+    """A layer whose statistics are of the samples and of their pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+        return hidden
+
+
+@pytest.mark.parametrize(("batch", "count"), [(8, 4), (12, 6), (7, 1), (1, 1), (64, 8)])
+def test_batchnorm_has_two_samples_by_default(batch: int, count: int) -> None:
+    graph = gpc.trace(Normed(), torch.randn(batch, 1, 8, 8), loss=LossChoice.SUM_OF_SQUARES)
+
+    assert gpc.plan(graph, stages=2, cluster=CLUSTER).microbatches == count
+
+
+def test_where_batchnorm_takes_the_whole_batch_micro_batches_may_be_single_samples() -> None:
+    graph = gpc.trace(Normed(), torch.randn(8, 1, 8, 8), loss=LossChoice.SUM_OF_SQUARES)
+    exact = gpc.plan(graph, stages=2, cluster=CLUSTER, policy=Policy(batchnorm=BatchNorm.EXACT))
+    inferring = gpc.trace(Normed().eval(), torch.randn(8, 1, 8, 8), training=False)
+
+    assert exact.microbatches == 8
+    assert gpc.plan(inferring, stages=2, cluster=CLUSTER).microbatches == 8

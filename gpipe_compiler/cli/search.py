@@ -27,7 +27,7 @@ def setting_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         type=count_or_auto,
         help="micro-batches in a mini-batch; auto: as many as are best (default: the most that "
-        "divide the batch, up to 4 for every stage)",
+        "divide the batch, up to 4 for every stage, of two samples or more for BatchNorm)",
     )
     parser.add_argument(
         "--schedule",

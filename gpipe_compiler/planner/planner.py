@@ -14,6 +14,7 @@ from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cost import rooflines
+from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut.modules import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
@@ -33,7 +34,7 @@ from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
 from gpipe_compiler.planner.predict import Candidate, shared
 from gpipe_compiler.runtime.schedule import lower, prove
-from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.wording import counted
 
 MICROBATCHES_PER_STAGE = 4
@@ -107,15 +108,16 @@ class Planner:
     def default_microbatches(self, stages: int, policy: Policy) -> int:
         """As many as a batch should make: fewer where a layer has to have several samples.
 
-        BatchNorm after a global pooling cannot train on one. A package that only infers takes the
-        batch in one piece where an output does not follow from those of micro-batches.
+        BatchNorm after a global pooling cannot train on one, and elsewhere its statistics would be
+        those of one. A package that only infers takes the batch in one piece where an output does
+        not follow from those of micro-batches.
 
         Raises:
             ModelError: naming the op that cannot run on the samples of any.
         """
         samples = self.batch_size // policy.data_parallel
         counts = likely_microbatches(samples, stages)
-        if takes_several(self.graph):
+        if counts[0] == samples and (takes_several(self.graph) or self._mixes(policy)):
             counts = [count for count in counts if 2 * count <= samples] or counts
         if self.analysis is not None:
             return counts[0]
@@ -128,6 +130,12 @@ class Planner:
                 continue
             return 1 if graph.loss is None and apart_outputs(graph) else count
         raise met[0]
+
+    def _mixes(self, policy: Policy) -> bool:
+        """Whether training computes one sample's results from the others of its micro-batch."""
+        if self.analysis is not None or self.graph.loss is None:
+            return False
+        return policy.batchnorm is not BatchNorm.EXACT and bool(mixing_ops(self.graph))
 
     @uncollected()
     def prepare(self, microbatches: int, policy: Policy) -> MicrobatchGraph:
