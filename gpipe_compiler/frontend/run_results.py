@@ -105,7 +105,8 @@ def run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -
     device = torch.device("meta") if entry.states.on_meta else contextlib.nullcontext()
     with torch.set_grad_enabled(entry.has_loss), device:
         values = interpreter.run(
-            {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)}
+            {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)},
+            keep={*graph.output_values, *((graph.loss.value,) if graph.loss else ())},
         )
     loss = None if graph.loss is None else values[graph.loss.value]
     _backward(loss, entry)

@@ -171,6 +171,15 @@ class Graph:
         return {name: op for op in self.ops for name in op.outputs}
 
     @cached_property
+    def last_reads(self) -> Mapping[str, tuple[str, ...]]:
+        """By op, the values that no op after it reads."""
+        last = {name: op.name for op in self.ops for name in (*op.outputs, *op.inputs)}
+        table: dict[str, list[str]] = {}
+        for name, op in last.items():
+            table.setdefault(op, []).append(name)
+        return {op: tuple(names) for op, names in table.items()}
+
+    @cached_property
     def consumers(self) -> Mapping[str, tuple[Op, ...]]:
         """The ops that read each value, in order."""
         table: dict[str, list[Op]] = {}

@@ -7,7 +7,7 @@ packages do not use it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +80,27 @@ class Interpreter:
     training: bool = True
     _modules: dict[str, nn.Module] = field(default_factory=dict)
 
-    def run(self, inputs: Mapping[str, object], observer: Observer | None = None) -> dict[str, Any]:
-        """Every value of the graph by name, given its inputs by name."""
+    def run(
+        self,
+        inputs: Mapping[str, object],
+        observer: Observer | None = None,
+        keep: Collection[str] | None = None,
+    ) -> dict[str, Any]:
+        """Every value of the graph by name, given its inputs by name.
+
+        Args:
+            keep: the values that are wanted. Of other tensors only the shape is left, on meta, once
+                nothing reads them any more.
+        """
         environment: dict[str, Any] = dict(inputs)
+        last = {} if keep is None else self.graph.last_reads
         for op in self.graph.ops:
             if self.runs(op):
                 self._step(op, environment, observer)
+            for name in last.get(op.name, ()):
+                value = environment.get(name)
+                if isinstance(value, torch.Tensor) and name not in (keep or ()):
+                    environment[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
         return environment
 
     def prepare(self) -> Interpreter:

@@ -26,12 +26,13 @@ from gpipe_compiler.validate.rounding import double
 from gpipe_compiler.validate.some_samples import (
     PARTS,
     SAMPLES,
+    SomeSamples,
     first_numbering,
+    first_wrong,
     mixing_among,
     on_meta,
     refuse_numbering_in_loss,
     values_of,
-    values_of_parts,
 )
 
 ALONE = (
@@ -140,7 +141,7 @@ def _refuse_mixing_backward(graph: Graph) -> None:
 
     def run(rows: Sequence[int]) -> object:
         with torch.no_grad(), EvenDraws():
-            return values_of(graph, wide, rows, SAMPLES, training=True)
+            return values_of(graph, wide, rows, SAMPLES, training=True, keep=())
 
     try:
         with torch.random.fork_rng(), quiet():
@@ -179,8 +180,8 @@ def _first_in_training(graph: Graph) -> Op | None:
     None where they are right, or where that is not seen: where the graph does not run in 64 bits.
     """
     wide = {name: double(tensor) for name, tensor in graph.tensors.items()}
-    runs = values_of_parts(graph, wide, SAMPLES, PARTS, training=True)
-    return next((both.root() for both in runs if any(map(both.is_wrong, graph.loss_inputs))), None)
+    samples = SomeSamples(graph, wide, SAMPLES, training=True)
+    return first_wrong(samples, PARTS, graph.loss_inputs, lacking=False)
 
 
 def _first_mixing(graph: Graph, model: nn.Module) -> Op | None:

@@ -28,7 +28,7 @@ def refuse_other_way(graph: Graph, parts: Sequence[Sequence[torch.Tensor]]) -> N
             named = dict(zip((source.name for source in graph.inputs), part, strict=True))
             try:
                 with torch.no_grad(), torch.random.fork_rng():
-                    Interpreter(graph, tensors, training).run(named)
+                    Interpreter(graph, tensors, training).run(named, keep=())
             except BranchError as error:
                 raise by_values(lines[error.line], BOTH_WAYS) from error
             except Exception:  # noqa: BLE001  # plain PyTorch shows what the model rejects

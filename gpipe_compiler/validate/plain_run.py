@@ -151,10 +151,11 @@ def _terms(
     interpreter = Interpreter(graph, states, training=entry.training).prepare()
     names = (source.name for source in entry.signature.inputs)
     inputs = {name: t.clone() for name, t in zip(names, call.inputs, strict=True)}
-    with activations_kept(), seeded, autocast(precision, device_of(model)):
-        values = interpreter.run(inputs)
     assert graph.loss is not None
-    return tuple(values[term.value] for term in graph.loss.summands)
+    terms = [term.value for term in graph.loss.summands]
+    with activations_kept(), seeded, autocast(precision, device_of(model)):
+        values = interpreter.run(inputs, keep=terms)
+    return tuple(values[name] for name in terms)
 
 
 def all_at_once(

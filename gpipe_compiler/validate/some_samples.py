@@ -33,43 +33,73 @@ SAMPLES, PARTS = 6, ((4, 0), (1, 2, 3, 5))
 def mixing_among(
     graph: Graph, count: int, other: Mapping[str, torch.Tensor], ends: Collection[str] | None = None
 ) -> Op | None:
-    """The first op that makes wrong rows for a number of samples."""
-    parts = PARTS if count == SAMPLES else (PARTS[1], range(1, count))
-    return first_mixing(values_of_parts(graph, other, count, parts), ends)
-
-
-def first_mixing(runs: Sequence[BothRuns], ends: Collection[str] | None) -> Op | None:
-    """The first op that makes rows which are wrong.
+    """The first op that makes wrong rows for a number of samples.
 
     Args:
         ends: values of which one has to be wrong, unless some samples have no rows anywhere; what
             lies before them may have its rows in another order. None where it is known that
             samples meet.
     """
-    wrong = [values for values in runs if ends is None or values.differ_at(ends)]
-    return next((op for op in (values.root() for values in wrong) if op is not None), None)
+    parts = PARTS if count == SAMPLES else (PARTS[1], range(1, count))
+    return first_wrong(SomeSamples(graph, other, count), parts, ends)
 
 
-def values_of_parts(
-    graph: Graph,
-    other: Mapping[str, torch.Tensor],
-    count: int,
+def first_wrong(
+    samples: SomeSamples,
     parts: Sequence[Sequence[int]],
+    ends: Collection[str] | None,
     *,
-    training: bool = False,
-) -> list[BothRuns]:
-    """The values for a number of samples beside those for parts of them; none where the graph does
-    not run on them."""
+    lacking: bool = True,
+) -> Op | None:
+    """The first op that makes rows which are wrong.
 
-    def values(rows: Sequence[int]) -> Mapping[str, Any]:
-        return values_of(graph, other, rows, count, training=training)
+    Args:
+        ends: as in `mixing_among`.
+        lacking: whether it is wrong, too, that some samples have no rows.
+    """
+    if ends is not None:
+        held = samples.beside(parts, keep=ends)
+        parts = [both.chosen for both in held if both.differ_at(ends, lacking=lacking)]
+    if not parts:
+        return None
+    # All values of a run may take far more memory than the model does: kept where one is wrong.
+    return next(
+        (op for op in (both.root() for both in samples.beside(parts)) if op is not None), None
+    )
 
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-            whole = values(range(count))
-            return [BothRuns(graph, whole, values(part), part, count) for part in parts]
-    except Exception:  # noqa: BLE001  # whatever the user's ops raise
-        return []
+
+@dataclass(frozen=True, eq=False)
+class SomeSamples:
+    """Runs of a graph on some of the samples of its example.
+
+    Attributes:
+        other: as for `values_of`.
+        count: of the samples.
+    """
+
+    graph: Graph
+    other: Mapping[str, torch.Tensor]
+    count: int
+    training: bool = False
+
+    def beside(
+        self, parts: Sequence[Sequence[int]], keep: Collection[str] | None = None
+    ) -> list[BothRuns]:
+        """The values for all of them beside those for parts; none where the graph does not run."""
+        try:
+            with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
+                whole = self._values(range(self.count), keep)
+                return [
+                    BothRuns(self.graph, whole, self._values(part, keep), part, self.count)
+                    for part in parts
+                ]
+        except Exception:  # noqa: BLE001  # whatever the user's ops raise
+            return []
+
+    def _values(self, rows: Sequence[int], keep: Collection[str] | None) -> Mapping[str, Any]:
+        return values_of(
+            self.graph, self.other, rows, self.count, training=self.training, keep=keep
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +127,14 @@ class BothRuns:
             op = maker
         return None
 
-    def differ_at(self, ends: Collection[str]) -> bool:
-        """Whether one of these values is wrong, or any has not as many rows as its samples."""
+    def differ_at(self, ends: Collection[str], *, lacking: bool) -> bool:
+        """Whether one of these values is wrong.
+
+        Args:
+            lacking: or any value has not as many rows as its samples.
+        """
         without_rows = (self._lacks_rows(name) for op in self.graph.ops for name in op.outputs)
-        return any(map(self.is_wrong, ends)) or any(without_rows)
+        return any(map(self.is_wrong, ends)) or (lacking and any(without_rows))
 
     def _lacks_rows(self, name: str) -> bool:
         """Whether a value has rows of some of its samples only, told apart by their numbers."""
@@ -149,12 +183,14 @@ def values_of(
     samples: int,
     *,
     training: bool = False,
+    keep: Collection[str] | None = None,
 ) -> Mapping[str, Any]:
     """Every value for some samples of the example.
 
     Args:
         other: tensors in place of the graph's own; in 64 bits for training.
         samples: of which these are some.
+        keep: the values that are wanted; None: all.
     """
 
     tensors = {**graph.tensors, **{name: t for name, t in other.items() if name in graph.tensors}}
@@ -162,7 +198,7 @@ def values_of(
     given = inputs_of(graph, rows, samples)
     if training:
         given = {name: double(tensor) for name, tensor in given.items()}
-    return Interpreter(graph, states, training=training).run(given)
+    return Interpreter(graph, states, training=training).run(given, keep=keep)
 
 
 def inputs_of(graph: Graph, rows: Sequence[int], samples: int) -> dict[str, torch.Tensor]:
@@ -263,13 +299,13 @@ def _find_trials(graph: Graph) -> _Trials:
     if not rules:
         return _Trials()
     started = time.process_time()
-    runs = values_of_parts(graph, {}, SAMPLES, PARTS)
+    mixing = mixing_among(graph, SAMPLES, {}, _ends(graph))
     seconds = time.process_time() - started
     tried = [rule for rule in rules if may_be_tried(2 * rule.samples, SAMPLES, seconds)]
     untried = next((rule for rule in rules if rule not in tried), None)
     if not tried:
         return _Trials(untried=untried)
-    return _Trials(2 * tried[-1].samples, first_mixing(runs, _ends(graph)), untried)
+    return _Trials(2 * tried[-1].samples, mixing, untried)
 
 
 def with_limit(plan: Plan) -> Plan:
@@ -288,8 +324,9 @@ def _adds_up(graph: Graph, sizes: Sequence[int]) -> bool:
     rows = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet(), EvenDraws():
-            whole = values_of(graph, {}, range(count), count)[graph.loss.value]
-            made = [values_of(graph, {}, part, count) for part in rows]
+            names = {graph.loss.value, *(term.value for term in graph.loss.summands)}
+            whole = values_of(graph, {}, range(count), count, keep=names)[graph.loss.value]
+            made = [values_of(graph, {}, part, count, keep=names) for part in rows]
             inputs = [inputs_of(graph, part, count) for part in rows]
             shares = loss_shares(graph, graph.tensors, inputs, sizes)
     except Exception:  # noqa: BLE001  # whatever the user's ops raise
