@@ -573,6 +573,19 @@ def test_a_loss_that_divides_by_the_root_of_a_length(tmp_path: Path) -> None:
             torch.testing.assert_close(pipe.step((x,), target), loss(model(x), target).detach())
 
 
+def test_a_size_of_one_in_the_example_stays_one(tmp_path: Path) -> None:
+    x, longer = torch.randn(SAMPLES, 1, 5), torch.randn(SAMPLES, 3, 5)
+    model = PerToken()
+    package = package_of(model, (x, x), F.mse_loss, tmp_path / "made", stages=2)
+
+    with package.Pipeline() as pipe:
+        torch.testing.assert_close(pipe.eval()(x), model(x))
+        with pytest.raises(Exception, match="compiled for batchx1x5"):
+            pipe(longer)
+    with pytest.raises(GPipeCompilerError, match=r"--free x\.1.*at least 2 in the example"):
+        gpc.trace(model, (x,), target=x, loss_fn=F.mse_loss, free=("x.1",))
+
+
 def test_a_dimension_that_there_is_not_is_refused() -> None:
     x, target = torch.randn(SAMPLES, 6, 4), torch.randn(SAMPLES, 2)
     with pytest.raises(GPipeCompilerError, match=r"--free x\.7"):
