@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpipe_compiler.frontend.batch_proof import Dims, Proof, Verdict
+from gpipe_compiler.frontend.made_buffers import with_made_buffers
 from gpipe_compiler.frontend.materialise import materialised, with_real_example
 from gpipe_compiler.frontend.python_state import hooks_kept
 from gpipe_compiler.frontend.shorten import shortened
@@ -67,7 +68,7 @@ class FoundBatch:
 
 
 def find_batch_dims(subject: Subject) -> FoundBatch:
-    """The subject with the batch dimension of every input; its model stays as it is.
+    """The subject with the batch dimension of every input; the model object stays as it is.
 
     Raises:
         UsageError: when the user says a dimension that an input does not have.
@@ -84,6 +85,8 @@ def find_batch_dims(subject: Subject) -> FoundBatch:
     with hooks_kept(subject.model):
         best, verdict = _best(proof, choices)
         dims = _with_target(proof, best, said)
+    if runnable.model is subject.model:
+        subject = with_made_buffers(subject, signature, proof.model)
     return FoundBatch(_with(subject, signature, dims), mixes=verdict is Verdict.MIXES)
 
 

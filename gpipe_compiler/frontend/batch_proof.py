@@ -78,19 +78,20 @@ class Proof:
 
     Attributes:
         signature: of the subject.
+        model: a copy of its model, which runs.
     """
 
     subject: Subject
     signature: Signature
     _models: tuple[nn.Module, ...] = field(init=False)
-    _model: nn.Module = field(init=False)
+    model: nn.Module = field(init=False)
     _draws: bool = False
 
     def __post_init__(self) -> None:
         first = isolated(self.subject.model).eval()
         other = with_other_weights(first)
         self._models = (first,) if other is None else (other, first)
-        self._model = self._models[0]
+        self.model = self._models[0]
 
     def judge(self, dims: Dims) -> Verdict:
         """What the model's outputs say of a choice of dimensions.
@@ -103,7 +104,7 @@ class Proof:
         examples = self.signature.examples
         self._refuse_sparse(dims)
         for model in self._models:
-            self._model = model
+            self.model = model
             answer = self._answer(examples, dims)
             if answer is None:
                 continue
@@ -231,13 +232,13 @@ class Proof:
 
     def _in_double(self, inputs: Sequence[torch.Tensor], dims: Dims) -> _Answer | None:
         """The answer of the model in float64; None where it does not run so."""
-        single = self._model
+        single = self.model
         try:
-            self._model = isolated(single).double()
+            self.model = isolated(single).double()
             wide = [x.double() if x.is_floating_point() else x for x in inputs]
             return self._answer(wide, dims)
         finally:
-            self._model = single
+            self.model = single
 
     def _others(self, dims: Dims, random: torch.Generator) -> list[torch.Tensor]:
         """Other values for the inputs that have samples."""
@@ -267,15 +268,15 @@ class Proof:
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the model returns; its state is afterwards what it was."""
         args, kwargs, _ = self.signature.rebuild(inputs)
-        with state_restored(self._model), torch.no_grad(), torch.random.fork_rng(), quiet():
+        with state_restored(self.model), torch.no_grad(), torch.random.fork_rng(), quiet():
             torch.manual_seed(_SEED)
             if not self._draws:
                 states = generator_states()
-                returned = self._model(*args, **kwargs)
+                returned = self.model(*args, **kwargs)
                 self._draws = not all(map(torch.equal, states, generator_states()))
             if self._draws:
                 with EvenDraws():
-                    returned = self._model(*args, **kwargs)
+                    returned = self.model(*args, **kwargs)
             return returned
 
 

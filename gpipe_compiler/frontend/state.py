@@ -70,7 +70,7 @@ def state_table(model: nn.Module, initial: Mapping[str, Steps] | None = None) ->
                 found[name] = (kind, tensor)
             else:
                 aliases.setdefault(first, []).append(name)
-    transient = _transient_buffers(model)
+    transient = transient_buffers(model)
     states = {
         name: State(
             name,
@@ -94,7 +94,7 @@ def named_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _transient_buffers(model: nn.Module) -> frozenset[str]:
+def transient_buffers(model: nn.Module) -> frozenset[str]:
     """Names of the buffers that `state_dict()` leaves out."""
     return frozenset(
         f"{path}.{name}" if path else name

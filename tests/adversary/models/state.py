@@ -390,14 +390,24 @@ def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:
 class SizedByTheFirstCall(Two):
     """A table in a buffer, as large as the inputs that are seen first."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept: bool = False) -> None:
         super().__init__()
-        self.register_buffer("places", torch.zeros(1), persistent=False)
+        self.register_buffer("places", torch.zeros(1), persistent=kept)
+
+    def made_for(self, x: Tensor) -> Tensor:
+        return torch.arange(x.shape[1], dtype=x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         if len(self.places) != x.shape[1]:
-            self.places = torch.arange(x.shape[1], dtype=x.dtype)
+            self.places = self.made_for(x)
         return self.last(self.body(x + self.places.cos()))
+
+
+class ScaledByTheFirstCall(SizedByTheFirstCall):
+    """The same of what the first batch has."""
+
+    def made_for(self, x: Tensor) -> Tensor:
+        return x.abs().amax(0)
 
 
 def sized_before() -> nn.Module:
@@ -493,14 +503,12 @@ class SameData(nn.Module):
         return self.third(self.second(self.first(x).tanh()).tanh())
 
 
+SIZED = Refused(("another tensor to the buffer places",), ("once in build_model()",), at_line=False)
+
 CASES = (
-    simple(
-        "sized_by_the_first_call",
-        SizedByTheFirstCall,
-        expect=Refused(
-            ("another tensor to the buffer places",), ("once in build_model()",), at_line=False
-        ),
-    ),
+    simple("sized_by_the_first_call", SizedByTheFirstCall),
+    simple("sized_and_kept", lambda: SizedByTheFirstCall(kept=True), expect=SIZED),
+    simple("scaled_by_the_first_call", ScaledByTheFirstCall, expect=SIZED),
     simple("sized_before", sized_before),
     simple(
         "batchnorm_exact",
