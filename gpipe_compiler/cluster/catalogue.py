@@ -67,7 +67,31 @@ _LAUNCH_S = 5e-6
 """What launching a kernel from PyTorch costs on a GPU when nothing else hides it."""
 
 
-def _gpu(name: str, memory_gb: int, bandwidth_gb: float, teraflops: Mapping[str, float]) -> Device:
+_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+_LARGE_WORKSPACE = 32 * 2**20
+_MI300_WORKSPACE = 128 * 2**20
+"""Bytes of `Device.workspace`, unless CUBLAS_WORKSPACE_CONFIG says otherwise: those for GPUs in
+general, from Hopper on, and AMD's (`parseChosenWorkspaceSize` in PyTorch's
+ATen/cuda/CublasHandlePool.cpp)."""
+
+_HOPPER_MAJOR = 9
+_MI300 = (9, 4)
+
+
+def workspace_of(capability: tuple[int, int], *, rocm: bool) -> int:
+    """Bytes of `Device.workspace` by the compute capability of a GPU, as PyTorch chooses them."""
+    if rocm:
+        return _MI300_WORKSPACE if capability >= _MI300 else _LARGE_WORKSPACE
+    return _LARGE_WORKSPACE if capability[0] >= _HOPPER_MAJOR else _WORKSPACE
+
+
+def _gpu(
+    name: str,
+    memory_gb: int,
+    bandwidth_gb: float,
+    teraflops: Mapping[str, float],
+    workspace: int = _WORKSPACE,
+) -> Device:
     """A GPU by the figures of its data sheet: GB, GB/s and TFLOP/s by arithmetic."""
     flops = {arithmetic: float(f"{speed}e12") for arithmetic, speed in teraflops.items()}
     return Device(
@@ -79,6 +103,7 @@ def _gpu(name: str, memory_gb: int, bandwidth_gb: float, teraflops: Mapping[str,
         half_flops=flops.get("fp16"),
         tf32_flops=flops.get("tf32"),
         bf16_flops=flops.get("bf16"),
+        workspace=workspace,
     )
 
 
@@ -87,19 +112,18 @@ def _without_bf16(fp32: float, fp16: float) -> dict[str, float]:
 
 
 _HOPPER = {"fp32": 66.9, "tf32": 494.7, "fp16": 989.4}
+_HOPPER_PCIE = {"fp32": 51.2, "tf32": 378, "fp16": 756}
+_BLACKWELL = {"fp32": 75, "tf32": 1125, "fp16": 2250}
+_MI300X = {"fp32": 163.4, "fp16": 1307.4}
 _A100 = {"fp32": 19.5, "tf32": 156, "fp16": 312}
 _V100 = _without_bf16(15.7, 125)
 
 BUILT_IN: Mapping[str, Card] = MappingProxyType(
     {
-        "b200": Card(
-            _gpu("B200", 180, 8000, {"fp32": 75, "tf32": 1125, "fp16": 2250}), NVLINK5, PCIE5
-        ),
-        "h200": Card(_gpu("H200", 141, 4800, _HOPPER), NVLINK4, PCIE5),
-        "h100": Card(_gpu("H100", 80, 3350, _HOPPER), NVLINK4, PCIE5),
-        "h100pcie": Card(
-            _gpu("H100 PCIe", 80, 2000, {"fp32": 51.2, "tf32": 378, "fp16": 756}), PCIE5, PCIE5
-        ),
+        "b200": Card(_gpu("B200", 180, 8000, _BLACKWELL, _LARGE_WORKSPACE), NVLINK5, PCIE5),
+        "h200": Card(_gpu("H200", 141, 4800, _HOPPER, _LARGE_WORKSPACE), NVLINK4, PCIE5),
+        "h100": Card(_gpu("H100", 80, 3350, _HOPPER, _LARGE_WORKSPACE), NVLINK4, PCIE5),
+        "h100pcie": Card(_gpu("H100 PCIe", 80, 2000, _HOPPER_PCIE, _LARGE_WORKSPACE), PCIE5, PCIE5),
         "a100": Card(_gpu("A100", 80, 2039, _A100), NVLINK3, PCIE4),
         "a10040gb": Card(_gpu("A100 40GB", 40, 1555, _A100), NVLINK3, PCIE4),
         "v100": Card(_gpu("V100", 32, 900, _V100), NVLINK2, PCIE3),
@@ -115,7 +139,11 @@ BUILT_IN: Mapping[str, Card] = MappingProxyType(
         "rtx3090": Card(
             _gpu("RTX 3090", 24, 936, {"fp32": 35.6, "tf32": 35.6, "fp16": 71}), PCIE4, PCIE4
         ),
-        "mi300x": Card(_gpu("MI300X", 192, 5300, {"fp32": 163.4, "fp16": 1307.4}), XGMI, PCIE5),
+        "mi300x": Card(
+            _gpu("MI300X", 192, 5300, _MI300X, _MI300_WORKSPACE),
+            XGMI,
+            PCIE5,
+        ),
     }
 )
 """Devices by name, in lower case and without blanks and hyphens.

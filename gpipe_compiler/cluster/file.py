@@ -96,6 +96,7 @@ class _Reader:
         old = base.device if base else Device("", 1.0, 1.0, 1, _DEFAULT_LAUNCH_S)
         speeds = self._speeds(table, needed=needed)
         launch_s = table.quantity("launch", TIME)
+        workspace = table.quantity("workspace", SIZE)
         device = Device(
             name,
             speeds.get(Arithmetic.FP32, old.flops),
@@ -105,6 +106,7 @@ class _Reader:
             half_flops=speeds.get(Arithmetic.FP16, old.half_flops),
             tf32_flops=speeds.get(Arithmetic.TF32, old.tf32_flops),
             bf16_flops=speeds.get(Arithmetic.BF16, old.bf16_flops),
+            workspace=old.workspace if workspace is None else int(workspace),
         )
         link = _link(table, "link")
         if len(self._faults) > before:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpipe_compiler.cluster.catalogue import BUILT_IN, GLOO, PCIE4, Card
+from gpipe_compiler.cluster.catalogue import BUILT_IN, DEFAULT_HOST, GLOO, PCIE4, Card, workspace_of
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.runtime.core.devices import gpu_count
@@ -64,8 +64,8 @@ def local_card() -> Card:
 
 
 def is_host(device: Device) -> bool:
-    """Whether a device is the processor of a machine like this one, as it was measured here."""
-    return device.name == _HOST
+    """Whether a device is a processor: of a machine like this one, or of any (`DEFAULT_HOST`)."""
+    return device.name in (_HOST, DEFAULT_HOST.name)
 
 
 def this_machine() -> Device:
@@ -137,7 +137,13 @@ def _measure(device: torch.device) -> Device:
         half_flops=half,
         tf32_flops=convolved,
         bf16_flops=bf16,
+        workspace=_workspace(device) if on_gpu else 0,
     )
+
+
+def _workspace(gpu: torch.device) -> int:
+    rocm = torch.version.hip is not None
+    return workspace_of(torch.cuda.get_device_capability(gpu), rocm=rocm)
 
 
 def _product_flops(side: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -44,6 +44,8 @@ class Device:
             is not known to be faster.
         tf32_flops: on fp32 convolutions, which may run in TF32; None where there is no TF32.
         bf16_flops: in bf16, where that differs from fp16.
+        workspace: bytes that PyTorch takes for the matrix library of each thread that multiplies
+            matrices; 0 on a processor, and where it is not known.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Device:
     half_flops: float | None = None
     tf32_flops: float | None = None
     bf16_flops: float | None = None
+    workspace: int = 0
 
     def speed(self, arithmetic: Arithmetic) -> float:
         match arithmetic:

@@ -19,6 +19,11 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.UntypedStorage": ("_cdata",),
     "torch._C": (
         "DisableTorchFunction",
+        "DispatchKey",
+        "DispatchKeySet",
+        "_ExcludeDispatchKeyGuard",
+        "_dispatch_get_all_op_names",
+        "_dispatch_has_kernel_for_dispatch_key",
         "_DisableAutocast",
         "_DisableTorchDispatch",
         "_current_autograd_node",
@@ -58,6 +63,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": (
         *("_log_guard", "_set_replacement", "evaluate_expr"),
     ),
+    "torch.library.Library": ("_destroy",),
     "torch.nn.modules.module": ("BackwardHook",),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),

@@ -16,6 +16,7 @@ from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.memory.storages import ActionDeltas
 from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
 from gpipe_compiler.passes.memory_trace import MemoryTraces
+from gpipe_compiler.passes.observe import observed
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import (
     CATEGORIES,
@@ -39,6 +40,9 @@ MOST_STEPS = 4000
 UPDATE = "update"
 """What the optimizer's step is called among the actions."""
 
+_MULTIPLYING = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"})
+"""Kernels of the matrix library."""
+
 OUTPUTS = "outputs"
 """What it is called that the outputs of micro-batches are put together."""
 
@@ -51,7 +55,9 @@ class Layout:
         placement: the device of each stage.
         joint: the stages that take all micro-batches as one.
         shared: the trained parameters that several stages own, with these.
-        on_host: whether the devices are hosts, where optimizers step parameter by parameter.
+        on_host: whether the devices are hosts, where optimizers step parameter by parameter, and
+            autocast has rules of its own.
+        workspace: bytes that the matrix library of a thread takes (`Device.workspace`).
     """
 
     stages: tuple[Stage, ...]
@@ -64,6 +70,7 @@ class Layout:
     replicas: int
     optimizer: AnyOptimizer
     on_host: bool
+    workspace: int = 0
 
     @cached_property
     def programs(self) -> Programs:
@@ -86,7 +93,8 @@ def device_memories(
     Raises:
         ModelError: naming an op that cannot run.
     """
-    pipeline = SimulatedPipeline.of(graph, layout, memory_traces or MemoryTraces(graph))
+    traces = memory_traces or MemoryTraces(graph, on_host=layout.on_host)
+    pipeline = SimulatedPipeline.of(graph, layout, traces)
     runs = [grown(job, MemorySimulator(job).run()) for job in pipeline.jobs]
     order = sorted(range(len(runs)), key=lambda device: -runs[device].peak)
     explained = {d for d in order[:MOST_EXPLAINED] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
@@ -182,6 +190,9 @@ class SimulatedPipeline:
             ),
             PeakHolder("the optimizer's memory", Category.OPTIMIZER, "", remembered, 1, -1),
             PeakHolder("the batch", Category.BOUNDARY, "", base.get(Category.BOUNDARY, 0), 1, -1),
+            PeakHolder(
+                "of the matrix library", Category.WORKSPACES, "", base[Category.WORKSPACES], 1, -1
+            ),
         ]
         everything = [*found, *(lump for lump in lumps if lump.bytes)]
         return DeviceMemory(
@@ -202,7 +213,10 @@ class SimulatedPipeline:
     def _base(self, device: int) -> dict[Category, int]:
         own = list(self.jobs[device].stages)
         names = {name for stage in own for name in self.layout.stages[stage].state}
-        found = {Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)}
+        found = {
+            Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names),
+            Category.WORKSPACES: self._workspaces(own),
+        }
         if self.graph.loss is not None:
             found[Category.OPTIMIZER] = self._update(own).remembered
         if device == 0:
@@ -212,6 +226,17 @@ class SimulatedPipeline:
                 for source in self.graph.inputs
             )
         return found
+
+    def _workspaces(self, stages: Sequence[int]) -> int:
+        """Of the matrix library, which has one for each thread: backwards have their own."""
+        if not self.layout.workspace:
+            return 0
+        ops = observed(self.graph).ops
+        names = (name for stage in stages for name in self.layout.stages[stage].ops)
+        kernels = (kernel.name for name in names if name in ops for kernel in ops[name].kernels)
+        if not any(kernel in _MULTIPLYING for kernel in kernels):
+            return 0
+        return self.layout.workspace * (1 if self.graph.loss is None else 2)
 
     def _update(self, stages: Sequence[int]) -> UpdateBytes:
         layout = self.layout
@@ -229,7 +254,8 @@ def _stage_memory(
 ) -> StageMemory:
     trains = graph.loss is not None
     if wiring.joint is not None:
-        memory_traces = MemoryTraces(graph, graph.batch_size * layout.microbatches)
+        samples = graph.batch_size * layout.microbatches
+        memory_traces = MemoryTraces(graph, samples, on_host=layout.on_host)
     traces = memory_traces.of(
         stage.ops,
         stage.inputs,

@@ -32,6 +32,8 @@ class Category(Enum):
     """What is made and freed within one action."""
     COMMUNICATION = "communication"
     """Gradients in rows, on their way between replicas, and sums of shared ones."""
+    WORKSPACES = "workspaces"
+    """Of the matrix library of a GPU, which PyTorch takes once and keeps."""
 
 
 CATEGORIES = tuple(Category)
@@ -114,7 +116,8 @@ class DeviceMemory:
     """The memory of a device over a training step, the optimizer's included.
 
     Of a step in which the optimizer remembers something already. Bytes are those of storages;
-    what an allocator rounds up, and what a kernel takes within itself, is not in them.
+    what an allocator rounds up, and what a kernel takes within itself, is not in them, but for
+    the workspaces of matrix libraries.
 
     Attributes:
         sizes: the bytes of each category at that moment.
@@ -147,7 +150,7 @@ class DeviceMemory:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any], where: str = "") -> DeviceMemory:
-        sizes = [fields["sizes"][category.value] for category in CATEGORIES]
+        sizes = [fields["sizes"].get(category.value, 0) for category in CATEGORIES]
         return from_fields(cls, {**fields, "sizes": sizes}, where)
 
 

@@ -53,6 +53,7 @@ class CutFacts:
     templates: Mapping[str, Argument]
     plain: Graph
     by_torn: dict[frozenset[str], CutFacts] = field(default_factory=dict, compare=False, repr=False)
+    _traces: dict[bool, MemoryTraces] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, graph: Graph, costs: Costs, plain: Graph | None = None) -> CutFacts:
@@ -90,14 +91,15 @@ class CutFacts:
         if wrong not in self.by_torn:
             graph = undone(self.graph, self.plain, wrong)
             self.by_torn[wrong] = replace(
-                self, graph=graph, effects=effects(graph), saved=saved_tensors(graph)
+                self, graph=graph, effects=effects(graph), saved=saved_tensors(graph), _traces={}
             )
         return self.by_torn[wrong]
 
-    @cached_property
-    def memory_traces(self) -> MemoryTraces:
+    def memory_traces(self, *, on_host: bool) -> MemoryTraces:
         """Of its stages, as far as somebody has asked for them: they take seconds."""
-        return MemoryTraces(self.graph)
+        if on_host not in self._traces:
+            self._traces[on_host] = MemoryTraces(self.graph, on_host=on_host)
+        return self._traces[on_host]
 
     def tied(self, stages: Sequence[Collection[str]]) -> str:
         """What ties most of the work together, in words; "" where no stage has too much of it."""

@@ -134,6 +134,7 @@ def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
         replicas=plan.replicas,
         optimizer=optimizer,
         on_host=is_host(plan.devices[0]),
+        workspace=plan.devices[0].workspace,
     )
 
 
@@ -154,6 +155,7 @@ def remeasured(
 def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
     facts, setting = builder.facts_of(candidate), builder.setting
     stages: tuple[Stage, ...] = candidate.stages
+    first = builder.cluster.devices[candidate.found.slots[0]]
     layout = Layout(
         stages=stages,
         crossings=candidate.table.crossings,
@@ -164,9 +166,10 @@ def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
         microbatches=setting.microbatches,
         replicas=builder.policy.data_parallel,
         optimizer=builder.policy.counted_optimizer,
-        on_host=is_host(builder.cluster.devices[candidate.found.slots[0]]),
+        on_host=is_host(first),
+        workspace=first.workspace,
     )
-    memory = device_memories(facts.graph, layout, facts.memory_traces)
+    memory = device_memories(facts.graph, layout, facts.memory_traces(on_host=layout.on_host))
     over = sum(
         max(0.0, device.peak - setting.slots[slot].memory)
         for device, slot in zip(memory, candidate.found.slots, strict=True)

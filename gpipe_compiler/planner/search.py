@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.cluster import is_host
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.options import SEARCH_SECONDS, Policy, RematChoice
 from gpipe_compiler.passes.cut.solve import WORK
@@ -252,7 +253,8 @@ class _Exploration:
             return plan
         facts = self.planner.prepare(choice.microbatches, self.policy).facts
         facts = facts.in_stages([stage.ops for stage in plan.stages])
-        return remeasured(plan, self.policy.counted_optimizer, facts.memory_traces)
+        traces = facts.memory_traces(on_host=is_host(plan.devices[0]))
+        return remeasured(plan, self.policy.counted_optimizer, traces)
 
     def _in_full(self, choice: Choice) -> Plan:
         """The plan of a choice, exact in memory; its point is corrected where that does not fit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
+from gpipe_compiler.passes.cuda_autocast import cuda_autocast
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
@@ -34,10 +36,14 @@ class MemoryTraces:
 
     Args:
         batch_size: samples in a micro-batch; the graph's own by default.
+        on_host: whether autocast has the rules of the host, or those of CUDA.
     """
 
-    def __init__(self, graph: Graph, batch_size: int | None = None) -> None:
+    def __init__(
+        self, graph: Graph, batch_size: int | None = None, *, on_host: bool = True
+    ) -> None:
         self.graph = graph
+        self.on_host = on_host
         self.batch_size = graph.batch_size if batch_size is None else batch_size
         self._forms = OpForms(graph)
         self._mode = HostFakes()
@@ -90,7 +96,8 @@ class MemoryTraces:
         run = DryRun.of(self._alone(part), training=part.training)
         # Constants that name the meta device mean the host in a dry run.
         ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
-        return record(ready, run, self._given(part), split=split)
+        with contextlib.nullcontext() if self.on_host else cuda_autocast(part.graph.precision):
+            return record(ready, run, self._given(part), split=split)
 
     def _part(
         self,

@@ -1,0 +1,159 @@
+"""The memory that plans tell of an H100, over what was measured on one.
+
+    python benchmarks/told.py [resnet50|vit|gpt2 ...]
+
+`h100_memory.json` has the bytes that four stages took there, each in a process of its own, in the
+third step of training: the most allocated (`torch.cuda.max_memory_allocated`) and the most
+reserved. They were measured with torch 2.11 for CUDA 13, a model of each of three libraries, in
+three ways to train. No GPU is needed here: the plans are made anew, which takes minutes. The script
+fails where a stage is off by more than `WORST`, or the median by more than `MEDIAN`.
+
+Needs `pip install --no-deps torchvision timm transformers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import foreign  # noqa: F401  # makes torchvision load beside a torch for the processor
+import torch
+from tables import markdown
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import gpipe_compiler as gpc
+from gpipe_compiler.cluster import Cluster, built_in
+from gpipe_compiler.cluster.catalogue import NVLINK4
+from gpipe_compiler.options import Policy, RematChoice
+from gpipe_compiler.runtime.spec import OptimizerKind, Precision, ScheduleKind
+
+MEASURED = Path(__file__).with_name("h100_memory.json")
+MEDIAN, WORST = 0.05, 0.15
+STAGES, MICROBATCHES = 4, 8
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as it was measured: how it is built, a batch of it, and its loss."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[..., Tensor]
+
+
+def resnet50() -> nn.Module:
+    """Of torchvision."""
+    import torchvision
+
+    return torchvision.models.resnet50(weights=None)  # type: ignore[no-any-return]  # untyped
+
+
+def vit() -> nn.Module:
+    """Of timm."""
+    import timm
+
+    return timm.create_model("vit_base_patch16_224")  # type: ignore[no-any-return]  # untyped
+
+
+def gpt2() -> nn.Module:
+    """Of transformers, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config)
+
+
+def images(count: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """So many images, with classes."""
+    return lambda: (torch.randn(count, 3, 224, 224), torch.randint(1000, (count,)))
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """Sixteen texts of 512 tokens, with those that follow."""
+    return torch.randint(50257, (16, 512)), torch.randint(50257, (16, 512))
+
+
+def of_tokens(output: object, target: Tensor) -> Tensor:
+    """The loss of a language model."""
+    logits: Tensor = output.logits if hasattr(output, "logits") else output[0]  # type: ignore[index]
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+MODELS = {
+    "resnet50": Model(resnet50, images(64), F.cross_entropy),
+    "vit": Model(vit, images(32), F.cross_entropy),
+    "gpt2": Model(gpt2, texts, of_tokens),
+}
+VARIANTS = {
+    "fp32": Policy(cut_inside=0.0),
+    "remat": Policy(
+        schedule=ScheduleKind.ONE_F_ONE_B,
+        remat=RematChoice.FULL,
+        optimizer=OptimizerKind.MOMENTUM,
+        cut_inside=0.0,
+    ),
+    "bf16": Policy(
+        schedule=ScheduleKind.ONE_F_ONE_B,
+        optimizer=OptimizerKind.ADAMW,
+        precision=Precision.BF16,
+        cut_inside=0.0,
+    ),
+}
+"""How the packages were compiled that were measured; cuts were made anywhere."""
+
+
+def told(name: str) -> dict[str, list[int]]:
+    """Bytes of every stage that the plan of each variant tells."""
+    torch.manual_seed(0)
+    model = MODELS[name]
+    inputs, target = model.batch()
+    graph = gpc.trace(model.build(), inputs, target=target, loss_fn=model.loss)
+    cluster = Cluster((built_in("H100").device,) * STAGES, NVLINK4)
+    found = {}
+    for variant, policy in VARIANTS.items():
+        plan = gpc.plan(
+            graph, stages=STAGES, microbatches=MICROBATCHES, cluster=cluster, policy=policy
+        )
+        found[variant] = [memory.peak for memory in plan.prediction.memory]
+    return found
+
+
+def main() -> int:
+    """Prints the table; 1 where a figure is further off than it may be."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[[], *MODELS], metavar="NAME")
+    names = parser.parse_args().names or list(MODELS)
+    measured = json.loads(MEASURED.read_text(encoding="utf-8"))
+    rows, ratios = [], []
+    for name in names:
+        plans = told(name)
+        for row in (row for row in measured if row["model"] == name):
+            size = plans[row["variant"]][row["stage"]]
+            ratios.append(size / row["allocated"])
+            figures = (size, row["allocated"], row["reserved"])
+            cells = (name, row["variant"], str(row["stage"]), *(f"{n / 1e6:,.0f}" for n in figures))
+            rows.append((*cells, f"{ratios[-1]:.3f}"))
+            print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+    columns = (
+        "model",
+        "variant",
+        "stage",
+        "told MB",
+        "allocated MB",
+        "reserved MB",
+        "told",
+    )
+    print(markdown(columns, rows))
+    off = [abs(ratio - 1) for ratio in ratios]
+    print(f"off by {statistics.median(off):.1%} in the median, {max(off):.1%} at most")
+    return int(statistics.median(off) > MEDIAN or max(off) > WORST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
