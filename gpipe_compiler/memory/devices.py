@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from torch import nn
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.memory.holders import grown, holders_at
 from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
+from gpipe_compiler.memory.reserved import Held, footprint_of
 from gpipe_compiler.memory.simulator import MemorySimulator
 from gpipe_compiler.memory.storages import ActionDeltas
 from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
@@ -208,7 +209,29 @@ class SimulatedPipeline:
             )
             if len(self.jobs[device].stages) > 1
             else (peak + fixed,),
+            reserved=self._reserved(device, base),
         )
+
+    def _reserved(self, device: int, base: Mapping[Category, int]) -> int:
+        """Bytes that the caching allocator of a GPU takes; 0 on a host, and for long programs."""
+        job, graph = self.jobs[device], self.graph
+        if self.layout.on_host or len(job.steps) > MOST_STEPS:
+            return 0
+        names = {name for stage in job.stages for name in self.layout.stages[stage].state}
+        spaces = base[Category.WORKSPACES]
+        count = spaces // self.layout.workspace if spaces else 0
+        trained = _trained(graph, self.layout, list(job.stages))
+        optimizer = self.layout.optimizer
+        held = Held(
+            always=(
+                *(graph.state[name].bytes for name in sorted(names)),
+                *(self.layout.workspace,) * count,
+                base.get(Category.BOUNDARY, 0),
+            ),
+            remembered=tuple(_pieces(optimizer, trained)),
+            updating=tuple(trained.values()) if copies_of(optimizer) >= 2 else (),
+        )
+        return footprint_of(job, held, trains=graph.loss is not None).reserved
 
     def _base(self, device: int) -> dict[Category, int]:
         own = list(self.jobs[device].stages)
@@ -304,6 +327,15 @@ def _spec(graph: Graph, layout: Layout) -> PipelineSpec:
         microbatch_size=graph.batch_size,
         placement=layout.placement,
     )
+
+
+def _pieces(optimizer: AnyOptimizer, parameters: Mapping[str, int]) -> Iterator[int]:
+    """What an optimizer remembers of each parameter, in tensors no larger than that."""
+    for name, size in parameters.items():
+        left = remembered_bytes(optimizer, name, size)
+        while left > 0 and size:
+            yield min(left, size)
+            left -= size
 
 
 # --- the optimizer's step -------------------------------------------------------------------------

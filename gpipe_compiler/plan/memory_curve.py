@@ -124,6 +124,8 @@ class DeviceMemory:
         points: every action, in order; in a plan shortened to `MOST_POINTS`.
         holders: what is in memory at the peak, the largest first; in a plan the first of them.
         stage_peaks: for each of them, what is of it at its own peak.
+        reserved: what PyTorch's caching allocator takes from a GPU for all this, at most; 0 where
+            that is not known, as on a processor.
     """
 
     peak: int
@@ -133,6 +135,7 @@ class DeviceMemory:
     holders: tuple[PeakHolder, ...] = ()
     stages: tuple[int, ...] = ()
     stage_peaks: tuple[int, ...] = ()
+    reserved: int = 0
 
     def of(self, category: Category) -> int:
         """Bytes of a category at the peak."""

@@ -86,11 +86,13 @@ def peak_table(plan: Plan) -> Table:
     """One row for every device: its peak, when that is, and what it is made of."""
     memory = plan.prediction.memory
     found = [c for c in CATEGORIES if any(device.of(c) for device in memory)]
+    allocated = any(device.reserved for device in memory)
     rows = [
         {
             "device": str(rank),
             "stages": _numbers(held.stages),
             "peak": format_bytes(held.peak),
+            **({"reserved": format_bytes(held.reserved)} if allocated else {}),
             "of": format_bytes(machine.memory),
             "while": held.action,
             **{c.value: format_bytes(held.of(c)) if held.of(c) else "" for c in found},

@@ -181,6 +181,9 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     crossing = format_bytes(boundary_bytes(plan))
     rows.append(("boundaries", f"{crossing} a micro-batch{both_ways}"))
     rows.append(("peak memory", _memory(plan)))
+    reserved = max((device.reserved for device in prediction.memory), default=0)
+    if reserved:
+        rows.append(("reserved", f"{format_bytes(reserved)} by PyTorch's allocator, at most"))
     if plan.sizes:
         told = ", ".join(f"{printable(name)} (here {size})" for name, size in plan.sizes)
         rows.append(("free sizes", told))

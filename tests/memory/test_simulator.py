@@ -109,7 +109,7 @@ def test_what_is_told_one_by_one_comes_to_the_same(schedule: ScheduleKind, remat
 def test_a_device_goes_to_json_and_back() -> None:
     points = tuple(MemoryPoint(f"0F{n}", n * n % 7, 0) for n in range(1000))
     holder = PeakHolder("8 uint8", Category.ACTIVATIONS, "op", 8, 1, 0)
-    memory = DeviceMemory(6, "0F2", tuple(range(7)), points, (holder,) * 20, (0,), (6,)).shortened()
+    memory = DeviceMemory(6, "0F2", tuple(range(8)), points, (holder,) * 20, (0,), (6,)).shortened()
 
     assert len(memory.points) == 160
     assert max(point.peak for point in memory.points) == 4
