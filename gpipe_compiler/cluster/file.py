@@ -97,6 +97,7 @@ class _Reader:
         speeds = self._speeds(table, needed=needed)
         launch_s = table.quantity("launch", TIME)
         workspace = table.quantity("workspace", SIZE)
+        kept_free = table.quantity("kept_free", SIZE)
         device = Device(
             name,
             speeds.get(Arithmetic.FP32, old.flops),
@@ -107,6 +108,7 @@ class _Reader:
             tf32_flops=speeds.get(Arithmetic.TF32, old.tf32_flops),
             bf16_flops=speeds.get(Arithmetic.BF16, old.bf16_flops),
             workspace=old.workspace if workspace is None else int(workspace),
+            kept_free=old.kept_free if kept_free is None else int(kept_free),
         )
         link = _link(table, "link")
         if len(self._faults) > before:

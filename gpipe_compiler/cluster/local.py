@@ -20,7 +20,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gpipe_compiler.cluster.catalogue import BUILT_IN, DEFAULT_HOST, GLOO, PCIE4, Card, workspace_of
+from gpipe_compiler.cluster.catalogue import (
+    BUILT_IN,
+    DEFAULT_HOST,
+    GLOO,
+    KEPT_FREE,
+    PCIE4,
+    Card,
+    workspace_of,
+)
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.runtime.core.devices import gpu_count
@@ -138,6 +146,7 @@ def _measure(device: torch.device) -> Device:
         tf32_flops=convolved,
         bf16_flops=bf16,
         workspace=_workspace(device) if on_gpu else 0,
+        kept_free=KEPT_FREE if on_gpu else 0,
     )
 
 

@@ -17,6 +17,10 @@ MOST_DEVICES = 2048
 """Of a cluster: what plans hold of it grows with the square of their number."""
 
 
+MARGIN = 0.02
+"""The share by which GPUs may need more than is told: what convolutions take for a moment."""
+
+
 class Arithmetic(Enum):
     """What a matrix product or a convolution is computed in.
 
@@ -46,6 +50,8 @@ class Device:
         bf16_flops: in bf16, where that differs from fp16.
         workspace: bytes that PyTorch takes for the matrix library of each thread that multiplies
             matrices; 0 on a processor, and where it is not known.
+        kept_free: bytes of its memory that are no tensors', such as those of CUDA's context; 0 on a
+            processor, and where it is not known.
     """
 
     name: str
@@ -57,6 +63,18 @@ class Device:
     tf32_flops: float | None = None
     bf16_flops: float | None = None
     workspace: int = 0
+    kept_free: int = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes for what PyTorch's allocator takes: what is kept free and a margin are not."""
+        if not self.kept_free:
+            return self.memory
+        return max(0, math.floor((self.memory - self.kept_free) / (1 + MARGIN)))
+
+    def needed(self, taken: int) -> int:
+        """Bytes that its memory has to have for these of PyTorch's allocator, as in `room`."""
+        return math.ceil(taken * (1 + MARGIN)) + self.kept_free if self.kept_free else taken
 
     def speed(self, arithmetic: Arithmetic) -> float:
         match arithmetic:

@@ -119,7 +119,8 @@ class Prediction:
         proved: whether the cut, as was asked, is known to be optimal.
         peak_bytes: for every stage, its weights, gradients, optimizer, and what it holds of
             micro-batches, at its peak.
-        device_bytes: the same for every device of the pipeline, with all its stages.
+        device_bytes: what the memory of every device of the pipeline has to have, for all its
+            stages: of a GPU, what its allocator reserves, and what is kept free (`Device.needed`).
         memory: for every device, what `device_bytes` and `peak_bytes` are made of, where the
             memory traces of its stages were replayed (`memory`). Empty where they are from the
             quick model (`in_flight`), which counts what autograd keeps and no temporaries.

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from gpipe_compiler.cluster import Cluster, Link
+from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -304,6 +304,10 @@ class CandidateBuilder:
         split = self.setting.splits_backward
         stages = (taken[stage.index].of(stage, split=split) for stage in candidate.stages)
         return self._draft(candidate.found, candidate.table, tuple(stages))
+
+    def devices_of(self, candidate: Candidate) -> list[Device]:
+        """The devices of the pipeline, by rank."""
+        return [self.cluster.devices[slot] for slot in candidate.found.slots]
 
     def kind(self, candidate: Candidate, device: int) -> int:
         """Of a device of the pipeline, its number among those of the cluster."""

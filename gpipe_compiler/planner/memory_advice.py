@@ -230,9 +230,21 @@ def _fault(plan: Plan) -> str:
     return (
         f"needs {format_bytes(over[rank])} more than the {format_bytes(plan.devices[rank].memory)} "
         f"of device {rank} (stage{'s' if len(stages) > 1 else ''} {numbers}{further}): it holds "
-        f"{format_bytes(state)} of {_state_words(plan)}, and {format_bytes(held[rank] - state)} "
-        "of activations"
+        f"{format_bytes(state)} of {_state_words(plan)}, and "
+        f"{format_bytes(_live(plan, rank) - state)} of activations{_besides(plan, rank)}"
     )
+
+
+def _live(plan: Plan, rank: int) -> int:
+    """Bytes of tensors on a device, at its peak."""
+    memory = plan.prediction.memory
+    return memory[rank].peak if memory else plan.prediction.device_bytes[rank]
+
+
+def _besides(plan: Plan, rank: int) -> str:
+    """What a GPU needs besides."""
+    more = plan.prediction.device_bytes[rank] - _live(plan, rank)
+    return f", and {format_bytes(more)} are for PyTorch's allocator and CUDA" if more > 0 else ""
 
 
 def _state_words(plan: Plan) -> str:

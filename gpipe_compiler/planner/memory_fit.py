@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.cluster import is_host
+from gpipe_compiler.cluster import Device, is_host
 from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options import AnyOptimizer, RematChoice
 from gpipe_compiler.passes.cut.device_order import slot_orders
@@ -106,7 +106,12 @@ def _chosen(builder: CandidateBuilder, first: Exact) -> tuple[Exact, list[float]
     return best, limits
 
 
-def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: int) -> Prediction:
+def with_memory(
+    prediction: Prediction,
+    memory: Sequence[DeviceMemory],
+    stages: int,
+    devices: Sequence[Device],
+) -> Prediction:
     """A prediction with the memory that the devices truly take."""
     peaks = [0] * stages
     for device in memory:
@@ -115,7 +120,9 @@ def with_memory(prediction: Prediction, memory: Sequence[DeviceMemory], stages: 
     return dataclasses.replace(
         prediction,
         peak_bytes=tuple(peaks),
-        device_bytes=tuple(device.peak for device in memory),
+        device_bytes=tuple(
+            device.needed(taken(held, device)) for held, device in zip(memory, devices, strict=True)
+        ),
         memory=tuple(device.shortened() for device in memory),
     )
 
@@ -148,7 +155,7 @@ def remeasured(
     """
     assert plan.graph is not None
     memory = device_memories(plan.graph, layout_of(plan, optimizer), memory_traces)
-    prediction = with_memory(plan.prediction, memory, len(plan.stages))
+    prediction = with_memory(plan.prediction, memory, len(plan.stages), plan.devices)
     return dataclasses.replace(plan, prediction=prediction)
 
 
@@ -171,10 +178,15 @@ def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
     )
     memory = device_memories(facts.graph, layout, facts.memory_traces(on_host=layout.on_host))
     over = sum(
-        max(0.0, device.peak - setting.slots[slot].memory)
-        for device, slot in zip(memory, candidate.found.slots, strict=True)
+        max(0.0, taken(held, builder.cluster.devices[slot]) - setting.slots[slot].memory)
+        for held, slot in zip(memory, candidate.found.slots, strict=True)
     )
     return Exact(candidate, memory, over)
+
+
+def taken(held: DeviceMemory, device: Device) -> int:
+    """Bytes that count in the memory of a device: a GPU's are those that are reserved of it."""
+    return held.reserved if device.kept_free and held.reserved else held.peak
 
 
 def _moved(builder: CandidateBuilder, exact: Exact, limits: Sequence[float]) -> list[float] | None:
@@ -184,9 +196,9 @@ def _moved(builder: CandidateBuilder, exact: Exact, limits: Sequence[float]) -> 
     worth = exact.over > 0 and _fits_quickly(exact.candidate, limits)
     recomputes = any(exact.candidate.recomputing)
     pairs = zip(exact.memory, exact.candidate.prediction.device_bytes, strict=True)
-    for (device, quick), slot in zip(pairs, exact.candidate.found.slots, strict=True):
+    for (held, quick), slot in zip(pairs, exact.candidate.found.slots, strict=True):
         memory = builder.setting.slots[slot].memory
-        moved[slot] = max(0.0, memory + quick - device.peak)
+        moved[slot] = max(0.0, memory + quick - taken(held, builder.cluster.devices[slot]))
         worth |= recomputes and moved[slot] - limits[slot] > _WORTH_A_CUT * memory
     return moved if worth else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -278,10 +279,14 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
     if exact_memory:
         exact = choose_exactly(builder)
         candidate = exact.candidate
-        prediction = with_memory(candidate.prediction, exact.memory, choice.stages)
+        devices = builder.devices_of(candidate)
+        prediction = with_memory(candidate.prediction, exact.memory, choice.stages, devices)
     else:
         candidate = builder.choose(builder.remat)
         prediction = candidate.prediction
+        pairs = zip(prediction.device_bytes, builder.devices_of(candidate), strict=True)
+        needed = tuple(device.needed(math.ceil(size)) for size, device in pairs)
+        prediction = dataclasses.replace(prediction, device_bytes=needed)
     candidate = _with_frontiers(builder, candidate)
     graph = builder.facts_of(candidate).graph
     _prove(graph, candidate, builder.setting)

@@ -37,7 +37,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
         slots.append(
             DeviceSlot(
                 kinds.index(device),
-                device.memory,
+                device.room,
                 cluster.host(number),
                 rate if training else 0.0,
                 peer.latency_s * (replicas > 1) if training else 0.0,

@@ -195,9 +195,9 @@ class _Exploration:
         )
 
     def _memory(self, choice: Choice, which: Callable[[Iterable[int]], int]) -> int:
-        """Bytes of the largest or smallest device."""
+        """Bytes for tensors of the largest or smallest device."""
         cluster = self.planner.cluster.sized(choice.devices)
-        return which(device.memory for device in cluster.devices)
+        return which(device.room for device in cluster.devices)
 
     def _plan(self, choice: Choice) -> None:
         best = min((p.step_s for p in self.points.values() if p.fits), default=None)

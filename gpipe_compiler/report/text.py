@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from gpipe_compiler.cluster.machines import MARGIN
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES
 from gpipe_compiler.report.facts import (
@@ -181,15 +182,27 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     crossing = format_bytes(boundary_bytes(plan))
     rows.append(("boundaries", f"{crossing} a micro-batch{both_ways}"))
     rows.append(("peak memory", _memory(plan)))
-    reserved = max((device.reserved for device in prediction.memory), default=0)
-    if reserved:
-        rows.append(("reserved", f"{format_bytes(reserved)} by PyTorch's allocator, at most"))
+    rows += _gpu_rows(plan)
     if plan.sizes:
         told = ", ".join(f"{printable(name)} (here {size})" for name, size in plan.sizes)
         rows.append(("free sizes", told))
     if plan.optimizer:
         rows.append(("optimizer", plan.optimizer))
     return [*rows, ("op times", plan.cost_source)]
+
+
+def _gpu_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What the fullest GPU needs its memory for."""
+    memory = plan.prediction.memory
+    fullest = max(range(len(memory)), key=lambda rank: memory[rank].reserved, default=0)
+    if not memory or not memory[fullest].reserved:
+        return []
+    held, device = memory[fullest], plan.devices[fullest]
+    words = f"{format_bytes(held.peak)} of tensors, {format_bytes(held.reserved)} reserved for them"
+    if device.kept_free:
+        words += f"; a margin of {format_share(MARGIN)}, and {format_bytes(device.kept_free)} kept "
+        words += "free for CUDA and NCCL"
+    return [("on the GPU", words)]
 
 
 def _step_rows(plan: Plan) -> list[tuple[str, str]]:
