@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,16 +36,20 @@ from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
+from gpipe_compiler.plan.sweep_point import SweepPoint
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.targets import load
+from gpipe_compiler.targets.sweep import sweep
 from gpipe_compiler.targets.target import Target
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.package import Validation
 
 __all__ = ["CompileOptions", "Compiled", "compile", "emit", "plan", "trace", "trace_subject"]
+
+_Planned = TypeVar("_Planned")
 
 
 def silent(_: str) -> None:
@@ -211,19 +215,14 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         GPipeCompilerError: whatever else is wrong; nothing has been written then.
     """
     PassPipeline().asked(options.print_after, options.pass_options)  # refuses unknown names at once
-    open_target = load(options.target)
     if directory is not None:
         refuse_taken(directory, force=options.force)
-    target = open_target(model, options, progress, launch)
-    progress("planning")
-    try:
-        made, frontier = target.plan(progress)
-    except FixedSizeError as error:
-        if not isinstance(model, Subject) or not model.free.everything:
-            raise
-        target = open_target(model.fixed(), options, progress, launch)
-        made, frontier = target.plan(progress)
-        say_fixed(error.problem, error.location)
+
+    def planned(target: Target) -> tuple[Plan, Frontier | None]:
+        progress("planning")
+        return target.plan(progress)
+
+    target, (made, frontier) = _of_free_sizes(model, options, progress, launch, planned)
     if directory is None:
         return Compiled(made, None, None, frontier=frontier, batch=target.batch)
     if target.options.remedies:
@@ -241,6 +240,54 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         target.batch,
         target.under_torchrun,
     )
+
+
+@as_written()
+def compare(
+    model: Any,
+    options: CompileOptions,
+    devices: Sequence[int],
+    *,
+    largest_batch: bool,
+    progress: Progress = silent,
+    launch: Launch = fresh,
+) -> tuple[SweepPoint, ...]:
+    """Plans of one trace, for several numbers of devices and sizes of mini-batches; see `sweep`.
+
+    Args:
+        model: a `Subject`, or an `OnnxFile` for the target `onnx`.
+
+    Raises:
+        GPipeCompilerError: where the model cannot be traced. What cannot be planned is told in the
+            points.
+    """
+
+    def planned(target: Target) -> tuple[SweepPoint, ...]:
+        planner, asked = target.planner, target.options
+        return sweep(planner, asked, devices, largest_batch=largest_batch, progress=progress)
+
+    return _of_free_sizes(model, options, progress, launch, planned)[1]
+
+
+def _of_free_sizes(
+    model: Any,
+    options: CompileOptions,
+    progress: Progress,
+    launch: Launch,
+    planned: Callable[[Target], _Planned],
+) -> tuple[Target, _Planned]:
+    """The model opened, and what is planned of it: with no size free, where not all can be."""
+    open_target = load(options.target)
+    target = open_target(model, options, progress, launch)
+    try:
+        return target, planned(target)
+    except FixedSizeError as error:
+        if not isinstance(model, Subject) or not model.free.everything:
+            raise
+        target = open_target(model.fixed(), options, progress, launch)
+        made = planned(target)
+        say_fixed(error.problem, error.location)
+        return target, made
 
 
 @dataclass

@@ -266,7 +266,7 @@ def test_commands_are_found() -> None:
         "docs/training.md": 8,
         "docs/many_hosts.md": 4,
         "docs/package.md": 5,
-        "docs/planning.md": 8,
+        "docs/planning.md": 10,
         "docs/graph_file.md": 1,
         "docs/memory.md": 4,
         "docs/serving.md": 5,

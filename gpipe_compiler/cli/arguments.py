@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from gpipe_compiler.cli.search import search_arguments, setting_arguments
+from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
@@ -30,6 +30,7 @@ def compile_parser() -> argparse.ArgumentParser:
         "(docs/graph_file.md)",
     )
     setting_arguments(parser)
+    sweep_arguments(parser)
     parser.add_argument(
         "--mode",
         choices=["train", "infer"],

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from rich.console import Console
 
 from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
 from gpipe_compiler.cli.search import constraints_of, schedule_of
-from gpipe_compiler.compile import Compiled
+from gpipe_compiler.codegen.package import Progress
+from gpipe_compiler.compile import Compiled, compare
 from gpipe_compiler.compile import compile as compile_model
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.examples import size_names
@@ -31,6 +32,8 @@ from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
+from gpipe_compiler.report.sweep import document as sweep_document
+from gpipe_compiler.report.sweep import show_sweep
 from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, show_plan, stage_table, summary_table
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
@@ -48,9 +51,51 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
     Args:
         launch: runs a package that is compared with its model.
     """
-    directory = _directory(arguments)
-    options = CompileOptions(
-        stages=arguments.stages,
+    if arguments.sweep or arguments.batch:
+        _compare(arguments, launch)
+        return
+    if arguments.stages is None:
+        raise UsageError("how many stages?", hint="--stages 4, or auto; --sweep compares several")
+    directory, options = _directory(arguments), _options(arguments, arguments.stages)
+    with _watched(as_json=arguments.json) as progress:
+        model = _model(arguments, progress)
+        compiled = compile_model(model, options, directory, progress, launch)
+    if arguments.json:
+        print(json.dumps(_document(compiled), indent=2))
+    else:
+        _print_compiled(compiled)
+
+
+def _compare(arguments: argparse.Namespace, launch: Launch) -> None:
+    """`gpipe-compile --sweep` and `--batch auto`: plans of one trace, as a table."""
+    if bool(arguments.sweep) == (arguments.stages is not None):
+        raise UsageError(
+            "either --stages says how many there are, or --sweep for how many devices"
+            if arguments.sweep
+            else "--batch auto: for how many stages?",
+            hint="--stages 4 --batch auto; --sweep 1,2,4,8; or --sweep 1,2,4,8 --batch auto",
+        )
+    options = _options(arguments, arguments.stages or arguments.sweep[0])
+    with _watched(as_json=arguments.json) as progress:
+        model = _model(arguments, progress)
+        largest = arguments.batch is not None
+        points = compare(
+            model,
+            options,
+            arguments.sweep,
+            largest_batch=largest,
+            progress=progress,
+            launch=launch,
+        )
+    if arguments.json:
+        print(json.dumps({"sweep": sweep_document(points)}, indent=2))
+    else:
+        terminal().print(show_sweep(points))
+
+
+def _options(arguments: argparse.Namespace, stages: int | Auto) -> CompileOptions:
+    return CompileOptions(
+        stages=stages,
         microbatches=arguments.microbatches,
         schedule=schedule_of(arguments),
         loss_over_batch=arguments.loss_over == "batch",
@@ -78,20 +123,21 @@ def compile_program(arguments: argparse.Namespace, launch: Launch) -> None:
         print_after=tuple(arguments.print_after),
         pass_options=tuple(arguments.pass_option),
     )
+
+
+@contextlib.contextmanager
+def _watched(*, as_json: bool) -> Iterator[Progress]:
+    """Says on standard error what is being done; there all else goes too beside a document."""
     console = Console(stderr=True)
-    with (
-        _stdout_for_the_document(arguments.json),
-        notices(console),
-        Spinner(console) as progress,
-    ):
-        progress(f"loading {arguments.model}")
-        of_onnx = of_file(arguments.model) is not None
-        model = onnx_file(arguments, compile_parser()) if of_onnx else _subject(arguments)
-        compiled = compile_model(model, options, directory, progress, launch)
-    if arguments.json:
-        print(json.dumps(_document(compiled), indent=2))
-    else:
-        _print_compiled(compiled)
+    with _stdout_for_the_document(as_json), notices(console), Spinner(console) as progress:
+        yield progress
+
+
+def _model(arguments: argparse.Namespace, progress: Progress) -> Subject | OnnxFile:
+    progress(f"loading {arguments.model}")
+    if of_file(arguments.model) is not None:
+        return onnx_file(arguments, compile_parser())
+    return _subject(arguments)
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:

@@ -54,6 +54,8 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
             "model that could be constrained by its modules, trained or emitted",
             hint=f"give a model.py; or of a graph only {listed(understood)}",
         )
+    if arguments.stages is None:
+        raise UsageError("how many stages?", hint="--stages 4")
     asked = (arguments.stages, arguments.microbatches, schedule_of(arguments))
     auto = [
         f"{option} auto"

@@ -18,7 +18,6 @@ def setting_arguments(parser: argparse.ArgumentParser) -> None:
         "--stages",
         metavar="K",
         type=count_or_auto,
-        required=True,
         help="stages to cut it into; auto: as many as are best on the devices there are",
     )
     parser.add_argument(
@@ -35,6 +34,32 @@ def setting_arguments(parser: argparse.ArgumentParser) -> None:
         default=ScheduleKind.GPIPE.value,
         help="the order of the work; auto: the best one (default %(default)s)",
     )
+
+
+def sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Several plans of one trace, in place of a package."""
+    group = parser.add_argument_group("plans to compare (nothing is written)")
+    group.add_argument(
+        "--sweep",
+        metavar="N,N,...",
+        type=_counts,
+        default=(),
+        help="in place of --stages, plans for so many devices each, as a table: 1,2,4,8",
+    )
+    group.add_argument(
+        "--batch",
+        choices=[Auto.AUTO.value],
+        help="auto: mini-batches of twice and twice the example's, up to the first that does not "
+        "fit (or half and half, down to the first that does)",
+    )
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Numbers, each once, in their order."""
+    try:
+        return tuple(dict.fromkeys(positive(part.strip()) for part in text.split(",")))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}: write numbers, such as 1,2,4,8") from error
 
 
 def search_arguments(parser: argparse.ArgumentParser) -> None:

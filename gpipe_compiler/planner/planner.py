@@ -61,6 +61,7 @@ class Planner:
         measured: time the ops on this machine, instead of estimating them.
         analysis: of a graph that torch cannot run; None for all others.
         pipeline: the passes that describe and transform the graph.
+        samples: of the mini-batch to plan for; None for the example's.
     """
 
     graph: Graph
@@ -69,6 +70,7 @@ class Planner:
     constraints: Constraints = NO_CONSTRAINTS
     analysis: Analysis | None = None
     pipeline: PassPipeline = field(default_factory=PassPipeline)
+    samples: int | None = None
     _prepared: dict[tuple[int, Precision, bool], MicrobatchGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,7 +78,7 @@ class Planner:
 
     @property
     def batch_size(self) -> int:
-        return self.graph.batch_size
+        return self.samples or self.graph.batch_size
 
     def with_memory(self, size: int) -> Planner:
         cluster = self.cluster.with_memory(size)

@@ -174,7 +174,10 @@ class TestCompileArguments:
     @pytest.mark.parametrize(
         ("words", "said"),
         [
-            ("model.py", "the following arguments are required: -k/--stages"),
+            ("model.py", "how many stages?"),
+            ("model.py --stages 2 --sweep 1,2", "--sweep for how many devices"),
+            ("model.py --batch auto", "--batch auto: for how many stages?"),
+            ("model.py --sweep 1,,2", "write numbers, such as 1,2,4,8"),
             ("--stages 2", "the following arguments are required: MODEL"),
             (
                 "model.py --stages 0",

@@ -210,3 +210,31 @@ class TestObjective:
         assert bound * (1 + prediction["gap"]) == pytest.approx(longest)
         assert longest < prediction["step_s"]
         assert "of the longest stage (" in " ".join(capsys.readouterr().out.split())
+
+
+class TestSweep:
+    def test_plans_for_several_numbers_of_devices_are_compared(
+        self, workplace: Path, capsys: Printed
+    ) -> None:
+        before = sorted(path.name for path in workplace.iterdir())
+        assert cli.compile_command(["model.py", "--sweep", "1,2,3"]) == 0
+
+        printed = capsys.readouterr().out
+        assert "The most samples a second of a pipeline that fits" in printed
+        assert "no:" in printed  # there are two devices
+        assert sorted(path.name for path in workplace.iterdir()) == before
+
+    def test_json_is_all_there_is_on_stdout(self, capsys: Printed) -> None:
+        assert cli.compile_command(["model.py", "--sweep", "1,2", "--json"]) == 0
+
+        found = json.loads(capsys.readouterr().out)["sweep"]
+        assert [point["devices"] for point in found] == [1, 2]
+        assert all(point["fits"] for point in found)
+
+    def test_mini_batches_are_doubled_as_long_as_they_fit(self, capsys: Printed) -> None:
+        words = "model.py --stages 2 --batch auto --memory 100kB --json"
+        assert cli.compile_command(words.split()) == 0
+
+        found = json.loads(capsys.readouterr().out)["sweep"]
+        assert [point["batch_size"] for point in found[:2]] == [8, 16]
+        assert [point["fits"] for point in found] == [True] * (len(found) - 1) + [False]
