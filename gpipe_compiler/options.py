@@ -134,6 +134,25 @@ CUT_INSIDE = 0.03
 """Below so large a share of a step, predictions cannot tell which of two cuts is faster."""
 
 
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """By what factors stages took longer than was told, where a package was measured.
+
+    Attributes:
+        package: that was measured.
+    """
+
+    forward: float
+    backward: float
+    package: str
+
+    def __str__(self) -> str:
+        return (
+            f"times {self.forward:.3g} forward and {self.backward:.3g} backward, as "
+            f"{self.package} took"
+        )
+
+
 class Auto(Enum):
     """In place of a setting: the best is to be found."""
 
@@ -246,6 +265,7 @@ class CompileOptions(Policy):
         print_after: names of passes after which the graph is printed to standard error, and of
             analyses whose table is (`passes.pipeline`).
         pass_options: options of passes, as `PASS.OPTION=VALUE`.
+        calibration: by which op times are scaled; None for none.
         remedies: tell in the plan what other settings would save of memory.
         target: the output format, by its name in `targets.TARGETS`.
     """
@@ -262,6 +282,7 @@ class CompileOptions(Policy):
     constraints: Constraints = NO_CONSTRAINTS
     must_fit: bool = False
     search_s: float = SEARCH_SECONDS
+    calibration: Calibration | None = None
     remedies: bool = False
     target: str = "torch"
     print_after: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.options import Calibration
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, DryRun, tensors_in
 from gpipe_compiler.passes.fakes import HostFakes
@@ -100,6 +101,22 @@ class Costs:
     source: str
     batch_size: int
     estimated: frozenset[str] = field(default_factory=frozenset)
+
+    def calibrated(self, calibration: Calibration | None) -> Costs:
+        """The same with all times as much longer as a package was measured to take."""
+        if calibration is None:
+            return self
+        forward, backward = calibration.forward, calibration.backward
+        ops = {
+            name: replace(
+                cost,
+                forward_s=forward * cost.forward_s,
+                backward_s=backward * cost.backward_s,
+                weight_s=backward * cost.weight_s,
+            )
+            for name, cost in self.ops.items()
+        }
+        return replace(self, ops=ops, source=f"{self.source}; {calibration}")
 
     @property
     def forward_s(self) -> float:

@@ -152,6 +152,13 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         "(default %(default)s)",
     )
     group.add_argument(
+        "--calibration",
+        metavar="FILE",
+        type=path,
+        help="scale op times by what stages took over what was told, as run.py bench --calibrate "
+        "has written it where the model is to run",
+    )
+    group.add_argument(
         "--custom-ops",
         metavar="LIB",
         type=path,

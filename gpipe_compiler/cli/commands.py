@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,14 @@ from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.onnx import OnnxFile
-from gpipe_compiler.options import Auto, CompileOptions, LossChoice, Objective, RematChoice
+from gpipe_compiler.options import (
+    Auto,
+    Calibration,
+    CompileOptions,
+    LossChoice,
+    Objective,
+    RematChoice,
+)
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.first_question import first_question
@@ -118,11 +126,35 @@ def _options(arguments: argparse.Namespace, stages: int | Auto) -> CompileOption
         in_place=not arguments.no_inplace,
         cut_inside=arguments.cut_inside,
         prove=arguments.prove,
+        calibration=_calibration(arguments.calibration, arguments.target, arguments.model),
         remedies=arguments.remedies,
         target=of_file(arguments.model) or arguments.target,
         print_after=tuple(arguments.print_after),
         pass_options=tuple(arguments.pass_option),
     )
+
+
+def _calibration(file: Path | None, target: str, model: str) -> Calibration | None:
+    """What `run.py bench --calibrate` has written.
+
+    Raises:
+        UsageError: for a file that is none, or stages that are not torch's.
+    """
+    if file is None:
+        return None
+    if of_file(model) is not None or target != "torch":
+        raise UsageError("--calibration is for stages of torch")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        factors = float(found["forward"]), float(found["backward"])
+        if not all(0 < factor < math.inf for factor in factors):
+            raise ValueError("a factor is not above 0")
+        return Calibration(*factors, printable(str(found["measured"])))
+    except (ValueError, LookupError, TypeError, RecursionError, OverflowError) as error:
+        raise UsageError(
+            f"{file} is no calibration: {type(error).__name__}: {error}",
+            hint="run.py bench --calibrate FILE writes one",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ class Plan:
         opened: the modules that lie in several stages, of those that count (`cut.modules`).
         whole: what the same devices do without a pipeline: one alone, and all as replicas; empty
             where the plan itself has one device.
+        calibration: by what op times of forwards and of backwards were scaled.
         sizes: dimensions of inputs that are free beside the batch, by name: those of the example,
             which everything here is for.
         tied: which op ties most of the work together, in words; "" where none does.
@@ -88,6 +89,7 @@ class Plan:
     cut_inside: float = 0.0
     opened: tuple[str, ...] = ()
     whole: tuple[WholeModel, ...] = ()
+    calibration: tuple[float, float] = (1.0, 1.0)
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
 

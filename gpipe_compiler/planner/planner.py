@@ -12,7 +12,7 @@ from gpipe_compiler.cluster import Cluster, Device
 from gpipe_compiler.errors import ModelError, PlanError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
-from gpipe_compiler.options import NO_CONSTRAINTS, Constraints, Policy, RematChoice
+from gpipe_compiler.options import NO_CONSTRAINTS, Calibration, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cost import rooflines
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -62,6 +62,7 @@ class Planner:
         analysis: of a graph that torch cannot run; None for all others.
         pipeline: the passes that describe and transform the graph.
         samples: of the mini-batch to plan for; None for the example's.
+        calibration: by which op times are scaled; None for none.
     """
 
     graph: Graph
@@ -71,6 +72,7 @@ class Planner:
     analysis: Analysis | None = None
     pipeline: PassPipeline = field(default_factory=PassPipeline)
     samples: int | None = None
+    calibration: Calibration | None = None
     _prepared: dict[tuple[int, Precision, bool], MicrobatchGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -184,6 +186,8 @@ class Planner:
         if self.measured:
             at_home, *_ = rooflines(known, self.cluster.kinds)
             costs = [scaled(prepared.costs[0], at_home, there) for there in costs]
+        else:
+            costs = [each.calibrated(self.calibration) for each in costs]
         return MicrobatchGraph.of(graph, costs)
 
     def _by_torch(self, samples: int, precision: Precision, in_place: bool) -> MicrobatchGraph:
@@ -194,7 +198,8 @@ class Planner:
             raise
         if not all(value.splittable for value in graph.values.values()):
             self._refuse_torn(samples)
-        costs = tuple(costs_by_kind(graph, self.cluster.kinds, measured=self.measured))
+        costs = costs_by_kind(graph, self.cluster.kinds, measured=self.measured)
+        costs = [each.calibrated(self.calibration) for each in costs]
         return MicrobatchGraph.of(graph, costs, plain)
 
     def _refuse_torn(self, samples: int) -> None:

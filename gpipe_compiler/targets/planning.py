@@ -23,7 +23,14 @@ MOST_IN_PLAN = 40
 def planner_of(graph: Graph, options: CompileOptions) -> Planner:
     """What plans a traced graph, with the passes that the options ask for."""
     pipeline = PassPipeline().asked(options.print_after, options.pass_options)
-    return Planner(graph, options.cluster, options.measured, options.constraints, pipeline=pipeline)
+    return Planner(
+        graph,
+        options.cluster,
+        options.measured,
+        options.constraints,
+        pipeline=pipeline,
+        calibration=options.calibration,
+    )
 
 
 def plan_as_asked(
@@ -58,6 +65,11 @@ def plan_as_asked(
 
 
 def _compared(planner: Planner, plan: Plan, options: CompileOptions, progress: Progress) -> Plan:
-    """The plan, with what its devices would do without a pipeline."""
+    """The plan, with what its devices would do without a pipeline, and what it is calibrated by."""
     progress("comparing with plain training" if plan.training else "comparing with one device")
-    return dataclasses.replace(plan, whole=without_pipeline(planner, plan, options))
+    known = options.calibration
+    return dataclasses.replace(
+        plan,
+        whole=without_pipeline(planner, plan, options),
+        calibration=(1.0, 1.0) if known is None else (known.forward, known.backward),
+    )

@@ -66,6 +66,13 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--steps", type=positive, default=10, metavar="N")
     bench.add_argument("--stages", action="store_true", help="time each of its stages, too")
+    bench.add_argument(
+        "--calibrate",
+        type=path,
+        metavar="FILE",
+        help="JSON to write with what stages took over what was told, for gpipe-compile "
+        "--calibration FILE",
+    )
     bench.add_argument("--report", type=path, metavar="FILE", help="JSON to write with the times")
     _add_common(bench, spec)
     if spec.loss is not None:

@@ -203,7 +203,15 @@ def _work(
         return 0
     if arguments.command == "bench":
         choice, steps = input_choice(arguments), arguments.steps
-        bench(pipe, directory, choice, steps, arguments.report, stages=arguments.stages)
+        bench(
+            pipe,
+            directory,
+            choice,
+            steps,
+            arguments.report,
+            stages=arguments.stages,
+            calibration=arguments.calibrate,
+        )
         return 0
     inputs, target = example_call(pipe.spec, directory, input_choice(arguments))
     rows = check_pipeline(pipe, weights, inputs, target, arguments.reference)

@@ -70,6 +70,28 @@ def test_bench_tells_stage_times_and_writes_them(package, capsys):
     assert all(stage["forward_s"] > 0 for stage in times["stages"])
 
 
+def test_bench_writes_a_calibration_where_the_plan_tells_of_stages(package, capsys):
+    stage = {"forward_s": 1e-3, "backward_s": 2e-3, "weight_s": 0.0, "remat": "none"}
+    stages = [stage] * len(skip_spec().stages)
+    (package / "plan.json").write_text(
+        json.dumps({"prediction": {"step_s": 0.5}, "stages": stages})
+    )
+    file = package / "calibration.json"
+    words = ["bench", "--steps", "1", "--calibrate", str(file)]
+    assert main(skip_spec(), package, package / "weights", argv=words) == 0
+
+    text = capsys.readouterr().out
+    assert "(told 1, 2)" in text
+    assert f"--calibration {file}" in text
+    assert {*json.loads(file.read_text())} == {"forward", "backward", "measured"}
+
+    file.unlink()
+    (package / "plan.json").unlink()
+    assert main(skip_spec(), package, package / "weights", argv=words) == 2
+    assert "nothing to calibrate by" in capsys.readouterr().err
+    assert not file.exists()
+
+
 def losses(text):
     return [float(number) for number in re.findall(r"loss (\S+)", text)]
 

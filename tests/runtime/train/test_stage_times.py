@@ -10,8 +10,9 @@ from tiny_pipelines import SAMPLES, data_for, skip_spec
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
-from gpipe_compiler.runtime.train import inference
-from gpipe_compiler.runtime.train.inference import StageSeconds, measure_stages, stage_table
+from gpipe_compiler.runtime.train import stage_times
+from gpipe_compiler.runtime.train.stage_times import StageSeconds, measure_stages
+from gpipe_compiler.runtime.train.told import stage_table
 
 FORWARD_S, BACKWARD_S = 0.003, 0.006
 
@@ -71,7 +72,7 @@ def steps_of(pipe: Pipeline):
 def test_a_device_of_all_stages_takes_what_they_take(monkeypatch, schedule, remat):
     """Where all stages share a device, only GPipe's last micro-batch need not be run again."""
     work = _Clock()
-    monkeypatch.setattr(inference, "time", work)
+    monkeypatch.setattr(stage_times, "time", work)
     with slow(
         Pipeline(skip_spec(), None, devices="cpu", schedule=schedule, remat=remat), work
     ) as pipe:
@@ -87,12 +88,12 @@ def test_a_device_of_all_stages_takes_what_they_take(monkeypatch, schedule, rema
 
 def test_waiting_is_no_work(monkeypatch):
     work = _Clock()
-    monkeypatch.setattr(inference, "time", work)
+    monkeypatch.setattr(stage_times, "time", work)
     late = SimpleNamespace(
         take=lambda _: work.sleep(10.0), send=None, expect=None, exchange=None, flush=None
     )
-    waits = inference._Waits(late, torch.device("cpu"))
-    program = inference._TimedProgram(["first", "second"], waits)
+    waits = stage_times._Waits(late, torch.device("cpu"))
+    program = stage_times._TimedProgram(["first", "second"], waits)
 
     for seconds, _ in enumerate(program, start=1):
         work.sleep(seconds)

@@ -1,0 +1,198 @@
+"""What the plan told of a step, beside what was measured: time, and memory."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.options import execution_options
+from ..core.pipeline import Pipeline
+from ..core.topology import planned_placement
+from .stage_times import StageSeconds
+
+CLOSE = 1.25
+"""Times that differ by a smaller factor were told well."""
+
+_MB = 1e6
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the plan of a package says.
+
+    Attributes:
+        step_s: of a step, in the way that `what` names.
+        stages: of each; empty where the plan does not say.
+        peak_bytes: tensors of every device, and what its allocator reserves, at most.
+        calibration: by which the forwards and backwards of its costs were scaled already.
+    """
+
+    what: str
+    step_s: float
+    stages: tuple[StageSeconds, ...] = ()
+    peak_bytes: tuple[tuple[int, int], ...] = ()
+    calibration: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of(cls, pipe: Pipeline, directory: Path, samples: int) -> Told | None:
+        """That of this run; None where another one was planned, or nothing can be read.
+
+        Of the step, what was measured when the package was written, where it was started in
+        this way; else what was predicted.
+        """
+        spec = pipe.spec
+        here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.options, samples
+        planned = spec.microbatches, spec.schedule, planned_placement(spec)
+        whole = spec.microbatches * spec.microbatch_size
+        if here != (*planned, execution_options(spec, None, None, None), whole):
+            return None
+        try:
+            plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+            return cls._read(plan, alone=pipe.world.size == 1)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None  # a package without its plan still runs
+
+    @classmethod
+    def _read(cls, plan: Mapping[str, Any], *, alone: bool) -> Told:
+        prediction = plan["prediction"]
+        timed = prediction.get("threads_s" if alone else "torchrun_s")
+        expected = float(prediction.get("here_s", prediction["step_s"]))
+        memory = prediction.get("memory", ())
+        forward, backward = plan.get("calibration", (1.0, 1.0))
+        return cls(
+            "predicted" if timed is None else "when it was compiled",
+            expected if timed is None else float(timed),
+            tuple(map(_stage, plan.get("stages", ()))),
+            tuple((int(d["peak"]), int(d.get("reserved", 0))) for d in memory),
+            (float(forward), float(backward)),
+        )
+
+
+def _stage(stage: Mapping[str, Any]) -> StageSeconds:
+    weight_s = float(stage["weight_s"])
+    again_s = float(stage["forward_s"]) if stage["remat"] == "full" else 0.0
+    again_s += float(stage.get("segments_s", 0.0))
+    return StageSeconds(
+        float(stage["forward_s"]),
+        float(stage["backward_s"]) - weight_s + again_s,
+        weight_s,
+    )
+
+
+def stage_table(stages: Sequence[StageSeconds], told: Sequence[StageSeconds] = ()) -> str:
+    """One line a stage, in milliseconds of a micro-batch; with what was told, in brackets."""
+    lines = ["stage  forward ms  backward ms  weight ms"]
+    for index, one in enumerate(stages):
+        other = told[index] if len(told) == len(stages) else None
+        forward, backward, weight = (
+            f"{1e3 * seconds:.3g}" if seconds else "" for seconds in _parts(one)
+        )
+        line = f"{index:5}  {forward:>10}  {backward:>11}  {weight:>9}".rstrip()
+        if other is not None:
+            # What splits no backward is told as one.
+            split = _parts(other) if one.weight_s else _joined(other)
+            figures = (f"{1e3 * seconds:.3g}" for seconds in split if seconds)
+            line = f"{line:42}  (told {', '.join(figures)})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _parts(stage: StageSeconds) -> tuple[float, float, float]:
+    return stage.forward_s, stage.backward_s, stage.weight_s
+
+
+def _joined(stage: StageSeconds) -> tuple[float, float]:
+    return stage.forward_s, stage.backward_s + stage.weight_s
+
+
+def likely_reason(told: Told, step_s: float, stages: Sequence[StageSeconds]) -> str:
+    """Why a step took longer or shorter than was told, as far as its stages show; "" if it
+    did not."""
+    if 1 / CLOSE <= step_s / told.step_s <= CLOSE:
+        return ""
+    ratios = _ratios(told, stages)
+    if ratios is None:
+        return "run it with --stages to see whether computing or waiting is off"
+    measured, expected = (sum(map(sum, map(_joined, each))) for each in (stages, told.stages))
+    if expected and not 1 / CLOSE <= measured / expected <= CLOSE:
+        return (
+            f"stages compute for {measured / expected:.2f} times what was told: estimates "
+            "know neither small kernels nor Python; gpipe-compile --cost measured times "
+            "the ops, and bench --calibrate FILE lets the next plan know"
+        )
+    return (
+        "stages compute for as long as was told: what is off is transfers, and waiting "
+        "for one another or for a place to compute"
+    )
+
+
+def _ratios(told: Told, stages: Sequence[StageSeconds]) -> tuple[float, float] | None:
+    """By what forwards and backwards took longer than was told; None where nobody knows."""
+    if not stages or len(stages) != len(told.stages):
+        return None
+    sums = [
+        [sum(parts) for parts in zip(*map(_joined, each), strict=True)]
+        for each in (stages, told.stages)
+    ]
+    (forward, backward), (forward_told, backward_told) = sums
+    if not forward or not forward_told:
+        return None
+    found = forward / forward_told
+    return found, backward / backward_told if backward_told and backward else found
+
+
+def write_calibration(
+    file: Path, told: Told | None, stages: Sequence[StageSeconds], name: str
+) -> bool:
+    """Writes what `gpipe-compile --calibration` takes; False where it is not known."""
+    ratios = None if told is None else _ratios(told, stages)
+    if told is None or ratios is None:
+        return False
+    forward, backward = (
+        ratio * before for ratio, before in zip(ratios, told.calibration, strict=True)
+    )
+    found = {"forward": forward, "backward": backward, "measured": name}
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return True
+
+
+def memory_lines(told: Told, devices: Mapping[int, torch.device]) -> list[str]:
+    """What was in memory at most, beside what was told.
+
+    Of GPUs what PyTorch's allocator says, of the processor the resident memory of this
+    process, in which Python and torch are.
+
+    Args:
+        devices: by rank of the pipeline, those of this process.
+    """
+    lines = []
+    on_host = [rank for rank, device in devices.items() if device.type != "cuda"]
+    for rank, device in devices.items():
+        if device.type == "cuda" and rank < len(told.peak_bytes):
+            peak, reserved = told.peak_bytes[rank]
+            allocated = torch.cuda.max_memory_allocated(device)
+            taken = torch.cuda.max_memory_reserved(device)
+            lines.append(
+                f"device {rank}: {allocated / _MB:,.0f} MB allocated (told {peak / _MB:,.0f}), "
+                f"{taken / _MB:,.0f} MB reserved (told {reserved / _MB:,.0f})"
+            )
+    if on_host and len(told.peak_bytes) > max(on_host):
+        tensors = sum(told.peak_bytes[rank][0] for rank in on_host)
+        lines.append(
+            f"memory of the process: {_resident() / _MB:,.0f} MB at most, with Python and "
+            f"torch; told {tensors / _MB:,.0f} MB of tensors"
+        )
+    return lines
+
+
+def _resident() -> int:
+    """The most bytes of this process that were in memory."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
