@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir import Graph, Op, Ref
+from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
 from gpipe_compiler.passes.op_watch import KernelRun, OpNotes, OpWatch
 from gpipe_compiler.passes.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
@@ -160,6 +161,15 @@ def observed(
 def in_all_modes(graph: Graph, samples: int | None = None) -> list[ObservedRun]:
     """The runs in which every op is seen: in the graph's own mode first."""
     return [observed(graph, samples, training=training) for training in modes(graph)]
+
+
+def in_the_other_mode(graph: Graph) -> Mapping[str, SeenValue]:
+    """The values in the mode that is not the graph's own; none where no op takes one tensor in
+    train and another in eval mode, so that shapes are the same in both."""
+    made = (choice for op in graph.ops for choice in choices(op.arguments))
+    if any(isinstance(side, Ref) for c in made for side in (c.train, c.evaluation)):
+        return observed(graph, training=graph.loss is None).values
+    return {}
 
 
 def _observed(graph: Graph, samples: int, *, training: bool) -> ObservedRun:

@@ -40,6 +40,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.observe import SeenValue, in_the_other_mode
 from gpipe_compiler.passes.positions import Positions
 from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.sizes import Dim
@@ -72,11 +73,12 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     }
     if not idle:
         return graph
+    elsewhere = in_the_other_mode(graph)
     reads = Counter(itertools.chain(graph.ends, *map(_reads, graph.ops)))
     names: dict[str, str] = {}  # what is read instead of the result of an op
     for op in graph.ops:
         source = idle.get(op.name)
-        if source is None:
+        if source is None or not _of_one_shape(elsewhere, source, op.outputs[0]):
             continue
         alone = reads[source] == 1 and source not in names
         if not (alone and _is_private(graph, found, source)) and not (
@@ -91,6 +93,12 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
         reads[source] = others + reads[result]
         names[result] = source
     return _without(graph, names, positions) if names else graph
+
+
+def _of_one_shape(seen: Mapping[str, SeenValue], *names: str) -> bool:
+    """Whether values have the same shape in a run, as far as it makes them."""
+    forms = [seen[name].form for name in names if name in seen]
+    return len({form.shape for form in forms if form is not None}) < 2
 
 
 def _reads(op: Op) -> tuple[str, ...]:

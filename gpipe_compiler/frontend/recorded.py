@@ -38,6 +38,7 @@ from gpipe_compiler.frontend.free_sizes import (
     write_fixed,
 )
 from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
+from gpipe_compiler.frontend.kernels_recorded import vmap_followed
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.noted_sizes import NotedSizes, noting_sizes
@@ -310,6 +311,7 @@ def _record(
             gradient_hooks_carried() if entry.has_loss else contextlib.nullcontext(),
             # By itself a reentrant checkpoint is recorded without gradients.
             activations_kept(trains=entry.has_loss),
+            vmap_followed(),
             torch.random.fork_rng(),
         ):
             inputs = inputs_without_numbers(entry, mode, environment, free)

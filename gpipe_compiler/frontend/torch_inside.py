@@ -41,6 +41,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch._C._TorchDispatchModeKey": ("FAKE",),
     "torch._C._autograd": ("_get_sequence_nr",),
     "torch._dispatch.python": ("enable_python_dispatcher",),
+    "torch._functorch.apis": ("vmap_impl",),
     "torch._guards": ("Source",),
     "torch._library.custom_ops": ("CustomOpDef", "OPDEFS"),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),

@@ -33,6 +33,38 @@ class Hyper(Two):
         )
 
 
+class MaskedByVmap(nn.Module):
+    """A mask of attention, written for one pair of places of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.value, self.last = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, present: Tensor) -> Tensor:
+        def sees(sample: Tensor, place: Tensor, other: Tensor) -> Tensor:
+            near = (place - other).abs() < 2
+            return (near | (place >= other)) & present[sample, other]
+
+        samples, places = torch.arange(x.shape[0]), torch.arange(x.shape[1])
+        pairs = torch.vmap(torch.vmap(sees, (None, None, 0)), (None, 0, None))
+        mask = torch.vmap(pairs, (0, None, None))(samples, places, places)
+        scores = self.query(x) @ x.new_ones(8, 1) - self.query(x).sum(-1)[:, None]
+        weights = scores.masked_fill(~mask, -1e4).softmax(-1)
+        return self.last(weights @ self.value(x)).mean(1)
+
+
+class ExpandedInEval(Two):
+    """A mask that is one for all samples in eval mode, and expanded to them where it is not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(6)[None] > 1
+        if self.training:
+            mask = mask & (x > -9)
+        mask = (~mask).expand(x.shape[0], -1)
+        both = torch.cat([mask, x > 0], -1).to(x.dtype)
+        return self.last(self.body(x * both[:, :6] + both[:, 6:]))
+
+
 class Energy(Two):
     """Forces: the gradient of an energy by its input, which training goes through."""
 
@@ -369,6 +401,11 @@ def steps(samples: int) -> Tensor:
     return torch.randn(samples, 5, 6)
 
 
+def masked(samples: int) -> tuple[Tensor, Tensor]:
+    x = steps(samples)
+    return x, torch.cat([torch.ones(samples, 1), torch.rand(samples, x.shape[1] - 1)], 1) > 0.3
+
+
 def classes(samples: int) -> Tensor:
     return torch.randint(3, (samples,))
 
@@ -397,6 +434,8 @@ def of_steps(name: str, model: object, **options: object) -> Case:
 CASES = (
     simple("functional_call", Called, quick=True),
     simple("hyper", Hyper),
+    Case("masked_by_vmap", MaskedByVmap, masked, F.cross_entropy, classes, quick=True),
+    simple("expanded_in_eval", ExpandedInEval),
     simple("by_func", Energy, expect=TRANSFORMED),
     simple("jvp", Jacobian, expect=TRANSFORMED),
     simple("function_with_context", OwnFunction),
