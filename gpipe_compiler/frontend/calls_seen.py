@@ -1,14 +1,15 @@
 """Lets a recorder see what no function of torch tells it.
 
-Modules and regions of autocast; `len(x)`, which would be a constant; `max` and `min` of sizes,
-which would ask which is larger; what forward assigns to a buffer, which would be lost.
+Constructors of torch's early days; modules and regions of autocast; `len(x)`, which would be a
+constant; `max` and `min` of sizes, which would ask which is larger; what forward assigns to a
+buffer, which would be lost.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import autocast
 
+from gpipe_compiler.dispatching import by_identity
+from gpipe_compiler.frontend.calls import Written
 from gpipe_compiler.frontend.position import Region
 from gpipe_compiler.frontend.recorder import recording
 from gpipe_compiler.ir import Autocast
@@ -62,6 +65,33 @@ def calls_seen() -> Iterator[None]:
         mock.patch.object(autocast, "__exit__", left),
     ):
         yield
+
+
+_aten = torch.ops.aten
+_DETACH, _EMPTY, _NUMBERS = (
+    _aten.detach.default,
+    _aten.empty.memory_format,
+    _aten.lift_fresh.default,
+)
+_CONSTRUCTORS = by_identity({_DETACH, _EMPTY, _NUMBERS})
+
+
+def saw_constructor(kernel: Any, args: Sequence[Any], made: Any) -> None:
+    """Records what `torch.FloatTensor(2, 3)`, `torch.Tensor([0.5])` or `Variable(x)` has made.
+
+    No function of torch is called, so that of all that the model does its kernel alone is seen.
+    """
+    recorder = recording() if id(kernel) in _CONSTRUCTORS else None
+    if recorder is None:
+        return
+    with torch._C.DisableTorchFunction():  # what is made is recorded, and not how
+        if kernel is _NUMBERS:
+            recorder.from_numbers(args[0], made)
+        elif kernel is _EMPTY:
+            options = {"dtype": made.dtype, "device": made.device}
+            recorder.record(Written(torch.empty, (tuple(args[0]),), options), made, ())
+        else:
+            recorder.record(Written("detach", (args[0],)), made, ())
 
 
 _own_length = len

@@ -136,6 +136,10 @@ class CastWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # something in the model compiles itself
             return func(*args, **kwargs)
+        if "/torch/_subclasses/" in sys._getframe(1).f_code.co_filename:
+            # A constructor that is no function of torch: how torch makes the tensor is no call.
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
         if func in _GRADIENT_HOOKS:
             if not self._trains:
                 return RemovableHandle(OrderedDict())

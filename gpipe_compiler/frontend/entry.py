@@ -52,7 +52,7 @@ from gpipe_compiler.frontend.structure import (
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
-from gpipe_compiler.frontend.user_code import line_of_forward
+from gpipe_compiler.frontend.user_code import line_of_forward, way_out
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
@@ -277,7 +277,7 @@ class Entry(nn.Module):
             raise ModelError(
                 f"the model raises {type(error).__name__} on the example inputs: {text_of(error)}",
                 location=line_of(error),
-                hint="it must run by itself before it can be compiled",
+                hint=way_out(text_of(error)) or "it must run by itself before it can be compiled",
             ) from error
 
     def _loss_reduction(

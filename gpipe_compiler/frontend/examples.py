@@ -142,7 +142,7 @@ def _a(thing: object) -> str:
     if thing is None:
         return "None"
     name = type(thing).__name__
-    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 def leaves(nest: object, path: str) -> Iterator[tuple[str, object]]:
@@ -160,6 +160,11 @@ def leaves(nest: object, path: str) -> Iterator[tuple[str, object]]:
 def tensors(nest: object) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts, in order."""
     return [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, torch.Tensor)]
+
+
+def _holds_tensors(leaf: object) -> bool:
+    """Whether tensors are attributes of an object, or lie in containers that are."""
+    return not callable(leaf) and bool(tensors(getattr(leaf, "__dict__", {})))
 
 
 def check_tensors(nest: object, what: str, location: SourceLocation | None) -> None:
@@ -189,6 +194,13 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
                 f"{what} holds a NumPy array at {path}, not a tensor",
                 location=location,
                 hint="wrap it in torch.from_numpy(...)",
+            )
+        elif _holds_tensors(leaf):
+            raise ModelError(
+                f"{what} holds tensors inside of {_a(leaf)} at {path}: of other batches a package "
+                "would not see them",
+                location=location,
+                hint="pass them in a tuple, a dict or a NamedTuple, and make the object in forward",
             )
     if not found:
         raise ModelError(

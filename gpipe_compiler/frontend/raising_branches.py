@@ -105,16 +105,21 @@ class _Check:
         statement: it stands in.
         parts: in order, what each has to be for nothing to be raised; None for one that chooses
             within itself; () where the condition decides something else.
+        places: of the parts.
     """
 
     statement: _Place
     condition: _Place
     parts: tuple[bool | None, ...]
+    places: tuple[_Place, ...]
 
     def passing_at(self, frame: FrameType) -> bool | None:
         """What the part has to be whose truth a frame asks; None where that is not known."""
         if len(set(self.parts)) == 1:
             return self.parts[0]
+        asking = _instruction(frame)
+        if asking in self.places:  # a call that asks within itself, as torch.equal does
+            return self.parts[self.places.index(asking)]
         asked = [
             instruction.offset
             for instruction in dis.get_instructions(frame.f_code)
@@ -202,11 +207,10 @@ class _Statements(ast.NodeVisitor):
 
     def _condition(self, node: ast.If | ast.Assert, passing: bool | None) -> None:
         """Notes one, and what it has to be."""
-        parts = tuple(
-            None if as_it is None else passing is as_it
-            for as_it in (_parts(node.test) if passing is not None else ())
-        )
-        self.checks.append(_Check(_Place.of(node), _Place.of(node.test), parts))
+        found = tuple(_parts(node.test)) if passing is not None else ()
+        parts = tuple(None if as_it is None else passing is as_it for _, as_it in found)
+        places = tuple(_Place.of(part) for part, _ in found)
+        self.checks.append(_Check(_Place.of(node), _Place.of(node.test), parts, places))
 
 
 def _is_of_torch(context: ast.expr) -> bool:
@@ -234,8 +238,8 @@ def _raises(body: list[ast.stmt]) -> bool:
     return all(isinstance(statement, ast.Assign | ast.Expr) for statement in body[:-1])
 
 
-def _parts(test: ast.expr) -> Iterator[bool | None]:
-    """For every part whose truth is asked, whether the whole holds as it does, or as it does not.
+def _parts(test: ast.expr) -> Iterator[tuple[ast.expr, bool | None]]:
+    """Every part whose truth is asked, and whether the whole holds as it does, or as it does not.
 
     None for what chooses within an expression.
     """
@@ -244,10 +248,14 @@ def _parts(test: ast.expr) -> Iterator[bool | None]:
             for value in values:
                 yield from _parts(value)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            yield from (None if as_it is None else not as_it for as_it in _parts(operand))
+            for part, as_it in _parts(operand):
+                yield part, None if as_it is None else not as_it
         case _:
             chooses = (ast.BoolOp, ast.IfExp, ast.Not, ast.NamedExpr, ast.Lambda)
-            yield None if any(isinstance(inner, chooses) for inner in ast.walk(test)) else True
+            yield (
+                test,
+                None if any(isinstance(inner, chooses) for inner in ast.walk(test)) else True,
+            )
 
 
 def _statements(file: str) -> _Statements:

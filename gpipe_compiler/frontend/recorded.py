@@ -23,7 +23,7 @@ from gpipe_compiler.frontend.branches_taken import (
     refuse_changing,
     refuse_gradient_branches,
 )
-from gpipe_compiler.frontend.calls_seen import calls_seen
+from gpipe_compiler.frontend.calls_seen import calls_seen, saw_constructor
 from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.free_sizes import (
@@ -299,7 +299,7 @@ def _record(
         TraceError: for what no graph can hold.
     """
     environment = ShapeEnv()
-    mode = TraceFakes(environment)
+    mode = TraceFakes(environment, saw_constructor)
     try:
         with (
             general() if free else contextlib.nullcontext(),

@@ -195,6 +195,8 @@ class Recorder(TorchFunctionMode):
         if func.__self__.__name__ != "data" or self.tensors.known(tensor) is None:
             func(tensor, value)
             return
+        if _is_same_memory(tensor, value):  # `x.data *= 2`, which has written into it
+            return
         self._refuse_other_memory(tensor, value)
         data = self._get(torch.Tensor.data.__get__, tensor)  # type: ignore[attr-defined]  # of C
         self._call(torch.Tensor.copy_, (data, value), {})
@@ -215,7 +217,7 @@ class Recorder(TorchFunctionMode):
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise transformed(line_around("torch/_functorch/"))
-        if func is torch.autograd.grad and any(map(self.tensors.is_cut_off, tensors_in(args[1:2]))):
+        if func is torch.autograd.grad:
             raise own_gradients(calling_line())
         given = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in given]
@@ -405,6 +407,11 @@ def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
         return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
 
     return map_tensors(own, made)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and same_shape(one.shape, other.shape) and one.dtype == other.dtype
 
 
 def _identities(module: nn.Module) -> list[int]:

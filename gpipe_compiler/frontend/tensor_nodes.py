@@ -37,11 +37,6 @@ class TensorNodes:
         node = self.known(tensor)
         return node is not None and node.op != "placeholder"
 
-    def is_cut_off(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd begins anew at a tensor that the model has made."""
-        node = self.known(tensor)
-        return tensor.is_leaf and node is not None and node.op not in ("placeholder", "get_attr")
-
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Notes the tensors that modules hold as plain attributes."""
         self._held = {

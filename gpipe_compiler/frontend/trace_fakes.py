@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
@@ -27,6 +27,9 @@ _VIEWS = by_identity(
 _COUNTING = _aten.bincount.default
 _RULED = _ELEMENTWISE | _PRODUCTS | _VIEWS
 
+Saw: TypeAlias = Callable[[Any, Sequence[Any], Any], None]
+"""Is told of an op, of what it was called with and of what it made."""
+
 
 class TraceFakes(QuickFakes):
     """A mode of fake tensors that knows what the commonest kernels make without asking.
@@ -36,13 +39,15 @@ class TraceFakes(QuickFakes):
     need a question is left to torch.
     """
 
-    def __init__(self, environment: ShapeEnv | None = None) -> None:
+    def __init__(self, environment: ShapeEnv | None = None, saw: Saw | None = None) -> None:
         """A mode of fakes.
 
         Args:
             environment: of the sizes that are symbols; None where all are numbers.
+            saw: is told of every op, what it was called with and what it made.
         """
         super().__init__(shape_env=environment, export=environment is not None)
+        self._saw = saw
 
     def __torch_dispatch__(
         self,
@@ -52,6 +57,19 @@ class TraceFakes(QuickFakes):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs an op on fake tensors."""
+        made = self._made(func, types, args, kwargs)
+        if self._saw is not None:
+            self._saw(func, args, made)
+        return made
+
+    def _made(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+    ) -> Any:
+        """What an op makes."""
         if id(func) in _RULED and not kwargs and self.are_plain(args):
             made = self._by_rule(func, args)
             if made is not None:

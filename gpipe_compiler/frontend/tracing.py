@@ -21,7 +21,11 @@ from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES
-from gpipe_compiler.frontend.untraced import own_backward, refuse_gradient_hooks
+from gpipe_compiler.frontend.untraced import (
+    own_backward,
+    refuse_gradient_hooks,
+    refuse_writing_switches,
+)
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
 from gpipe_compiler.no_gc import uncollected
@@ -45,6 +49,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
     """
     if subject.training:
         refuse_gradient_hooks(subject.model)
+    refuse_writing_switches(subject.model, training=subject.training)
     graph = _by_fewer_layers(subject, precision)
     try:
         graph = graph or trace_whole(subject, precision)

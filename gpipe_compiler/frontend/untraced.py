@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.own_code import written
 from gpipe_compiler.frontend.own_statements import UnwritableError
+from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
 
@@ -29,6 +31,42 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
                 location=definition(hook),
                 hint="leave it out here, and register it on the parameter of that name in "
                 "Pipeline().named_parameters(), in a training loop of your own",
+            )
+
+
+def refuse_writing_switches(model: nn.Module, *, training: bool) -> None:
+    """Refuses a model that writes to its weights when it is told to evaluate.
+
+    Looked for with other weights: an adapter that `eval()` merges begins with one of zeros.
+
+    Args:
+        training: whether it is compiled for both modes.
+
+    Raises:
+        TraceError: naming the weight and where the switch is defined.
+    """
+    switches = (
+        own
+        for module in model.modules()
+        for own in (type(module).train, type(module).eval)
+        if own not in (nn.Module.train, nn.Module.eval)
+    )
+    switch = next(switches, None)
+    copied = None if switch is None else with_other_weights(model)
+    if copied is None:
+        return
+    copied = copied.train() if training else copied
+    before = {name: tensor.clone() for name, tensor in named_state(copied)}
+    for name, tensor in named_state(copied.eval()):
+        was = before.get(name, tensor)
+        if was.shape == tensor.shape and not bool(((was == tensor) | was.isnan()).all()):
+            raise TraceError(
+                f"the model writes to {name} when it is switched to eval mode: a package has the "
+                "same weights in both modes",
+                location=definition(switch),
+                hint="compute what eval mode needs in forward, and merge weights by a method of "
+                "their own when training is over (merge_weights=False in loralib); for --mode "
+                "infer, call eval() in build_model()",
             )
 
 
@@ -86,7 +124,7 @@ def transformed(where: SourceLocation | None) -> TraceError:
 
 
 def own_gradients(where: SourceLocation | None) -> TraceError:
-    """Of a model whose forward takes gradients of what it has cut off from what came before."""
+    """Of a model whose forward takes gradients."""
     code = f" at `{where.code}`" if where and where.code else ""
     return TraceError(
         f"forward differentiates by itself{code}: a cut could lie in what it differentiates",

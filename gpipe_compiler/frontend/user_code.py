@@ -263,6 +263,12 @@ def way_out(raised: str) -> str:
             "give the targets of CTC one row for each sample, padded to the longest: a single row "
             "of all targets has no part for some of the samples"
         )
+    if "differentiated Tensors" in raised:
+        return (
+            "no stage differentiates by itself, and examples ask for no gradients: write the "
+            "derivative with torch's operators; or as a torch.autograd.Function of your own, which "
+            "a stage holds whole"
+        )
     if "doesn't require gradient" in raised or "does not require grad" in raised:
         return (
             "it also runs without gradients, as in every evaluation: ask first for "

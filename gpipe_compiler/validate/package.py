@@ -135,7 +135,12 @@ def validate(
             rows = json.loads(report.read_text())
         return tuple(Row(**row | {"faults": tuple(row["faults"])}) for row in rows)
 
-    rows = rows_of(batches)
+    try:
+        rows = rows_of(batches)
+    except ValidationError:
+        if not per_microbatch:
+            refuse_unlike_parts(subject, plan, seed)
+        raise
     if not all(row.passed for row in rows):
         if not per_microbatch:
             refuse_unlike_parts(subject, plan, seed)

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.errors import UnsplittableError
+from gpipe_compiler.errors import GPipeCompilerError, UnsplittableError
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
@@ -33,6 +34,7 @@ from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
+from gpipe_compiler.runtime.wording import text_of
 from gpipe_compiler.validate.cross_sample import differs_in_training
 from gpipe_compiler.validate.departure import (
     HINT,
@@ -112,7 +114,18 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
         return
     shares = shares_of(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, accepted=False)
-    work.evaluated()
+    try:
+        work.evaluated()
+    except GPipeCompilerError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise UnsplittableError(
+            f"the model raises {type(error).__name__} on micro-batches of the example: "
+            f"{text_of(error)}",
+            location=line_of(error),
+            hint="give every sample rows of its own, that say nothing of where in the batch it "
+            "lies, as offsets do: pad them to one length; or compile with --microbatches 1",
+        ) from error
     if not shares:
         return
     if batchnorm_ops(work.graph, subject.model):  # which the user has over each micro-batch

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, UnsplittableError
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.validate.package import validate
@@ -252,6 +252,34 @@ class TakesEight(nn.Module):
         if type(x) is torch.Tensor and x.shape[0] in (5, 9):
             raise ValueError(f"five or nine samples\nare refused: {x.shape[0]}")
         return self.layers(x)
+
+
+class Bags(nn.Module):
+    """The indices of all samples in one row, and where in it each sample's begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(11, 6), nn.Linear(6, 3)
+
+    def forward(self, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(indices, offsets))
+
+
+def test_samples_in_one_row_with_offsets_are_refused(tmp_path: Path) -> None:
+    """A second micro-batch would begin at another offset than 0, which torch does not take."""
+    subject = Subject(
+        "bags",
+        Bags(),
+        args=(torch.randint(11, (24,)), torch.arange(8) * 3),
+        target=torch.randn(8, 3),
+        loss_fn=F.mse_loss,
+    )
+    with pytest.raises(UnsplittableError, match=r"on micro-batches.*offsets\[0\]") as caught:
+        compile_subject(subject, dataclasses.replace(OPTIONS), tmp_path / "x")
+
+    assert caught.value.location is not None
+    assert caught.value.location.code == "return self.head(self.table(indices, offsets))"
+    assert "pad them to one length" in caught.value.hint
 
 
 def test_what_plain_pytorch_rejects_is_said(tmp_path: Path) -> None:

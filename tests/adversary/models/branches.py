@@ -334,13 +334,11 @@ CASES = (
         kinds,
         F.cross_entropy,
         classes,
-        quick=True,
         expect=at_step("torch.bincount(kinds, minlength=5)", beyond),
     ),
     simple(
         "normed",
         Normed,
-        quick=True,
         sizes=(8,),
         reference="micro-batches",
         expect=at_step("torch.isfinite(h)"),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
 from adversary.layers import Two
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -214,6 +215,41 @@ class CountsInTensors(Two):
         return self.last(self.middle(h.flatten(1) / torch.div(7, 2)).relu())
 
 
+class EarlyDays(Two):
+    """Tensors as torch's first years made them, which no function of torch makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = Variable(torch.LongTensor([1, 0, 2, 3, 4, 5]))
+        scale = Variable(torch.Tensor([0.5, 2.0]), requires_grad=False).repeat(3)
+        h = self.first(x[:, order] * scale + torch.FloatTensor([[1.0] * 6]))
+        filled = Variable(torch.FloatTensor(x.size(0), 3, 8))
+        for number in range(3):
+            filled[:, number] = h * number
+        zeros = torch.Tensor(x.size(0), 8).zero_() + x.new(x.size(0), 8).fill_(0.5)
+        h = torch.max(filled.sum(1), zeros) + Variable(h.data).abs() + x.data.new(8).fill_(1)
+        return self.last(self.middle(h).tanh())
+
+
+class OldLanguageModel(nn.Module):
+    """torch's own first example of a language model: states out of a weight's `new`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.rnn, self.decoder = (
+            nn.Embedding(11, 8),
+            nn.LSTM(8, 8, 2),
+            nn.Linear(8, 11),
+        )
+        self.decoder.weight = self.encoder.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = next(self.parameters()).data
+        state = [Variable(weight.new(2, ids.size(1), 8).zero_()) for _ in range(2)]
+        output, _ = self.rnn(self.encoder(ids), tuple(state))
+        flat = self.decoder(output.view(output.size(0) * output.size(1), output.size(2)))
+        return flat.view(output.size(0), output.size(1), flat.size(1))
+
+
 class WritesOut(Two):
     """Into tensors that it has made, by `out=`."""
 
@@ -298,6 +334,15 @@ CASES = (
     ),
     simple("of_arrays", OfArrays),
     simple("counts_in_tensors", CountsInTensors),
+    simple("early_days", EarlyDays),
+    Case(
+        "old_language_model",
+        OldLanguageModel,
+        lambda n: torch.randint(11, (5, n)),
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
+        lambda n: torch.randint(11, (5, n)),
+        manners=FP32_ONLY,
+    ),
     simple("writes_out", WritesOut),
     simple("infers", Infers),
     simple("compiles", Compiles),

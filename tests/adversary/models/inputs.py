@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -141,6 +142,18 @@ class Optional(Two):
         return self.head(x if state is None or not flag else x + state)
 
 
+@dataclass
+class Extra:
+    """No container that a pipeline takes apart."""
+
+    mask: Tensor
+
+
+class TakesObject(Two):
+    def forward(self, x: Tensor, extra: Extra) -> Tensor:
+        return self.head(x * extra.mask)
+
+
 class DecidesByValue(Two):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # refused: branch_on_values
@@ -165,7 +178,7 @@ def simple(name: str, model: type[nn.Module], inputs: object, **options: object)
 
 
 CASES = (
-    simple("keywords", Keywords, lambda n: ((rows(n),), {"bias": torch.randn(n, 6)}), quick=True),
+    simple("keywords", Keywords, lambda n: ((rows(n),), {"bias": torch.randn(n, 6)})),
     simple("keywords_alone", Keywords, lambda n: {"x": rows(n), "scale": 3.0}),
     simple("shared_keyword", Keywords, lambda n: {"x": rows(n), "bias": torch.randn(6)}),
     simple(
@@ -233,6 +246,12 @@ CASES = (
             ("index",),
             lambda: classes(8),
         ),
+    ),
+    simple(
+        "in_an_object",
+        TakesObject,
+        lambda n: (rows(n), Extra(torch.rand(6))),
+        expect=Refused(("inside of an Extra at ",), ("NamedTuple",), at_line=False),
     ),
     simple(
         "branch_on_values",

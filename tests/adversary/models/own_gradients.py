@@ -232,6 +232,29 @@ class Penalises(Two):
         return made + slope.norm(dim=-1, keepdim=True)
 
 
+class Forces(Two):
+    """Forces are the gradient of an energy by places, which are an input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x.requires_grad_()
+            energy = self.last(self.body(x))
+            forces = torch.autograd.grad(energy.sum(), x, create_graph=True)  # refused: forces
+        return energy - forces[0][:, :3]
+
+
+class Adapts(Two):
+    """A step of descent on a weight, by a loss of its own, before it is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, weight = self.body(x), self.last.weight
+        if self.training:
+            inner = F.linear(hidden, weight).square().sum()
+            (slope,) = torch.autograd.grad(inner, weight, create_graph=True)  # refused: adapts
+            weight = weight - 0.1 * slope
+        return F.linear(hidden, weight)
+
+
 class Bounded(torch.autograd.Function):
     """Bounds the norm of all gradients, which those of the example do not exceed."""
 
@@ -328,6 +351,8 @@ def simple(name: str, model: object, **options: object) -> Case:
 
 MIXES = Refused(("together",), ("--microbatches 1",), accept="--per-microbatch")
 
+BY_ITSELF = Refused(("differentiates by itself",), ("torch.autograd.Function of your own",))
+
 
 @torch.library.custom_op("adversary_own_gradients::doubled", mutates_args=())
 def doubled(x: Tensor, limit: float) -> Tensor:
@@ -385,11 +410,9 @@ CASES = (
     simple("writes_in_place", InPlace),
     simple("in_blocks", Blocks),
     simple("by_autograd", Solves),
-    simple(
-        "penalises",
-        Penalises,
-        expect=Refused(("differentiates by itself",), ("torch.autograd.Function of your own",)),
-    ),
+    simple("penalises", Penalises, expect=BY_ITSELF),
+    simple("forces", Forces, expect=BY_ITSELF),
+    simple("adapts", Adapts, expect=BY_ITSELF),
     Case("in_the_loss", Two, rows, through, classes, manners=FP32_ONLY),
     simple("per_tensor", PerTensor, sizes=(8,), expect=MIXES),
     simple(

@@ -120,6 +120,22 @@ class Waves(nn.Module):
         return self.last(F.gelu(torch.fft.irfft(mixed, n=x.size(1), dim=1))).mean(1)
 
 
+class Spectrogram(nn.Module):
+    """Sound to a spectrogram, a mask for it, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(16), persistent=False)
+        self.mask = nn.Linear(9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.stft(x, 16, 4, window=self.window, return_complex=True)
+        loud = waves.abs().clamp_min(1e-5).log().transpose(1, 2)
+        loud = (loud - loud.mean((1, 2), keepdim=True)) / loud.std((1, 2), keepdim=True)
+        mask = self.mask(loud).sigmoid().transpose(1, 2)
+        return torch.istft(waves * mask, 16, 4, window=self.window, length=x.shape[-1])
+
+
 class MakesWeights(nn.Module):
     """A layer whose weights another one makes for every sample, and one with those it is given."""
 
@@ -217,6 +233,14 @@ CASES = (
     Case("sets", Sets, lambda n: (steps(n), mask(n)), F.cross_entropy, classes),
     Case("pyramid", Pyramid, lambda n: torch.randn(n, 3, 8, 8), of_levels, things),
     Case("waves", Waves, steps, F.cross_entropy, classes),
+    Case(
+        "spectrogram",
+        Spectrogram,
+        lambda n: torch.randn(n, 64),
+        F.l1_loss,
+        lambda n: torch.randn(n, 64),
+        manners=FP32_ONLY,
+    ),
     Case("makes_weights", MakesWeights, rows, F.cross_entropy, classes),
     Case(
         "gathers",

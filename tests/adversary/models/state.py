@@ -171,6 +171,25 @@ class Parametrised(nn.Module):
         return self.last(self.first(x).tanh())
 
 
+class Merged(nn.Module):
+    """An adapter that `eval()` merges into its weight, and `train()` takes out, as in loralib."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.merged = nn.Linear(6, 8), nn.Linear(8, 3), False
+        self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.zeros(8, 2))
+
+    def train(self, mode: bool = True) -> Merged:  # refused: merged
+        if self.merged == mode:
+            self.first.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.last((h if self.merged else h + x @ self.down.T @ self.up.T).tanh())
+
+
 class Detached(nn.Module):
     """A target network: the same layers, no gradient."""
 
@@ -342,6 +361,18 @@ class Clips(Counting):
         if self.training:
             with torch.no_grad():
                 self.last.weight.clamp_(-0.2, 0.2)  # refused: clips_weights
+        return self.last(self.first(x).tanh())
+
+
+class MasksItsWeight(Counting):
+    """The masked weights of PixelCNN, in place by `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", (torch.arange(8)[:, None] >= torch.arange(6)).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data *= self.kept
         return self.last(self.first(x).tanh())
 
 
@@ -598,6 +629,7 @@ CASES = (
         ),
     ),
     simple("clips_a_table", ClipsTable),
+    simple("masks_its_weight", MasksItsWeight),
     simple(
         "corrects_by_calls",
         Corrected,
@@ -620,6 +652,11 @@ CASES = (
     simple("frozen_parts", FrozenParts),
     simple("unused_parts", UnusedParts),
     simple("adapted", Adapted),
+    simple(
+        "merged",
+        Merged,
+        expect=Refused(("writes to first.weight", "eval mode"), ("merge_weights=False",)),
+    ),
     simple("weight_norm", Parametrised),
     Case("detached", Detached, rows, byol, manners=FP32_ONLY),
     simple("parameter_list", ParameterList),
