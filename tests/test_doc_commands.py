@@ -208,7 +208,7 @@ class Session:
         """Makes room for the package that a line writes, and brings what a line reads."""
         named = re.search(r"(\w+?_x\d)/run.py|(?:python )(run\.py)|memory (\w+_x\d)", line)
         if line.startswith("gpipe-compile"):
-            for old in self.folder.glob("*_x*"):
+            for old in (*self.folder.glob("*_x*"), *self.folder.glob("*_auto")):
                 shutil.rmtree(old)
             if "model.onnx" in line:
                 self.write_onnx()
