@@ -18,7 +18,7 @@ from .comparison import flat_tensors
 from .data import InputChoice, call_on, samples_of
 from .process import say
 from .stage_times import WARM_UP, StageSeconds, measure_stages
-from .told import Told, likely_reason, memory_lines, stage_table, write_calibration
+from .told import Told, format_time, stage_table, told_lines, write_calibration
 
 
 def infer(pipe: Pipeline, directory: Path, choice: InputChoice, output: Path | None) -> None:
@@ -83,7 +83,8 @@ def bench(
     if timed:
         print(stage_table(timed, told.stages if told else ()))
     if told is not None:
-        _print_told(pipe, told, median, timed)
+        for line in told_lines(pipe, told, median, timed):
+            print(line)
     if report is not None:
         _write_times(report, median, timed)
     if calibration is not None:
@@ -97,22 +98,11 @@ def _print_steps(
     what = "inference" if pipe.spec.loss is None else "step"
     if sizes:
         what += " at " + ", ".join(f"{name}={size}" for name, size in sizes.items())
+    fastest = format_time(min(measured))
     print(
-        f"{what}: median {_time(median)} of {len(measured)}, fastest {_time(min(measured))}, "
+        f"{what}: median {format_time(median)} of {len(measured)}, fastest {fastest}, "
         f"{samples / median:.1f} samples/s"
     )
-
-
-def _print_told(pipe: Pipeline, told: Told, step_s: float, stages: Sequence[StageSeconds]) -> None:
-    ratio = step_s / told.step_s
-    print(f"{told.what} {_time(told.step_s)}: {ratio:.2f} times that was measured")
-    reason = likely_reason(told, step_s, stages)
-    if reason:
-        print(f"  {reason}")
-    engines = pipe.execution.engines
-    own = {pipe.placement[stage]: e.device for e in engines for stage in e.modules}
-    for line in memory_lines(told, own):
-        print(line)
 
 
 def _write_calibration(
@@ -130,10 +120,6 @@ def _write_calibration(
 def _write_times(report: Path, step_s: float, stages: Sequence[StageSeconds]) -> None:
     times = {"step_s": step_s, "stages": [dataclasses.asdict(stage) for stage in stages]}
     report.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

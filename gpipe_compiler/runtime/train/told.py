@@ -86,6 +86,25 @@ def _stage(stage: Mapping[str, Any]) -> StageSeconds:
     )
 
 
+def told_lines(
+    pipe: Pipeline, told: Told, step_s: float, stages: Sequence[StageSeconds] = ()
+) -> list[str]:
+    """What was told of a step and of memory, beside what a step took."""
+    ratio = step_s / told.step_s
+    reason = likely_reason(told, step_s, stages)
+    engines = pipe.execution.engines
+    own = {pipe.placement[stage]: e.device for e in engines for stage in e.modules}
+    return [
+        f"{told.what} {format_time(told.step_s)}: {ratio:.2f} times that was measured",
+        *([f"  {reason}"] if reason else []),
+        *memory_lines(told, own),
+    ]
+
+
+def format_time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
 def stage_table(stages: Sequence[StageSeconds], told: Sequence[StageSeconds] = ()) -> str:
     """One line a stage, in milliseconds of a micro-batch; with what was told, in brackets."""
     lines = ["stage  forward ms  backward ms  weight ms"]
@@ -119,7 +138,7 @@ def likely_reason(told: Told, step_s: float, stages: Sequence[StageSeconds]) -> 
         return ""
     ratios = _ratios(told, stages)
     if ratios is None:
-        return "run it with --stages to see whether computing or waiting is off"
+        return "run.py bench --stages shows whether computing or waiting is off"
     measured, expected = (sum(map(sum, map(_joined, each))) for each in (stages, told.stages))
     if expected and not 1 / CLOSE <= measured / expected <= CLOSE:
         return (

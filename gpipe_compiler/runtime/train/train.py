@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
 from .process import StopSignals
+from .told import Told, format_time, told_lines
 from .training_log import StepLog, StepPrinter
 
 
@@ -65,6 +67,10 @@ def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: TrainOptio
             training.close()
 
 
+_FEWEST_STEPS = 5
+"""Steps after the first, of which the median is told."""
+
+
 class _Training:
     """One run of training on one rank.
 
@@ -97,6 +103,9 @@ class _Training:
         self.step = self.passes = 0
         self.evaluated: int | None = None
         self._resume()
+        self._directory, self._first = directory, self.step + 1
+        self._seconds: list[float] = []
+        self._samples = 0
         self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
         self.log: StepLog | None = None
         self._on_rank_0(self._open_log, "the log")
@@ -114,7 +123,21 @@ class _Training:
         if self.evaluated != self.step:
             self._evaluate(last=True)
         self.checkpoints.save(self._progress())
+        self._tell()
         return 0
+
+    def _tell(self) -> None:
+        """Says what the plan told of a step, where these were of the planned size."""
+        if self.pipe.rank != 0 or len(self._seconds) < _FEWEST_STEPS:
+            return
+        if self.options.accumulate > 1 or (self.pipe.spec.sizes and self.hooks.train_data):
+            return  # of other sizes nothing was told
+        told = Told.of(self.pipe, self._directory, self._samples)
+        if told is not None:
+            median = statistics.median(self._seconds)
+            self.printer.line(f"step: median {format_time(median)} of {len(self._seconds)}")
+            for line in told_lines(self.pipe, told, median):
+                self.printer.line(line)
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -153,6 +176,9 @@ class _Training:
         except StageError as error:
             raise StageError(f"step {number}: {error.problem}", hint=error.hint) from error
         self.step = number
+        if number > self._first:  # which warms up
+            self._seconds.append(time.perf_counter() - self._started)
+        self._samples = stepped.samples
         self.printer.step(number, stepped)
         if self.log is not None:
             self.log.step(number, stepped, time.perf_counter() - self._started)

@@ -105,6 +105,7 @@ def test_train_on_the_example(package, capsys):
     text = capsys.readouterr().out
     assert "tiny: 4 stages, 4 micro-batches, gpipe, 4 threads on cpu" in text
     assert "step 30/30" in text
+    assert "predicted 500 ms" in text
     assert "samples/s" in text
     assert losses(text)[-1] < 0.7 * losses(text)[0]
     assert load_file(saved).keys() == {
