@@ -38,6 +38,7 @@ from gpipe_compiler.runtime.sizes import Relation, Requirement, Size
 from gpipe_compiler.runtime.spec import (
     BatchNorm,
     Crossing,
+    GivenValue,
     Input,
     Joined,
     Leaf,
@@ -89,7 +90,7 @@ _SPEC_TYPES = (
     *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
     *(Unreturned, LossSpec, LossTerm),
     *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
-    *(Size, Requirement, Relation, SampleGroup, SampleLimit),
+    *(Size, Requirement, Relation, SampleGroup, SampleLimit, GivenValue),
 )
 
 
@@ -246,6 +247,7 @@ def _pipeline(
         "left_out": graph.left_out,
         "decides": bool(required_lines(graph.ops)),
         "classes": graph.classes,
+        "given": graph.given,
     }
     try:
         return write_record(PipelineSpec, values, imports)

@@ -18,6 +18,7 @@ from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
 from gpipe_compiler.frontend.recorded import RecordedMode, record_mode
 from gpipe_compiler.frontend.shorten import shortened
+from gpipe_compiler.frontend.signature import given_values
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES
@@ -56,7 +57,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
     except (TraceError, IllegalGraphError) as error:
         drawn = decided_by_draws(subject) if DECIDES_BY_VALUES in error.problem else None
         raise drawn or _untraceable(error, subject.model) from error
-    return _with_modules(graph, subject.model)
+    return _with_modules(graph, subject.model).replace(given=given_values(subject))
 
 
 def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Graph:

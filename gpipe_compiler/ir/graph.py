@@ -23,7 +23,7 @@ from gpipe_compiler.ir.printing import format_argument, format_op
 from gpipe_compiler.ir.sizes import SampleRule, named
 from gpipe_compiler.ir.values import State, StateKind, Value
 from gpipe_compiler.runtime.sizes import Requirement, Size
-from gpipe_compiler.runtime.spec import Input, OutputClass, OutputTerm, Precision
+from gpipe_compiler.runtime.spec import GivenValue, Input, OutputClass, OutputTerm, Precision
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
-        *("untried_in_pieces", "alone", "left_out"),
+        *("untried_in_pieces", "alone", "left_out", "given"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -97,6 +97,7 @@ class Graph:
         alone: by mode (training or not), the rule by which the model computes something else of one
             sample than this graph.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
+        given: the values of Python's in the example call.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
         kept: one for all graphs that are made of one another.
@@ -126,6 +127,7 @@ class Graph:
     untried_in_pieces: SampleRule | None = None
     alone: Mapping[bool, SampleRule] = field(default_factory=dict)
     whole_batch: str = ""
+    given: tuple[GivenValue, ...] = ()
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
     kept: KeptRuns = field(default_factory=KeptRuns, repr=False)

@@ -289,6 +289,18 @@ class LossSpec:
 
 
 @dataclass(frozen=True)
+class GivenValue:
+    """A value of Python's in the call that the model was compiled with.
+
+    Attributes:
+        path: where it stands in the call.
+    """
+
+    path: tuple[str | int, ...]
+    value: bool | float | str
+
+
+@dataclass(frozen=True)
 class PipelineSpec:
     """Everything about a pipeline but its weights.
 
@@ -315,6 +327,7 @@ class PipelineSpec:
         left_out: what the model returns in training, where that is no part of `outputs`; "" where
             it is.
         decides: whether a stage may refuse a batch by the values that it computes.
+        given: the values of Python's in the call that the model was compiled with.
     """
 
     name: str
@@ -343,6 +356,7 @@ class PipelineSpec:
     group: SampleGroup = NO_GROUP
     left_out: str = ""
     decides: bool = False
+    given: tuple[GivenValue, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

@@ -165,7 +165,8 @@ def constraints_for(planner: Planner, bits: int, stages: int) -> Constraints:
 
 def check_plan(plan: Plan, asked: Asked) -> None:
     """That it goes to JSON and back, and says nothing that contradicts itself."""
-    assert Plan.from_json(plan.to_json()) == dataclasses.replace(plan, graph=None)
+    text = plan.to_json()  # in which sizes that are free are the example's
+    assert Plan.from_json(text).to_json() == text
     devices = len(plan.orders)
     assert len(plan.placement) == len(plan.stages) == asked.stages
     assert set(plan.placement) == set(range(devices))

@@ -11,7 +11,7 @@ import torch
 from ..errors import UsageError
 from ..sizes import Dim, Expression, Size, Sizes, sizes_in, value_at
 from ..spec import Input, PipelineSpec
-from .nest import tensors_of
+from .nest import tensors_of, values_of
 from .request import Values
 
 Inputs: TypeAlias = object
@@ -152,12 +152,28 @@ def bind(
                 f"{spec.name} takes no {describe_path(path)}",
                 hint=f"the pipeline takes {_expected(spec)}",
             )
+    _check_values(passed, spec)
     sizes = _sizes_of(bound, spec)
     for source in spec.inputs:
         if source.name in bound:
             _check_shape(source, bound[source.name], sizes, spec)
     _check_required(sizes, spec)
     return bound, sizes
+
+
+def _check_values(passed: object, spec: PipelineSpec) -> None:
+    """Raises UsageError for a value of Python's that the stages do not hold."""
+    held = {given.path: given.value for given in spec.given}
+    for path, value in values_of(passed):
+        if path in held and held[path] == value:
+            continue
+        compiled = f"for {held[path]!r}" if path in held else "without it"
+        raise UsageError(
+            f"{spec.name}: {describe_path(path)} is {value!r}, and the model was compiled "
+            f"{compiled}: a package holds the values of Python's that example_inputs() gives",
+            hint="leave it out, or compile the model with this value; of a tensor each batch has "
+            "its own",
+        )
 
 
 def passed_to(spec: PipelineSpec, inputs: Inputs, target: object) -> Values:

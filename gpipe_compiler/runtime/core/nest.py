@@ -20,6 +20,13 @@ def tensors_of(nest: object, *, objects: bool = False) -> Iterator[tuple[Path, t
     return items_of(nest, torch.Tensor, objects=objects)
 
 
+def values_of(nest: object) -> Iterator[tuple[Path, bool | float | str]]:
+    """Every value of Python's in a nest, with the way to it."""
+    yield from items_of(nest, int)
+    yield from items_of(nest, float)
+    yield from items_of(nest, str)
+
+
 def items_of(
     nest: object, kind: type[T], path: Path = (), *, objects: bool = False
 ) -> Iterator[tuple[Path, T]]:

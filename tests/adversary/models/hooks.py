@@ -433,7 +433,7 @@ CASES = (
     simple("writing", WritingHook, expect=Refused(("writes into the gradient",), ("return",))),
     simple("counting", CountingHook, expect=Refused(("a tensor of the model",), ("return",))),
     simple("of_others", with_gradients_of_others, expect=Refused(("of others",), ("backward",))),
-    simple("checkpoint", lambda: Checkpointed(False), quick=True),
+    simple("checkpoint", lambda: Checkpointed(False)),
     simple("checkpoint_reentrant", lambda: Checkpointed(True)),
     simple("checkpoint_sequential", Sequentially),
     simple("own_function", OwnFunction, manners=FP32_ONLY),

@@ -222,6 +222,28 @@ CASES = (
         ),
     ),
     simple(
+        "another_value",
+        Keywords,
+        lambda n: {"x": rows(n), "scale": 3.0},
+        expect=RefusedAtStep(
+            lambda: {"x": rows(8), "scale": 2.0},
+            ("'scale' is 2.0", "compiled for 3.0"),
+            lambda: classes(8),
+            ("compile the model with this value",),
+        ),
+    ),
+    simple(
+        "a_value_more",
+        Keywords,
+        rows,
+        expect=RefusedAtStep(
+            lambda: ((rows(8),), {"scale": 3.0}),
+            ("'scale' is 3.0", "compiled without it"),
+            lambda: classes(8),
+            ("leave it out",),
+        ),
+    ),
+    simple(
         "unequal_numbers",
         Keywords,
         lambda n: {"x": rows(n), "bias": torch.randn(n, 6)},
