@@ -14,9 +14,11 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.dry_run import DryRun
 
-DRY_RUNS = 10
+DRY_RUNS = 13
 """Of two graphs, before and after writes in place are chosen: at the batch size and at twice that,
-in eval mode; a backward that proves the writes, costs and memory."""
+in eval mode; a backward that proves the writes, costs and memory. And of the graph at the size of
+the whole mini-batch, which one device would have without a pipeline: in each mode, and its
+memory."""
 
 WITHOUT_NUMBERS, WITH_NUMBERS = 6, 25
 """Forwards of the model. On fake tensors it is probed and traced in each mode, and held in other
