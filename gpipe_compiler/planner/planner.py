@@ -122,7 +122,7 @@ class Planner:
         """
         samples = self.batch_size // policy.data_parallel
         counts = likely_microbatches(samples, stages)
-        if counts[0] == samples and (takes_several(self.graph) or self._mixes(policy)):
+        if takes_several(self.graph):
             counts = [count for count in counts if 2 * count <= samples] or counts
         if self.analysis is not None:
             return counts[0]
@@ -133,14 +133,10 @@ class Planner:
             except ModelError as error:
                 met.append(error)
                 continue
+            if count == samples > 1 and _mixes(graph, policy):
+                continue
             return 1 if graph.loss is None and apart_outputs(graph) else count
         raise met[0]
-
-    def _mixes(self, policy: Policy) -> bool:
-        """Whether training computes one sample's results from the others of its micro-batch."""
-        if self.analysis is not None or self.graph.loss is None:
-            return False
-        return policy.batchnorm is not BatchNorm.EXACT and bool(mixing_ops(self.graph))
 
     @uncollected()
     def prepare(self, microbatches: int, policy: Policy) -> MicrobatchGraph:
@@ -266,6 +262,19 @@ class Planner:
         """What makes the candidates of a choice; as for `plan`."""
         prepared = self.prepare(choice.microbatches, policy)
         return CandidateBuilder.of(prepared, self.cluster, choice, policy, self.constraints, work)
+
+
+def _mixes(graph: Graph, policy: Policy) -> bool:
+    """Whether training computes results of one sample from the others of its micro-batch, as
+    BatchNorm does.
+
+    Args:
+        graph: annotated.
+    """
+    if graph.loss is None or policy.batchnorm is BatchNorm.EXACT:
+        return False
+    made = (name for op in mixing_ops(graph) for name in graph.op_of[op].outputs)
+    return any(graph.values[name].batch_dim is not None for name in made)
 
 
 def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool = True) -> Plan:

@@ -188,12 +188,14 @@ def test_inputs_without_a_tensor_are_refused():
         entry(Anything(), 3)
 
 
-def test_a_copy_shares_parameters_and_nothing_else():
+@pytest.mark.parametrize("share", [True, False])
+def test_a_copy_shares_parameters_where_it_may_and_nothing_else(share):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.extra = torch.ones(1)
-    copied = isolated(model)
+    copied = isolated(model, share_parameters=share)
 
-    assert copied[0].weight is model[0].weight
+    assert (copied[0].weight is model[0].weight) == share
+    assert torch.equal(copied[0].weight, model[0].weight)
     assert copied[1].running_mean is not model[1].running_mean
     assert copied.extra is not model.extra
 

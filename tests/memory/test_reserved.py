@@ -91,6 +91,6 @@ def test_no_less_is_reserved_than_is_live(layers: int, samples: int, microbatche
 def test_it_is_printed_and_goes_to_json_and_back():
     plan = planned(BARE, 1, 1)
 
-    assert "22 MiB by PyTorch's allocator" in format_plan(plan)
+    assert "of tensors, 22 MiB reserved for them" in format_plan(plan)
     assert Plan.from_json(plan.to_json()).prediction == plan.prediction
-    assert "allocator" not in format_plan(planned(DEFAULT_HOST, 1, 1))
+    assert "reserved" not in format_plan(planned(DEFAULT_HOST, 1, 1))
