@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.probing import DISTINCT, repeated
+from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.quiet import quiet
 
 _CHANCES = ("p", "dropout_p")
 
@@ -117,6 +120,24 @@ def with_other_weights(model: nn.Module) -> nn.Module | None:
             else:
                 parameter.add_(repeated(noise, parameter.shape), alpha=step)
     return copied
+
+
+def settles_in_eval(subject: Subject) -> bool:
+    """Whether parameters that forward writes to in eval mode are after a second call what they were
+    after the first, as those under a mask are; of other weights than the first ones."""
+    model = with_other_weights(isolated(subject.model).eval())
+    if model is None:
+        return False
+    signature = read_signature(subject, on_meta=False)
+    args, kwargs, _ = signature.rebuild([tensor.clone() for tensor in signature.examples])
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), quiet():
+            model(*args, **kwargs)
+            before = [parameter.clone() for parameter in model.parameters()]
+            model(*args, **kwargs)
+    except Exception:  # noqa: BLE001  # whatever the user's code raises
+        return False
+    return all(map(torch.equal, before, model.parameters()))
 
 
 def other_values(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:

@@ -117,9 +117,6 @@ class _Check:
         """What the part has to be whose truth a frame asks; None where that is not known."""
         if len(set(self.parts)) == 1:
             return self.parts[0]
-        asking = _instruction(frame)
-        if asking in self.places:  # a call that asks within itself, as torch.equal does
-            return self.parts[self.places.index(asking)]
         asked = [
             instruction.offset
             for instruction in dis.get_instructions(frame.f_code)
@@ -127,7 +124,12 @@ class _Check:
             and (place := _place_of(instruction.positions)) is not None
             and self.is_asked_at(place)
         ]
-        # Each part is asked by a jump of its own, and Python may name the statement for it.
+        asking = _instruction(frame)
+        if frame.f_lasti not in asked and asking in self.places:
+            # A call that asks within itself, as torch.equal does.
+            return self.parts[self.places.index(asking)]
+        # Each part is asked by a jump of its own, and Python may name the statement for it, or
+        # another part.
         if len(asked) != len(self.parts) or None in self.parts or frame.f_lasti not in asked:
             return None
         return self.parts[asked.index(frame.f_lasti)]
