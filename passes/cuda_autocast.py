@@ -90,7 +90,7 @@ def rules_of_cuda() -> Mapping[str, Callable[..., Any]]:
         elif name in _IN_TYPE:
             found[name] = _in_type(_op(name))
         elif name in _WIDEST:
-            found[name] = _in_widest(_op(name))
+            found[name] = _in_fp32(_op(name), where_mixed=True)
         elif name not in host:
             found[name] = _in_fp32(_op(name))
     return found
@@ -110,20 +110,13 @@ def _op(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def _in_fp32(op: Any) -> Callable[..., Any]:
-    def rule(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_HOST):
-            args, kwargs = _cast((args, kwargs), torch.float32)
-            return op(*args, **kwargs)
+def _in_fp32(op: Any, *, where_mixed: bool = False) -> Callable[..., Any]:
+    """Computes in fp32; or only where it is given that beside 16 bits."""
 
-    return rule
-
-
-def _in_widest(op: Any) -> Callable[..., Any]:
     def rule(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_HOST):
             types = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if _floats(leaf)}
-            if types & {torch.float32} and types & {*_SIXTEEN}:
+            if torch.float32 in types or not where_mixed:
                 args, kwargs = _cast((args, kwargs), torch.float32)
             return op(*args, **kwargs)
 

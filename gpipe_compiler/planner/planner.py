@@ -180,7 +180,7 @@ class Planner:
             graph = annotate(known, samples, policy.precision, alike=known.values)
         costs = rooflines(graph, kinds)
         if self.measured:
-            at_home, *_ = rooflines(known, self.cluster.kinds)
+            (at_home,) = rooflines(known, self.cluster.kinds[:1])
             costs = [scaled(prepared.costs[0], at_home, there) for there in costs]
         else:
             costs = [each.calibrated(self.calibration) for each in costs]

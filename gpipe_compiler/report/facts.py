@@ -97,6 +97,13 @@ def device_bytes(plan: Plan) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def fullest_device(plan: Plan) -> tuple[int, int]:
+    """What the device needs at its peak that lacks the most memory, or has the least to spare; and
+    what it has."""
+    pairs = zip(device_bytes(plan), plan.devices, strict=True)
+    return max(((size, d.memory) for size, d in pairs), key=lambda pair: pair[0] - pair[1])
+
+
 def placed(plan: Plan) -> tuple[str, ...]:
     """For every stage, the rank that runs it, and its device where devices differ.
 

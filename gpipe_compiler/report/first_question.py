@@ -9,7 +9,7 @@ from rich.text import Text
 
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.whole_model import WholeModel
-from gpipe_compiler.report.facts import device_bytes
+from gpipe_compiler.report.facts import fullest_device
 from gpipe_compiler.report.terminal import table_of
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds
@@ -41,15 +41,8 @@ def first_question(plan: Plan) -> RenderableType:
 def way_rows(plan: Plan) -> list[dict[str, str]]:
     """A row of cells by column for each way."""
     found = [_row(plan, whole) for whole in plan.whole]
-    sizes, memory = device_bytes(plan), [device.memory for device in plan.devices]
-    fullest = max(range(len(sizes)), key=lambda rank: sizes[rank] - memory[rank])
-    pipeline = WholeModel(
-        len(plan.orders) * plan.replicas,
-        plan.prediction.step_s,
-        plan.here_s,
-        sizes[fullest],
-        memory[fullest],
-    )
+    count = len(plan.orders) * plan.replicas
+    pipeline = WholeModel(count, plan.prediction.step_s, plan.here_s, *fullest_device(plan))
     return [*found, _row(plan, pipeline) | {"way": "this pipeline"}]
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.fields import own_fields
 from gpipe_compiler.plan.sweep_point import SweepPoint
-from gpipe_compiler.report.facts import device_bytes
+from gpipe_compiler.report.facts import device_bytes, fullest_device
 from gpipe_compiler.report.terminal import table_of
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds
@@ -84,13 +84,12 @@ def _row(point: SweepPoint) -> dict[str, str]:
     plan = point.plan
     if plan is None:
         return dict.fromkeys(COLUMNS, "") | cells | {"fits": f"no: {printable(point.problem)}"}
-    sizes, memory = device_bytes(plan), [device.memory for device in plan.devices]
-    fullest = max(range(len(sizes)), key=lambda rank: sizes[rank] - memory[rank])
+    needed, memory = fullest_device(plan)
     figures = {
         "micro-batches": f"{plan.microbatches} x {plan.microbatch_size}",
         "step": format_seconds(plan.here_s),
         "samples/s": format_rate(_rate(point)),
-        "fullest device": f"{format_bytes(sizes[fullest])} of {format_bytes(memory[fullest])}",
+        "fullest device": f"{format_bytes(needed)} of {format_bytes(memory)}",
         "fits": "yes" if plan.fits else "no",
     }
     names = COLUMNS[-2:]
