@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import safetensors.torch
+import safetensors
 import torch
 from torch import nn
 
 from ..core.pipeline import Pipeline
 from ..core.ranks import together
 from ..core.storing import place
+from ..core.weights import write_file
 from ..errors import CheckpointError
 from .files import Stored
-from .folder import sync
+from .folder import sync_path
 from .optimizer import (
     Groups,
     Naming,
@@ -289,34 +289,23 @@ def export(path: Path, file: Path) -> None:
         CheckpointError: when the checkpoint is damaged, or the file cannot be written.
     """
     stored = Stored.open(Path(path))
-    names = _names(stored)
-    header: dict[str, Any] = {}
-    end = 0
-    for name in names:
+    kept: dict[str, torch.Tensor] = {}
+    for name in _names(stored):
         facts = stored.tensor_facts(f"model.{name}")
         if facts is None:
             raise CheckpointError(f"model.{name} of {path} is no tensor")
-        size = torch.Size(facts[0]).numel() * facts[1].itemsize
-        header[name] = {
-            "dtype": _type_name(name, facts[1]),
-            "shape": list(facts[0]),
-            "data_offsets": [end, end + size],
-        }
-        end += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # safetensors aligns what follows to 8 bytes
+        kept[name] = torch.empty(facts[0], dtype=facts[1], device="meta")
 
     def write(partial: Path) -> None:
-        with partial.open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                _write(stream, stored.read([f"model.{name}"])[f"model.{name}"])
-            sync(stream)
+        write_file(kept, partial, read=lambda name: stored.read([key := f"model.{name}"])[key])
+        sync_path(partial)
 
     try:
         place(Path(file), write)
     except OSError as error:
         raise CheckpointError(f"cannot write {file}: {error.strerror}") from error
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"cannot write {file}: {error}") from error
 
 
 def _names(stored: Stored) -> list[str]:
@@ -327,22 +316,3 @@ def _names(stored: Stored) -> list[str]:
             hint="store the model as {'model': model.state_dict()}",
         )
     return names
-
-
-def _type_name(name: str, dtype: torch.dtype) -> str:
-    """What safetensors calls a type."""
-    try:
-        packed = safetensors.torch.save({"it": torch.empty(0, dtype=dtype)})
-    except (KeyError, ValueError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"safetensors has no type for {name}, {dtype}") from error
-    return str(_parts(packed)[0]["it"]["dtype"])
-
-
-def _write(stream: IO[bytes], tensor: torch.Tensor) -> None:
-    stream.write(_parts(safetensors.torch.save({"it": tensor.contiguous()}))[1])
-
-
-def _parts(packed: bytes) -> tuple[dict[str, Any], memoryview]:
-    """Header and data of a safetensors file in memory."""
-    length = int.from_bytes(packed[:8], "little")
-    return json.loads(packed[8 : 8 + length]), memoryview(packed)[8 + length :]

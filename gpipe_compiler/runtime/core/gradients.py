@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -91,95 +91,85 @@ _REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _SPARSE = -1.0
 
 
-def parameter_names(spec: PipelineSpec) -> tuple[str, ...]:
-    """The model's names of all state, each once, in the order of the stages that hold it."""
-    return tuple(dict.fromkeys(name for stage in spec.stages for name in stage.state.values()))
-
-
-def told_here(spec: PipelineSpec, stages: Iterable[int]) -> frozenset[str]:
-    """The names of state that none of the stages before these holds."""
-    first: dict[str, int] = {}
+def first_stages(spec: PipelineSpec) -> dict[str, int]:
+    """The first stage that holds each state of the model, in the order of the stages."""
+    found: dict[str, int] = {}
     for index, stage in enumerate(spec.stages):
         for name in stage.state.values():
-            first.setdefault(name, index)
-    held = frozenset(stages)
-    return frozenset(name for name, index in first.items() if index in held)
+            found.setdefault(name, index)
+    return found
 
 
-class NormClipping:
-    """Clips the gradients that are held here by the norm of all.
+def clip_gradients(
+    parameters: Mapping[str, nn.Parameter],
+    contributes: Mapping[str, bool],
+    world: Network,
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Clip gradients by the norm of all, and give that norm as it was. Every rank calls it.
 
     Args:
-        names: what every rank knows: the state of the model, in the order of summation.
-        told: the names whose norms this rank contributes, and no other rank.
+        parameters: those held here, by the model's names.
+        contributes: for each state of the model, in the order of summation, which is the same on
+            every rank: whether this rank, and no other, contributes its norm.
         world: all ranks, which sum the norms.
     """
+    total = _total_norm(
+        _norms(parameters, contributes, norm_type), tuple(contributes), world, norm_type
+    )
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise AgreedError(
+            f"the norm of the gradients is {float(total)}, so they cannot be clipped",
+            hint="pass error_if_nonfinite=False to scale them by it all the same",
+        )
+    # On the host until here, and the factor too: it is the same bits on every rank.
+    torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total)
+    return total.to(world.device)
 
-    def __init__(self, names: Sequence[str], told: frozenset[str], world: Network) -> None:
-        self.places = {name: place for place, name in enumerate(names)}
-        self.told = told
-        self.world = world
 
-    def __call__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        max_norm: float,
-        norm_type: float,
-        *,
-        error_if_nonfinite: bool,
-    ) -> torch.Tensor:
-        """Clip, and give the total norm before that. Every rank calls it.
+def _total_norm(
+    norms: torch.Tensor, names: Sequence[str], world: Network, norm_type: float
+) -> torch.Tensor:
+    values, codes = world.sum(norms, "the norms of the gradients").unbind()
+    for place in (codes == _SPARSE).nonzero().flatten().tolist():
+        raise AgreedError(
+            f"the gradient of {names[place]} is sparse: torch knows no norm of it",
+            hint="make the embedding with sparse=False, or do not clip",
+        )
+    known = codes.nonzero().flatten()
+    kinds = [_REAL[int(code) - 1] for code in set(codes[known].tolist())]
+    dtype = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+    total = torch.zeros((), dtype=dtype)
+    if world.rank == 0 and kinds:
+        total = torch.linalg.vector_norm(values[known].to(dtype).to(world.device), norm_type).cpu()
+    return world.sum(total, "the norm of all gradients").cpu()
 
-        Args:
-            parameters: those held here, by the model's names.
-        """
-        total = self._total(parameters, norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise AgreedError(
-                f"the norm of the gradients is {float(total)}, so they cannot be clipped",
-                hint="pass error_if_nonfinite=False to scale them by it all the same",
-            )
-        # On the host until here, and the factor too: it is the same bits on every rank.
-        torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total)
-        return total.to(self.world.device)
 
-    def _total(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
-        table = self.world.sum(self._norms(parameters, norm_type), "the norms of the gradients")
-        values, codes = table.unbind()
-        names = tuple(self.places)
-        for place in (codes == _SPARSE).nonzero().flatten().tolist():
-            raise AgreedError(
-                f"the gradient of {names[place]} is sparse: torch knows no norm of it",
-                hint="make the embedding with sparse=False, or do not clip",
-            )
-        known = codes.nonzero().flatten()
-        kinds = [_REAL[int(code) - 1] for code in set(codes[known].tolist())]
-        dtype = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
-        total = torch.zeros((), dtype=dtype)
-        if self.world.rank == 0 and kinds:
-            norms = values[known].to(dtype).to(self.world.device)
-            total = torch.linalg.vector_norm(norms, norm_type).cpu()
-        return self.world.sum(total, "the norm of all gradients").cpu()
+def _norms(
+    parameters: Mapping[str, nn.Parameter], contributes: Mapping[str, bool], norm_type: float
+) -> torch.Tensor:
+    """For every name its gradient's norm, and 1 + the number of the norm's type.
 
-    def _norms(self, parameters: Mapping[str, nn.Parameter], norm_type: float) -> torch.Tensor:
-        """For every name its gradient's norm, and 1 + the number of the norm's type.
-
-        0 and 0 where there is no gradient, or another rank contributes it.
-        """
-        table = torch.zeros(2, len(self.places), dtype=torch.float64)
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-        for name, parameter in parameters.items():
-            gradient = parameter.grad
-            if gradient is None or not gradient.numel() or name not in self.told:
-                continue
-            place = self.places[name]
-            if gradient.layout is not torch.strided:
-                table[1, place] = _SPARSE
-                continue
-            groups.setdefault((gradient.device, gradient.dtype), []).append((place, gradient))
-        for group in groups.values():
-            places = torch.tensor([place for place, _ in group])
-            norms = torch.stack(torch._foreach_norm([grad for _, grad in group], norm_type))
-            table[0, places] = norms.to("cpu", torch.float64)
-            table[1, places] = 1.0 + _REAL.index(norms.dtype)
-        return table
+    0 and 0 where there is no gradient, or another rank contributes it.
+    """
+    places = {name: place for place, name in enumerate(contributes)}
+    table = torch.zeros(2, len(places), dtype=torch.float64)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is None or not gradient.numel() or not contributes.get(name):
+            continue
+        place = places[name]
+        if gradient.layout is not torch.strided:
+            table[1, place] = _SPARSE
+            continue
+        groups.setdefault((gradient.device, gradient.dtype), []).append((place, gradient))
+    for group in groups.values():
+        columns = torch.tensor([place for place, _ in group])
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in group], norm_type))
+        table[0, columns] = norms.to("cpu", torch.float64)
+        table[1, columns] = 1.0 + _REAL.index(norms.dtype)
+    return table

@@ -15,7 +15,7 @@ from ..wording import counted
 from .call import CallArgs
 from .distributed import Network
 from .execution import Execution
-from .gradients import NormClipping, make_scaler, parameter_names, told_here
+from .gradients import clip_gradients, first_stages, make_scaler
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
@@ -362,13 +362,12 @@ class Pipeline:
             AgreedError: on every rank, when a gradient is sparse; when the norm is not finite and
                 `error_if_nonfinite`.
         """
-        clipping = NormClipping(
-            parameter_names(self.spec),
-            told_here(self.spec, self.stages) if self.replica == 0 else frozenset(),
-            self.world,
+        own = self.stages if self.replica == 0 else ()
+        contributes = {name: stage in own for name, stage in first_stages(self.spec).items()}
+        return clip_gradients(
+            *(dict(self.named_parameters()), contributes, self.world, max_norm, norm_type),
+            error_if_nonfinite=error_if_nonfinite,
         )
-        parameters = dict(self.named_parameters())
-        return clipping(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def rewind(self) -> None:
         """Draw random numbers as from the first step and the first call on."""

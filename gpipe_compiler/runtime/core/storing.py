@@ -22,7 +22,7 @@ class HeldError(Exception):
     """Another process holds a lock; the message says which, as far as it is known."""
 
 
-def place(path: Path, write: Callable[[Path], None]) -> None:
+def place(path: Path, write: Callable[[Path], object]) -> None:
     """Have a file written beside its place, and moved there when it is complete.
 
     A link stays a link, to the new file; a file keeps its mode, and a new one has that of the
@@ -42,7 +42,7 @@ def place(path: Path, write: Callable[[Path], None]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _place(path: Path, write: Callable[[Path], None]) -> None:
+def _place(path: Path, write: Callable[[Path], object]) -> None:
     real = Path(os.path.realpath(path))
     if real.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -67,11 +67,7 @@ def _place(path: Path, write: Callable[[Path], None]) -> None:
 
 def place_text(path: Path, text: str) -> None:
     """Have a text file written as `place` does."""
-    place(path, lambda file: _write_text(file, text))
-
-
-def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8")
+    place(path, lambda file: file.write_text(text, encoding="utf-8"))
 
 
 @contextlib.contextmanager

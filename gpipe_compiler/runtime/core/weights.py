@@ -7,7 +7,7 @@ import json
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,51 +126,61 @@ def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         raise WeightsError(f"cannot write {path}: {error}") from error
 
 
-_DTYPES: Mapping[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""How the format names the types that are written here; others are left to its library."""
-
-
 def write_file(
-    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None
+    tensors: Mapping[str, torch.Tensor],
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
+    read: Callable[[str], torch.Tensor] | None = None,
 ) -> None:
-    """Write tensors that `apart` gave into a safetensors file, out of the memory in which they lie.
+    """Write tensors as `apart` gives them into a safetensors file, out of the memory they lie in.
 
     The library copies each twice, which takes five times as long. As it does, wider types come
     first, so that all are aligned; here the first begins with a cache line, too.
 
+    Args:
+        read: gives the numbers of each in turn, where `tensors` have only types and shapes.
+
     Raises:
         OSError, SafetensorError: when it cannot be written.
     """
-    if sys.byteorder != "little" or any(t.dtype not in _DTYPES for t in tensors.values()):
-        safetensors.torch.save_file(dict(tensors), path, dict(metadata or {}))
-        return
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    names = {kind: _packed(torch.empty(0, dtype=kind))[0] for kind in kinds}
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in ordered.items():
         begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
         header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": names[tensor.dtype],
+            "shape": shape,
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(len(text) + _LENGTH.size) % _ALIGNMENT)
     with path.open("wb") as file:
         file.write(_LENGTH.pack(len(text)) + text)
-        for tensor in filter(torch.Tensor.numel, ordered.values()):
-            file.write(memory_of(tensor.reshape(-1).view(torch.uint8)))
+        for name in (name for name, tensor in ordered.items() if tensor.numel()):
+            tensor = ordered[name] if read is None else read(name).contiguous()
+            if sys.byteorder == "little":
+                file.write(memory_of(tensor.reshape(-1).view(torch.uint8)))
+            else:
+                file.write(_packed(tensor)[1])
+
+
+def _packed(tensor: torch.Tensor) -> tuple[str, memoryview]:
+    """The type and the bytes of a tensor, as the library writes them.
+
+    Raises:
+        SafetensorError: for a type that files do not have.
+    """
+    try:
+        data = safetensors.torch.save({"": tensor})
+    except (KeyError, ValueError) as error:
+        raise safetensors.SafetensorError(f"there is no type for {tensor.dtype}") from error
+    start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    header = json.loads(data[_LENGTH.size : start])
+    return str(header[""]["dtype"]), memoryview(data)[start:]
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

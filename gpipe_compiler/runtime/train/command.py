@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,111 +55,125 @@ def main(
         0 when done, 1 when the model or a process failed, 2 for wrong usage, 3 for a failed check,
         128 + n when signal n has ended training.
     """
-    return exit_code_of(lambda: _obey(spec, directory, weights, hooks, argv))
+
+    def obey() -> int:
+        arguments = parser_for(spec).parse_args(argv)
+        command = _Command(spec, directory, weights, hooks, arguments)
+        try:
+            return command.reporting(command.run)
+        except KeyboardInterrupt:
+            print("\nstopped", file=sys.stderr)
+            return INTERRUPTED
+
+    return exit_code_of(obey)
 
 
-def _obey(
-    spec: PipelineSpec,
-    directory: Path,
-    weights: Path | None,
-    hooks: str | None,
-    argv: Sequence[str] | None,
-) -> int:
-    arguments = parser_for(spec).parse_args(argv)
-    try:
-        return _reporting(arguments, lambda: _run(spec, directory, weights, hooks, arguments))
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return INTERRUPTED
+@dataclass(frozen=True)
+class _Command:
+    """One command of a package; the fields are those of `main`."""
 
+    spec: PipelineSpec
+    directory: Path
+    weights: Path | None
+    hooks: str | None
+    arguments: argparse.Namespace
 
-def _reporting(arguments: argparse.Namespace, act: Callable[[], int]) -> int:
-    """The exit code of `act`; an error is printed at once, before the pipeline is closed."""
-    try:
-        return act()
-    except BrokenPipeError:
-        raise  # nobody reads on
-    except (PipelineError, OSError) as error:
-        if arguments.traceback:
-            raise
-        if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
-            who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
-            said = str(error)
-            if isinstance(error, OSError) and error.filename:
-                said = f"{error.filename}: {error.strerror}"
-            print(printable_message(f"{who}error: {said}"), file=sys.stderr, flush=True)
-            if isinstance(error, StageError):
-                print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
-        else:
-            # torchrun ends all ranks as soon as one has ended, and rank 0 has the message.
-            time.sleep(LINGER_S)
-        return error.exit_code if isinstance(error, PipelineError) else 1
+    def reporting(self, act: Callable[[], int]) -> int:
+        """The exit code of `act`; an error is printed at once, before the pipeline is closed."""
+        try:
+            return act()
+        except BrokenPipeError:
+            raise  # nobody reads on
+        except (PipelineError, OSError) as error:
+            if self.arguments.traceback:
+                raise
+            if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
+                who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+                said = str(error)
+                if isinstance(error, OSError) and error.filename:
+                    said = f"{error.filename}: {error.strerror}"
+                print(printable_message(f"{who}error: {said}"), file=sys.stderr, flush=True)
+                if isinstance(error, StageError):
+                    print("  --traceback shows where in the stage", file=sys.stderr, flush=True)
+            else:
+                # torchrun ends all ranks as soon as one has ended, and rank 0 has the message.
+                time.sleep(LINGER_S)
+            return error.exit_code if isinstance(error, PipelineError) else 1
 
+    def run(self) -> int:
+        arguments, spec = self.arguments, self.spec
+        if arguments.command == "export":
+            return _export(arguments)
+        keep_memory()
+        if arguments.command == "check":
+            # Tensors alone are compared: libraries that have the model's classes take long to
+            # import.
+            spec = dataclasses.replace(spec, classes=())
+        user = UserHooks()
+        options = None
+        if arguments.command == "train":
+            # Before the user's file is imported: a seed that it sets itself has the last word.
+            seed_all(arguments.seed)
+            user = UserHooks.load(self.hooks)
+            options = train_options(arguments, user)
+        with Pipeline(
+            spec,
+            self.weights,
+            devices=arguments.devices,
+            microbatches=arguments.microbatches,
+            schedule=arguments.schedule,
+            remat=arguments.remat,
+            batchnorm=arguments.batchnorm,
+            precision=arguments.precision,
+            seed=arguments.seed,
+            data_parallel=1 if options is None else self._replicas(),
+            timeout_s=arguments.timeout,
+        ) as pipe:
+            if options is not None:
+                return self.reporting(lambda: self._train(pipe, user, options))
+            return self.reporting(lambda: self._work(pipe))
 
-def _run(
-    spec: PipelineSpec,
-    directory: Path,
-    weights: Path | None,
-    hooks: str | None,
-    arguments: argparse.Namespace,
-) -> int:
-    if arguments.command == "export":
-        return _export(arguments)
-    keep_memory()
-    if arguments.command == "check":
-        # Tensors alone are compared: libraries that have the model's classes take long to import.
-        spec = dataclasses.replace(spec, classes=())
-    user = UserHooks()
-    options = None
-    if arguments.command == "train":
-        # Before the user's file is imported: a seed that it sets itself has the last word.
-        seed_all(arguments.seed)
-        user = UserHooks.load(hooks)
-        options = train_options(arguments, user)
-    with Pipeline(
-        spec,
-        weights,
-        devices=arguments.devices,
-        microbatches=arguments.microbatches,
-        schedule=arguments.schedule,
-        remat=arguments.remat,
-        batchnorm=arguments.batchnorm,
-        precision=arguments.precision,
-        seed=arguments.seed,
-        data_parallel=1 if options is None else _replicas(spec, arguments),
-        timeout_s=arguments.timeout,
-    ) as pipe:
-        if options is not None:
-            return _reporting(arguments, lambda: _train(pipe, directory, user, options, arguments))
-        return _reporting(arguments, lambda: _work(pipe, weights, directory, arguments))
+    def _replicas(self) -> int:
+        asked: int | None = self.arguments.data_parallel
+        return asked or replicas_by_default(self.spec, int(os.environ.get("WORLD_SIZE", "1")))
 
+    def _load(self, pipe: Pipeline) -> None:
+        if self.arguments.load is not None:
+            load_weights(pipe, self.arguments.load)
+        if pipe.rank == 0:
+            say(pipe.describe())
 
-def _replicas(spec: PipelineSpec, arguments: argparse.Namespace) -> int:
-    asked: int | None = arguments.data_parallel
-    return asked or replicas_by_default(spec, int(os.environ.get("WORLD_SIZE", "1")))
+    def _train(self, pipe: Pipeline, hooks: UserHooks, options: TrainOptions) -> int:
+        self._load(pipe)
+        signal = train(pipe, self.directory, hooks, options)
+        if signal:
+            return exit_code(signal)
+        if self.arguments.save is not None:
+            save_model(pipe, self.arguments.save)
+        return 0
 
-
-def _train(
-    pipe: Pipeline,
-    directory: Path,
-    hooks: UserHooks,
-    options: TrainOptions,
-    arguments: argparse.Namespace,
-) -> int:
-    _load(pipe, arguments)
-    signal = train(pipe, directory, hooks, options)
-    if signal:
-        return exit_code(signal)
-    if arguments.save is not None:
-        save_model(pipe, arguments.save)
-    return 0
-
-
-def _load(pipe: Pipeline, arguments: argparse.Namespace) -> None:
-    if arguments.load is not None:
-        load_weights(pipe, arguments.load)
-    if pipe.rank == 0:
-        say(pipe.describe())
+    def _work(self, pipe: Pipeline) -> int:
+        """Everything but training."""
+        self._load(pipe)
+        arguments, directory, choice = self.arguments, self.directory, input_choice(self.arguments)
+        if arguments.command == "infer":
+            infer(pipe, directory, choice, arguments.output)
+            return 0
+        if arguments.command == "bench":
+            bench(
+                *(pipe, directory, choice, arguments.steps, arguments.report),
+                stages=arguments.stages,
+                calibration=arguments.calibrate,
+            )
+            return 0
+        inputs, target = example_call(pipe.spec, directory, choice)
+        rows = check_pipeline(pipe, self.weights, inputs, target, arguments.reference)
+        passed = all(row.passed for row in rows)
+        if pipe.rank == 0 or not passed:
+            say(format_rows(rows))
+        if arguments.report is not None and pipe.rank == 0:
+            write_rows(rows, arguments.report)
+        return 0 if passed else FAILED_CHECK
 
 
 def load_weights(pipe: Pipeline, path: Path) -> None:
@@ -191,36 +206,6 @@ def save_model(pipe: Pipeline, path: Path) -> None:
     else:
         save_weights(state, path)
     say(f"weights saved to {path}")
-
-
-def _work(
-    pipe: Pipeline, weights: Path | None, directory: Path, arguments: argparse.Namespace
-) -> int:
-    """Everything but training."""
-    _load(pipe, arguments)
-    if arguments.command == "infer":
-        infer(pipe, directory, input_choice(arguments), arguments.output)
-        return 0
-    if arguments.command == "bench":
-        choice, steps = input_choice(arguments), arguments.steps
-        bench(
-            pipe,
-            directory,
-            choice,
-            steps,
-            arguments.report,
-            stages=arguments.stages,
-            calibration=arguments.calibrate,
-        )
-        return 0
-    inputs, target = example_call(pipe.spec, directory, input_choice(arguments))
-    rows = check_pipeline(pipe, weights, inputs, target, arguments.reference)
-    passed = all(row.passed for row in rows)
-    if pipe.rank == 0 or not passed:
-        say(format_rows(rows))
-    if arguments.report is not None and pipe.rank == 0:
-        write_rows(rows, arguments.report)
-    return 0 if passed else FAILED_CHECK
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ import torch
 
 from ..core.pipeline import Pipeline
 from ..core.weights import save_file
-from ..errors import UsageError
 from .comparison import flat_tensors
 from .data import InputChoice, call_on, samples_of
 from .process import say
@@ -88,7 +87,9 @@ def bench(
     if report is not None:
         _write_times(report, median, timed)
     if calibration is not None:
-        _write_calibration(pipe, told, timed, calibration)
+        write_calibration(calibration, told, timed, pipe.spec.name)
+        what = f"gpipe-compile --calibration {calibration} plans with it"
+        say(f"calibration written to {calibration}; {what}")
 
 
 def _print_steps(
@@ -103,18 +104,6 @@ def _print_steps(
         f"{what}: median {format_time(median)} of {len(measured)}, fastest {fastest}, "
         f"{samples / median:.1f} samples/s"
     )
-
-
-def _write_calibration(
-    pipe: Pipeline, told: Told | None, stages: Sequence[StageSeconds], file: Path
-) -> None:
-    if not write_calibration(file, told, stages, pipe.spec.name):
-        raise UsageError(
-            "there is nothing to calibrate by: this run is not the one that was planned, or "
-            "the package has no plan.json",
-            hint="run it with the planned batch, micro-batches, schedule and devices",
-        )
-    say(f"calibration written to {file}; gpipe-compile --calibration {file} plans with it")
 
 
 def _write_times(report: Path, step_s: float, stages: Sequence[StageSeconds]) -> None:

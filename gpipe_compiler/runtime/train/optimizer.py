@@ -143,12 +143,8 @@ class Rate:
         """The learning rate of the first group of parameters."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    @property
-    def follows_evaluation(self) -> bool:
-        return isinstance(self.scheduler, ReduceLROnPlateau)
-
     def stepped(self) -> None:
-        if self.scheduler is not None and not self.follows_evaluation:
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
 
     def evaluated(self, loss: float) -> None:

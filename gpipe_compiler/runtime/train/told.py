@@ -1,7 +1,8 @@
-"""What the plan told of a step, beside what was measured: time, and memory."""
+"""The step time and memory that the plan predicts, beside what was measured."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import resource
 import sys
@@ -15,6 +16,7 @@ import torch
 from ..core.options import execution_options
 from ..core.pipeline import Pipeline
 from ..core.topology import planned_placement
+from ..errors import UsageError
 from .stage_times import StageSeconds
 
 CLOSE = 1.25
@@ -25,7 +27,7 @@ _MB = 1e6
 
 @dataclass(frozen=True)
 class Told:
-    """What the plan of a package says.
+    """The prediction in the plan of a package.
 
     Attributes:
         step_s: of a step, in the way that `what` names.
@@ -89,7 +91,7 @@ def _stage(stage: Mapping[str, Any]) -> StageSeconds:
 def told_lines(
     pipe: Pipeline, told: Told, step_s: float, stages: Sequence[StageSeconds] = ()
 ) -> list[str]:
-    """What was told of a step and of memory, beside what a step took."""
+    """Lines for the terminal: the predicted step time and memory, beside what was measured."""
     ratio = step_s / told.step_s
     reason = likely_reason(told, step_s, stages)
     engines = pipe.execution.engines
@@ -111,20 +113,16 @@ def stage_table(stages: Sequence[StageSeconds], told: Sequence[StageSeconds] = (
     for index, one in enumerate(stages):
         other = told[index] if len(told) == len(stages) else None
         forward, backward, weight = (
-            f"{1e3 * seconds:.3g}" if seconds else "" for seconds in _parts(one)
+            f"{1e3 * seconds:.3g}" if seconds else "" for seconds in dataclasses.astuple(one)
         )
         line = f"{index:5}  {forward:>10}  {backward:>11}  {weight:>9}".rstrip()
         if other is not None:
             # What splits no backward is told as one.
-            split = _parts(other) if one.weight_s else _joined(other)
+            split = dataclasses.astuple(other) if one.weight_s else _joined(other)
             figures = (f"{1e3 * seconds:.3g}" for seconds in split if seconds)
             line = f"{line:42}  (told {', '.join(figures)})"
         lines.append(line)
     return "\n".join(lines)
-
-
-def _parts(stage: StageSeconds) -> tuple[float, float, float]:
-    return stage.forward_s, stage.backward_s, stage.weight_s
 
 
 def _joined(stage: StageSeconds) -> tuple[float, float]:
@@ -169,21 +167,28 @@ def _ratios(told: Told, stages: Sequence[StageSeconds]) -> tuple[float, float] |
 
 def write_calibration(
     file: Path, told: Told | None, stages: Sequence[StageSeconds], name: str
-) -> bool:
-    """Writes what `gpipe-compile --calibration` takes; False where it is not known."""
+) -> None:
+    """Writes a file for `gpipe-compile --calibration`.
+
+    Raises:
+        UsageError: where the plan says nothing of this run.
+    """
     ratios = None if told is None else _ratios(told, stages)
     if told is None or ratios is None:
-        return False
+        raise UsageError(
+            "there is nothing to calibrate by: this run is not the one that was planned, or "
+            "the package has no plan.json",
+            hint="run it with the planned batch, micro-batches, schedule and devices",
+        )
     forward, backward = (
         ratio * before for ratio, before in zip(ratios, told.calibration, strict=True)
     )
     found = {"forward": forward, "backward": backward, "measured": name}
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return True
 
 
 def memory_lines(told: Told, devices: Mapping[int, torch.device]) -> list[str]:
-    """What was in memory at most, beside what was told.
+    """The peak of memory, beside the predicted one.
 
     Of GPUs what PyTorch's allocator says, of the processor the resident memory of this
     process, in which Python and torch are.

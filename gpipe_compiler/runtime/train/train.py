@@ -108,7 +108,7 @@ class _Training:
         self._samples = 0
         self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
         self.log: StepLog | None = None
-        self._on_rank_0(self._open_log, "the log")
+        from_rank_0(pipe.world, "the log", self._open_log)
 
     def run(self) -> int:
         """Train to the end; the number of the signal that came before it, or 0."""
@@ -279,10 +279,6 @@ class _Training:
 
     def _where_data_is_read(self, act: Callable[[], None], what: str) -> None:
         """Act on the first rank of every replica; an error on rank 0 ends the others."""
-        self._on_rank_0(act, what)
+        from_rank_0(self.pipe.world, what, act)
         if self.pipe.feeds and self.pipe.rank != 0:
             act()
-
-    def _on_rank_0(self, act: Callable[[], None], what: str) -> None:
-        """Act on rank 0; an error there ends the others."""
-        from_rank_0(self.pipe.world, what, act)

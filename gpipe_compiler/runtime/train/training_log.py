@@ -141,12 +141,8 @@ def _cut(path: Path, step: int) -> list[bytes]:
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if 0 <= _number(line) <= step] if step else []
     if kept != lines:
-        place(path, lambda file: _write_bytes(file, b"".join(kept)))
+        place(path, lambda file: file.write_bytes(b"".join(kept)))
     return kept
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
 
 
 def _opened(path: Path) -> TextIO:

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.train.stage_times import StageSeconds
 from gpipe_compiler.runtime.train.told import (
     Told,
@@ -83,7 +84,8 @@ def test_a_calibration_goes_on_from_that_of_the_plan(tmp_path):
     ]
     file = tmp_path / "calibration.json"
 
-    assert write_calibration(file, told(), stages, "model")
+    write_calibration(file, told(), stages, "model")
+
     assert json.loads(file.read_text()) == {
         "forward": pytest.approx(4.0),
         "backward": pytest.approx(1.5),
@@ -100,7 +102,8 @@ def test_backwards_that_are_not_told_count_as_forwards_do(tmp_path):
     }
     file = tmp_path / "calibration.json"
 
-    assert write_calibration(file, Told._read(plan, alone=True), [StageSeconds(0.003)], "model")
+    write_calibration(file, Told._read(plan, alone=True), [StageSeconds(0.003)], "model")
+
     found = json.loads(file.read_text())
     assert found["forward"] == found["backward"] == pytest.approx(3.0)
 
@@ -108,8 +111,10 @@ def test_backwards_that_are_not_told_count_as_forwards_do(tmp_path):
 def test_nothing_is_calibrated_by_what_nobody_told(tmp_path):
     file = tmp_path / "calibration.json"
 
-    assert not write_calibration(file, None, [StageSeconds(0.001)], "model")
-    assert not write_calibration(file, told(), [StageSeconds(0.001)], "model")
+    for plan in (None, told()):
+        with pytest.raises(UsageError, match="nothing to calibrate by"):
+            write_calibration(file, plan, [StageSeconds(0.001)], "model")
+
     assert not file.exists()
 
 
