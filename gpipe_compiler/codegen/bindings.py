@@ -40,20 +40,6 @@ from gpipe_compiler.ir.ops import result_names
 from gpipe_compiler.runtime.sizes import Dim
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A statement that binds a result.
-
-    Attributes:
-        target: what stands before the expression: `x, y = `; "" where nothing is bound.
-        note: the shape of what is bound; "" where it is that of the statement before.
-    """
-
-    target: str
-    expression: Expression
-    note: str
-
-
 @dataclass
 class Bindings:
     """Binds the results of the ops of a method.
@@ -80,8 +66,14 @@ class Bindings:
     shape: str = ""
     renamed: list[tuple[str, str]] = field(default_factory=list)
 
-    def of(self, op: Op, run: StatementRun, expression: Expression, position: int) -> Bound:
-        """The statement of an op, whose variables are known from here on."""
+    def of(
+        self, op: Op, run: StatementRun, expression: Expression, position: int
+    ) -> tuple[str, Expression, str]:
+        """The statement of an op, whose variables are known from here on.
+
+        What stands before the expression, `x, y = `, "" where nothing is bound; the expression; and
+        the shape of what is bound, "" where it is that of the statement before.
+        """
         read = [value for value in op.outputs if value in self.uses.count]
         here = op.name in self.graph.op_of
         inner = here and any(is_operand(self.graph, op, value) for value in op.outputs)
@@ -106,7 +98,7 @@ class Bindings:
             self.dels.bound(variable)
         result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
-        return Bound(target, expression, self._note(read[0]) if len(read) == 1 else "")
+        return target, expression, self._note(read[0]) if len(read) == 1 else ""
 
     def _is_cut(self, op: Op) -> bool:
         """Whether an op is the call of a module of which another stage has the rest."""
@@ -298,7 +290,7 @@ def returned(writer: ExpressionWriter, uses: Uses, makers: Mapping[str, Op], val
     shared = any(value in pair and _one(writer, pair) for pair in pairs)
     if mode is Mode.ALWAYS or shared:
         return variable
-    writer.imports.torch()
+    writer.imports.module("torch")
     condition = "self.training" if mode is Mode.TRAIN else "not self.training"
     return f"{variable} if {condition} else torch.empty(0)"
 

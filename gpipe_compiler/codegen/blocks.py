@@ -35,8 +35,6 @@ from gpipe_compiler.codegen.method_text import (
     function_text,
     is_tensor,
     method_text,
-    returned_type,
-    types_of,
 )
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
@@ -162,7 +160,7 @@ class StageBlocks:
             ops = tuple(dataclasses.replace(op, source=None) for op in ops)
         method, passed = self._method(block, ops, names)
         chained = self._is_chain(block)
-        file.imports.from_torch("nn")
+        file.imports.name("torch", "nn")
         if chained and block.user == nn.Sequential.__name__:
             return WrittenBlock("nn.Sequential", passed, parameters, inline=True)
         own_name, construction = file.names.take_numbered(wanted), self.construction(file)
@@ -190,19 +188,16 @@ class StageBlocks:
         given = Arguments.of(parameters)
         ops = self.calls.ops(first.parts, first.outputs, file, given.names)
         method, passed = self._method(block, ops, given.names)
-        file.imports.from_torch("Tensor")
+        file.imports.name("torch", "Tensor")
         own_name = file.names.take_numbered(wanted, "_")
         alone = not any(is_tensor(self.facts.graph, value) for value in method.arguments)
         writer = self._writer(first.path, file.imports, DEVICE if alone else "")
-        own = (*([DEVICE] if alone else []), *given.types)
-        body = self._body(block, method, writer, own)
-        types = types_of(self.facts.graph, method.arguments, body.arguments, file.imports)
-        types |= given.types
+        also = {**({DEVICE: "torch.device"} if alone else {}), **given.types}
         if alone:
-            file.imports.torch()
-            types[DEVICE] = "torch.device"
-        returned = returned_type([True] * len(method.returns))
-        file.classes.append(tuple(function_text(own_name, body, returned, own, types)))
+            file.imports.module("torch")
+        body = self._body(block, method, writer, also)
+        graph = self.facts.graph
+        file.classes.append(tuple(function_text(graph, own_name, method, body, file.imports, also)))
         return WrittenBlock(own_name, passed, parameters, shared=file.shared, on_device=alone)
 
     def _is_chain(self, block: BlockClass) -> bool:
@@ -332,11 +327,9 @@ class StageBlocks:
         return found
 
     def _forward(self, block: BlockClass, method: Method, imports: Imports) -> list[str]:
-        imports.from_torch("Tensor")
+        imports.name("torch", "Tensor")
         body = self._body(block, method, self._writer(block.first.path, imports))
-        returned = returned_type([is_tensor(self.facts.graph, value) for value in method.returns])
-        types = types_of(self.facts.graph, method.arguments, body.arguments, imports)
-        return method_text("forward", body, returned, [], types)
+        return method_text(self.facts.graph, "forward", method, body, imports)
 
     def _writer(self, root: str, imports: Imports, device: str = "") -> ExpressionWriter:
         """What writes expressions of the block at a path, which is given the device or finds it."""

@@ -18,7 +18,7 @@ from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
 from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, name
 from gpipe_compiler.codegen.loop_lines import LoopLines
 from gpipe_compiler.codegen.loops import loop_begun, loop_ended
-from gpipe_compiler.codegen.method_text import MethodBody, with_type
+from gpipe_compiler.codegen.method_text import MethodBody, is_tensor, value_kind, with_type
 from gpipe_compiler.codegen.methods import Method, drop_dead
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.releases import DelWriter, Releases
@@ -88,12 +88,12 @@ def write_body(
     releases = Releases.of(graph, ops, method, worth)
     uses = Uses.of(ops, method.returns, releases.asked)
     variables = Variables(
-        names, uses.last, lambda v: ValueKind.OTHER if v in sizes else _kind(graph, v)
+        names, uses.last, lambda v: ValueKind.OTHER if v in sizes else value_kind(graph, v)
     )
     arguments = tuple(_argument(graph, method, variables, v) for v in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     pairs = zip(method.arguments, arguments, strict=True)
-    tensors = (own for value, own in pairs if _kind(graph, value) is ValueKind.TENSOR)
+    tensors = (own for value, own in pairs if is_tensor(graph, value))
     writer.anchor = next(tensors, "")
     reader = SizeReader(graph, writer, variables, uses, method.multiples, ops)
     reader.give(method.given, [value for value in method.arguments if value in graph.values])
@@ -106,7 +106,7 @@ def write_body(
     makers = {value: op for op in ops for value in op.outputs}
     returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
     body = MethodBody(arguments, tuple(writing.statements), returns)
-    if len(returns) > 1 or not all(_kind(graph, v) is ValueKind.TENSOR for v in method.returns):
+    if len(returns) > 1 or not all(is_tensor(graph, v) for v in method.returns):
         return body
     return with_type(body, tuple(writer.modules.values()), direct=direct)
 
@@ -119,11 +119,6 @@ def _argument(graph: Graph, method: Method, variables: Variables, value: str) ->
     if maker and isinstance(maker.call, ModuleCall) and variables.is_numbered(value, wish, -1):
         wish = name_of_result(graph, value, maker.call.module) or wish
     return variables.fresh(value, wish)
-
-
-def _kind(graph: Graph, value: str) -> ValueKind:
-    known = graph.values.get(value)
-    return ValueKind.TENSOR if known is None else known.kind
 
 
 @dataclass(slots=True)
@@ -270,7 +265,7 @@ class _BodyWriter:
     def _take(self, op: Op) -> list[_Pending]:
         """Pending ops that nest into this one without changing the order in which ops run."""
         taken: list[_Pending] = []
-        for value in reversed(list(reads_in_order(op.call))):
+        for value in reversed(list(reads_in_order(op.arguments))):
             if self.pending and value == self.pending[-1].op.result:
                 taken.insert(0, self.pending.pop())
         if {pending.op.result for pending in self.pending}.intersection(op.inputs):
@@ -308,7 +303,7 @@ class _BodyWriter:
         if not is_in_place(made) or not isinstance(op.result, str | None):
             return False
         changed = made.args[0]
-        if isinstance(changed, Ref) and _kind(self.graph, changed.name) is not ValueKind.TENSOR:
+        if isinstance(changed, Ref) and not is_tensor(self.graph, changed.name):
             return False
         if not isinstance(changed, Ref | StateRef):
             return False
@@ -334,12 +329,13 @@ class _BodyWriter:
         position: int,
         sources: tuple[SourceLocation | None, ...],
     ) -> None:
-        bound = self.bindings.of(op, self.runs[op.name], expression, position)
+        run = self.runs[op.name]
+        target, expression, note = self.bindings.of(op, run, expression, position)
         for old, new in self.bindings.renamed:
             self.writer.rename(old, new, op.outputs)
             self._append(op, f"{new} = ", name(old))
         self.bindings.renamed.clear()
-        self._append(op, bound.target, bound.expression, sources, bound.note)
+        self._append(op, target, expression, sources, note)
         self.dels.after(op, position, self.statements)
 
     def _append(

@@ -16,6 +16,7 @@ from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.helpers import HelperCall, module_path
 from gpipe_compiler.codegen.nested import ModuleNode
+from gpipe_compiler.codegen.uses import makes_only, without_unread
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import (
     Call,
@@ -104,7 +105,8 @@ class Calls:
                 case Op():
                     own, path = self._without_defaults(part.call), module_path(part.module)
                     ops.append(dataclasses.replace(part, call=own, module=path))
-        return self._without_unread(ops, returns)
+        # Blocks read sizes for themselves: what only they ask for is left out.
+        return without_unread(ops, returns, lambda op: makes_only(op, self.facts.templates))
 
     def _without_defaults(self, made: Call) -> Call:
         """A call of a module of torch without the keywords that its `forward` has by default."""
@@ -117,18 +119,6 @@ class Calls:
             if key not in known or known[key].default is not item
         }
         return dataclasses.replace(made, kwargs=given)
-
-    def _without_unread(self, ops: Sequence[Op], returns: Sequence[str]) -> tuple[Op, ...]:
-        """The ops without those that ask for sizes which only blocks read, for themselves."""
-        needed = set(returns)
-        kept: list[Op] = []
-        for op in reversed(ops):
-            outputs = set(op.outputs)
-            if outputs and needed.isdisjoint(outputs) and outputs <= self.facts.templates.keys():
-                continue
-            kept.append(op)
-            needed.update(op.inputs)
-        return tuple(reversed(kept))
 
     def _op(
         self,
@@ -150,7 +140,7 @@ class Calls:
         block, helper = self.block_of(call), self.helpers[call.path]
         written = self.written[id(block)]
         if written.shared and not file.shared:
-            file.imports.layer(written.name)
+            file.imports.name(".layers", written.name)
         arguments: tuple[object, ...] = self._arguments(call)
         if written.on_device:
             arguments = (*arguments, torch.device("cpu"))  # becomes that of the method

@@ -82,10 +82,10 @@ def spell_constant(value: object, imports: Imports) -> str | None:
         case _ if value is Ellipsis:
             return "..."
         case torch.dtype() | torch.layout() | torch.memory_format():
-            imports.torch()
+            imports.module("torch")
             return str(value)
         case torch.device():
-            imports.torch()
+            imports.module("torch")
             return f"torch.device({quote(str(value))})"
         case _ if callable(value):
             return spell(value, imports)
@@ -105,7 +105,7 @@ def _spell_float(value: float, imports: Imports) -> str:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for end in ("min", "max"):
             if value == getattr(torch.finfo(dtype), end):
-                imports.torch()
+                imports.module("torch")
                 return f"torch.finfo({dtype}).{end}"
     if math.isfinite(value):
         return repr(value).replace("e+", "e")  # as ruff has it

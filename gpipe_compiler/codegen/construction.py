@@ -17,7 +17,6 @@ from gpipe_compiler.codegen.constructors import (
     dict_of_modules,
     frozen_parameters,
     memory_for,
-    own_parameters,
     tensor_of_values,
 )
 from gpipe_compiler.codegen.imports import Imports
@@ -118,7 +117,7 @@ def buffer_types(
         and holder.place_of(own) == f"{holder.place}.{own}"
     ]
     if found:
-        imports.from_torch("Tensor")
+        imports.name("torch", "Tensor")
     return found
 
 
@@ -223,7 +222,7 @@ class Construction:
                 made = self._module(item, given)
                 place = _below(root, item.place)
                 if self._is_opened(item):
-                    self.file.imports.any_type()
+                    self.file.imports.name("typing", "Any")
                     place += ": Any"
                 yield from lay_out(made, prefix=f"{place} = ", indent=2)
             if not self._has_class(item):
@@ -282,10 +281,8 @@ class Construction:
         self, root: ModuleNode, holder: ModuleNode, spec: ModuleSpec
     ) -> Iterator[str]:
         """Statements for parameters that are frozen beside others of their module."""
-        frozen = frozen_parameters(spec, self.graph.state)
-        if frozen == own_parameters(spec, self.graph.state):
-            return
-        for local in frozen:
+        frozen, whole = frozen_parameters(spec, self.graph.state)
+        for local in () if whole else frozen:
             if self.state.places[spec.state[local]] == f"{holder.place}.{local}":
                 yield f"        {_below(root, holder.place)}.{local}.requires_grad_(False)"
 
@@ -294,11 +291,11 @@ class Construction:
     ) -> list[str]:
         """The statements that register a tensor which the model uses without a module of torch."""
         imports = self.file.imports
-        imports.torch()
+        imports.module("torch")
         place = _below(root, holder.place_of(own))
         tensor = self.graph.tensors.get(state.name)
         if state.kind is StateKind.PARAMETER:
-            imports.from_torch("nn")
+            imports.name("torch", "nn")
             memory = memory_for("torch.empty", state, given.names)
             flag = [] if state.requires_grad else [name("requires_grad=False")]
             return lay_out(call("nn.Parameter", [memory, *flag]), prefix=f"{place} = ", indent=2)
@@ -332,7 +329,7 @@ class Construction:
             value = name(known) if known else write_literal(number, self.file.imports)
             arguments.append(value if by_position(own) else value.prefixed(f"{own}="))
         if written.shared and not self.file.shared:
-            self.file.imports.layer(written.name)
+            self.file.imports.name(".layers", written.name)
         return call(written.name, arguments)
 
     def _container(self, holder: ModuleNode, given: Arguments) -> Expression:

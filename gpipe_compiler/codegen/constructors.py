@@ -143,18 +143,13 @@ def construct_member(
     """A module of torch.nn, frozen where all its parameters are."""
     assert holder.spec is not None
     made = construct_module(holder.spec, imports, names)
-    frozen = frozen_parameters(holder.spec, graph.state)
-    if frozen and frozen == own_parameters(holder.spec, graph.state):
-        return Expression(f"{made.flat}.requires_grad_(False)")
-    return made
+    frozen, whole = frozen_parameters(holder.spec, graph.state)
+    return Expression(f"{made.flat}.requires_grad_(False)") if frozen and whole else made
 
 
 def frozen_in_part(graph: Graph, holder: ModuleNode) -> bool:
     """Whether some of the parameters of a module of torch.nn are frozen, and others not."""
-    if holder.spec is None:
-        return False
-    frozen = frozen_parameters(holder.spec, graph.state)
-    return bool(frozen) and frozen != own_parameters(holder.spec, graph.state)
+    return holder.spec is not None and not frozen_parameters(holder.spec, graph.state)[1]
 
 
 def construct_module(
@@ -182,19 +177,12 @@ def construct_module(
     return call(callee, [*args, *(value.prefixed(f"{key}=") for key, value in kwargs.items())])
 
 
-def own_parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
-    """The module's own names of its parameters."""
-    return [
-        local
-        for local, canonical in spec.state.items()
-        if states[canonical].kind is StateKind.PARAMETER
-    ]
-
-
-def frozen_parameters(spec: ModuleSpec, states: Mapping[str, State]) -> list[str]:
-    """Those that are not to be trained."""
-    found = own_parameters(spec, states)
-    return [local for local in found if not states[spec.state[local]].requires_grad]
+def frozen_parameters(spec: ModuleSpec, states: Mapping[str, State]) -> tuple[list[str], bool]:
+    """A module's own names of parameters that are not to be trained; whether all are, or none."""
+    own = {local: states[name] for local, name in spec.state.items()}
+    trained = {o: s.requires_grad for o, s in own.items() if s.kind is StateKind.PARAMETER}
+    frozen = [local for local, trains in trained.items() if not trains]
+    return frozen, len(frozen) in (0, len(trained))
 
 
 def memory_for(function: str, state: State, names: Mapping[ConstantSlot, str]) -> Expression:

@@ -25,9 +25,9 @@ from gpipe_compiler.ir import (
     MethodCall,
     ModuleCall,
     Ref,
-    RegionCall,
     StateRef,
 )
+from gpipe_compiler.ir.arguments import parts
 from gpipe_compiler.ir.ops import Context
 
 _FACTORIES = frozenset(
@@ -151,7 +151,7 @@ class ExpressionWriter:
                     return method_call(
                         self.argument(receiver), method, self.arguments(args, kwargs)
                     )
-                self.imports.torch()
+                self.imports.module("torch")
                 return call(f"torch.{method}", self.arguments((receiver, *args), kwargs))
             case ModuleCall():
                 return call(self.modules[made.module], self.arguments(made.args, made.kwargs))
@@ -275,31 +275,16 @@ class ExpressionWriter:
         return " : ".join(texts).strip().replace(":  :", "::")
 
 
-def reads_in_order(
-    made: FunctionCall | MethodCall | ModuleCall | RegionCall,
-) -> Iterator[str | None]:
-    """The values a call reads, in the order Python evaluates them.
+def reads_in_order(argument: Argument) -> Iterator[str]:
+    """The values that an argument reads, in the order in which Python evaluates them.
 
-    None stands for a choice between modes, of which only one side is evaluated.
+    Without those in a choice between modes, of which only one side is evaluated.
     """
-
-    def walk(argument: Argument) -> Iterator[str | None]:
-        match argument:
-            case Ref(name=value):
-                yield value
-            case ByMode():
-                yield None
-            case tuple() | list():
-                for item in argument:
-                    yield from walk(item)
-            case dict():
-                for item in argument.values():
-                    yield from walk(item)
-            case slice(start=start, stop=stop, step=step):
-                yield from walk((start, stop, step))
-
-    yield from walk(made.args)
-    yield from walk(dict(made.kwargs))
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif not isinstance(argument, ByMode):
+        for item in parts(argument) or ():
+            yield from reads_in_order(item)
 
 
 def _describe(function: object) -> str:
@@ -310,7 +295,7 @@ def _describe(function: object) -> str:
 
 def context_of(context: Context, writer: ExpressionWriter) -> Expression:
     """`torch.no_grad()` and the like; autocast on the device of the method's first tensor."""
-    writer.imports.torch()
+    writer.imports.module("torch")
     if not isinstance(context, Autocast):
         return name("torch.enable_grad()" if context.enabled else "torch.no_grad()")
     device = context.device_type

@@ -149,16 +149,16 @@ def spell(function: object, imports: Imports) -> str | None:
         written, name = own
         if not name.startswith("torch.ops."):
             return f"{imports.own(written.module)}.{name}"
-        imports.torch()
+        imports.module("torch")
         imports.library(written.module, name.split(".")[2])
         return name
     if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _spell_operator(function, imports)
     if function is require:
-        imports.require()
+        imports.name(".runtime.core.required", "require")
         return "require"
     if function is checkpoint:
-        imports.checkpoint()
+        imports.name("torch.utils.checkpoint", "checkpoint")
         return "checkpoint"
     entry = _known().get(id(function))
     if entry is not None and entry[0] is function:
@@ -174,9 +174,9 @@ def spell(function: object, imports: Imports) -> str | None:
 
 def _note(module: str, imports: Imports) -> None:
     if module == "F":
-        imports.functional()
+        imports.module("torch.nn.functional as F")
     elif module == "nn":
-        imports.from_torch("nn")
+        imports.name("torch", "nn")
     elif module:
         imports.module(module)
 
@@ -203,7 +203,7 @@ def _spell_operator(
     )
     namespace = qualified.split("::")[0]
     library = _library(qualified)
-    imports.torch()
+    imports.module("torch")
     if library and library != "torch":
         imports.library(library, namespace)
     return f"torch.ops.{function}" if "." in str(function) else None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression, call, dict_of, lay_out, name, tuple_of
+from gpipe_compiler.codegen.layout import Expression, braces, call, lay_out, name, tuple_of
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.ir import Graph, ModuleSpec, StateKind
@@ -71,7 +71,7 @@ def initial_lines(
         else:
             listed = tuple_of([name(quote(key)) for key in keys])
             items.append(call("**dict.fromkeys", [listed, written]))
-    return lay_out(_dict(items), prefix="INITIAL = ")
+    return lay_out(braces(items, exploded=True), prefix="INITIAL = ")
 
 
 def _of_layers(initial: Mapping[str, Steps], names: Iterable[str]) -> dict[str, Steps]:
@@ -90,15 +90,3 @@ def _of_layers(initial: Mapping[str, Steps], names: Iterable[str]) -> dict[str, 
             if state in initial and repr(found.get(common)) != repr(initial[state]):
                 found[state] = initial[state]
     return found
-
-
-def _dict(items: list[Expression]) -> Expression:
-    made = dict_of([], exploded=True)
-    return Expression(
-        "{" + ", ".join(item.flat for item in items) + "}",
-        binding=made.binding,
-        opening="{",
-        items=tuple(items),
-        closing="}",
-        exploded=True,
-    )

@@ -87,12 +87,12 @@ def call(callee: str, items: Iterable[Expression], *, exploded: bool = False) ->
     return _bracketed(f"{callee}(", tuple(items), ")", fills=True, exploded=exploded)
 
 
-def tuple_of(items: Sequence[Expression], *, exploded: bool = False) -> Expression:
+def tuple_of(items: Iterable[Expression], *, exploded: bool = False) -> Expression:
     """`(items)`, with the comma that a single item needs."""
     made = _bracketed("(", tuple(items), ")", fills=False, exploded=exploded)
-    if len(items) == 1:
+    if len(made.items) == 1:
         # Ruff keeps a one-tuple's comma without taking it for a wish to break.
-        return replace(made, flat=f"({items[0].flat},)")
+        return replace(made, flat=f"({made.items[0].flat},)")
     return made
 
 
@@ -133,13 +133,12 @@ def dict_of(
     items: Iterable[tuple[Expression, Expression]], *, exploded: bool = False
 ) -> Expression:
     """`{key: value}`."""
-    pairs = tuple(value.prefixed(f"{key.flat}: ") for key, value in items)
-    return _bracketed("{", pairs, "}", fills=False, exploded=exploded)
+    return braces((value.prefixed(f"{key.flat}: ") for key, value in items), exploded=exploded)
 
 
-def braces(items: Iterable[Expression]) -> Expression:
+def braces(items: Iterable[Expression], *, exploded: bool = False) -> Expression:
     """`{items}`, the items of a dict or set as they are."""
-    return _bracketed("{", tuple(items), "}", fills=False, exploded=False)
+    return _bracketed("{", tuple(items), "}", fills=False, exploded=exploded)
 
 
 def comprehension(opening: str, item: Expression, clause: str, closing: str) -> Expression:

@@ -57,8 +57,8 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
     if not weights:
         return None
     imports = Imports()
-    imports.from_torch("Tensor")
-    imports.from_torch("nn")
+    imports.name("torch", "Tensor")
+    imports.name("torch", "nn")
     ops = tuple({op.name: op for weight in weights for op in weight.ops}.values())
     inputs = tuple(dict.fromkeys(name for weight in weights for name in weight.inputs))
     values = tuple(weight.value for weight in weights)
@@ -75,10 +75,10 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         [],
     )
     initial = initial_steps(graph, state.originals.values())
-    returned = "Tensor" if len(values) == 1 else f"tuple[{', '.join(['Tensor'] * len(values))}]"
     file = SourceFile(Identifiers(), imports=imports)
     constructor = Construction(graph, state, file).lines(state.root)
     initial_text = initial_lines(initial, state.originals.values(), imports)
+    methods = [method_text(graph, "forward", method, body, imports, described)]
     text = render(
         "stage.py.jinja",
         title=_title(plan.name, terms),
@@ -88,7 +88,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         base=state.root.cls.__name__,
         buffers=buffer_types(state.root, imports),
         constructor=constructor,
-        methods=[method_text("forward", body, returned, described)],
+        methods=methods,
         renamed=renamed_table(state),
         writes=(),
         segments=(),

@@ -9,12 +9,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import INDENT, WIDTH, call, lay_out, name
+from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.ir import Graph, Mode, ValueKind
 from gpipe_compiler.text import escaping
@@ -138,69 +138,84 @@ class _Typed:
 MANY_OUTPUTS = 4
 """From this many on, the types of the outputs are not listed one by one."""
 
-NO_TYPES: Mapping[str, str] = MappingProxyType({})
-
 
 def method_text(
+    graph: Graph,
     label: str,
+    method: Method,
     body: MethodBody,
-    returned: str,
-    described: Sequence[str],
-    types: Mapping[str, str] = NO_TYPES,
+    imports: Imports,
+    described: Sequence[str] = (),
 ) -> list[str]:
     """The lines of a method of a class.
 
     Args:
-        returned: its return annotation.
         described: the lines of its docstring.
-        types: of its arguments that are no tensors.
     """
-    written = (f"{own}: {types.get(own, 'Tensor')}" for own in body.arguments)
-    parameters = [name("self"), *map(name, written)]
-    lines = lay_out(call(f"def {label}", parameters), suffix=f" -> {returned}:", indent=1)
-    lines.extend(described)
-    lines.extend(write_statements(body.statements, 2))
-    if not body.ends:
-        lines.extend(_return(body.returns))
-    return lines
+    given = {"self": "", **types_of(graph, method.arguments, body.arguments, imports)}
+    returned = _returned([is_tensor(graph, value) for value in method.returns])
+    return _definition(label, given, returned, described, body, 1)
 
 
 def function_text(
-    label: str, body: MethodBody, returned: str, also: Iterable[str], types: Mapping[str, str]
+    graph: Graph,
+    label: str,
+    method: Method,
+    body: MethodBody,
+    imports: Imports,
+    also: Mapping[str, str],
 ) -> list[str]:
-    """The lines of a function.
+    """The lines of a function, which returns tensors.
 
     Args:
-        also: its last arguments, which the body does not name.
-        types: of its arguments that are no tensors.
+        also: its last arguments, which the body does not name, and their types.
     """
-    given = [name(f"{own}: {types.get(own, 'Tensor')}") for own in (*body.arguments, *also)]
-    lines = lay_out(call(f"def {label}", given), suffix=f" -> {returned}:")
-    lines.extend(write_statements(body.statements, 1))
-    return lines if body.ends else [*lines, *_return(body.returns, 1)]
+    given = {**types_of(graph, method.arguments, body.arguments, imports), **also}
+    return _definition(label, given, _returned([True] * len(method.returns)), (), body, 0)
+
+
+def _definition(
+    label: str,
+    given: Mapping[str, str],
+    returned: str,
+    described: Sequence[str],
+    body: MethodBody,
+    indent: int,
+) -> list[str]:
+    parameters = [name(f"{own}: {kind}" if kind else own) for own, kind in given.items()]
+    lines = lay_out(call(f"def {label}", parameters), suffix=f" -> {returned}:", indent=indent)
+    lines.extend(described)
+    lines.extend(write_statements(body.statements, indent + 1))
+    return lines if body.ends else [*lines, *_return(body.returns, indent + 1)]
+
+
+def value_kind(graph: Graph, value: str) -> ValueKind:
+    """What a value is; what the graph does not know, such as a state, is a tensor."""
+    known = graph.values.get(value)
+    return ValueKind.TENSOR if known is None else known.kind
 
 
 def is_tensor(graph: Graph, value: str) -> bool:
-    """Whether a value is one; what the graph does not know, such as a state, is."""
-    known = graph.values.get(value)
-    return known is None or known.kind is ValueKind.TENSOR
+    return value_kind(graph, value) is ValueKind.TENSOR
 
 
 def types_of(
     graph: Graph, values: Sequence[str], arguments: Sequence[str], imports: Imports
 ) -> dict[str, str]:
-    """The types of the arguments that are no tensors: numbers, or what has no telling (a dtype)."""
+    """The types of arguments; of what has no telling (a dtype), any."""
     found = {
-        own: "int" if graph.values[value].kind is ValueKind.SCALAR else "Any"
+        own: _TYPES.get(value_kind(graph, value), "Any")
         for value, own in zip(values, arguments, strict=True)
-        if not is_tensor(graph, value)
     }
     if "Any" in found.values():
-        imports.any_type()
+        imports.name("typing", "Any")
     return found
 
 
-def returned_type(returns: Sequence[bool]) -> str:
+_TYPES = {ValueKind.TENSOR: "Tensor", ValueKind.SCALAR: "int"}
+
+
+def _returned(returns: Sequence[bool]) -> str:
     """The annotation for results of which these are tensors."""
     if not all(returns):
         return "object" if len(returns) == 1 else "tuple[object, ...]"
@@ -213,7 +228,7 @@ def returned_type(returns: Sequence[bool]) -> str:
     return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
 
 
-def _return(values: Sequence[str], indent: int = 2) -> list[str]:
+def _return(values: Sequence[str], indent: int) -> list[str]:
     margin = INDENT * indent
     flat = f"{margin}return {', '.join(values) or '()'}"
     if len(values) < 2 or len(flat) <= WIDTH:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
+from gpipe_compiler.codegen.uses import without_unread
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.sizes import asked
@@ -169,13 +170,10 @@ def drop_dead(
     ops: Sequence[Op], returns: Iterable[str], droppable: frozenset[str] = frozenset()
 ) -> tuple[Op, ...]:
     """The ops without attribute look-ups, arithmetic and `droppable` ops that nothing reads."""
-    needed = set(returns)
-    kept: list[Op] = []
-    for op in reversed(ops):
+
+    def is_droppable(op: Op) -> bool:
         made = op.call
         pure = isinstance(made, FunctionCall) and made.function in _PURE
-        if (pure or op.name in droppable) and needed.isdisjoint(op.outputs):
-            continue
-        kept.append(op)
-        needed.update(op.inputs)
-    return tuple(reversed(kept))
+        return pure or op.name in droppable
+
+    return without_unread(ops, returns, is_droppable)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
 from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.codegen.expressions import RawText
-from gpipe_compiler.codegen.imports import Imports, from_lines
+from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import WIDTH, Expression, lay_out
 from gpipe_compiler.codegen.loss_weight import WeightSource
-from gpipe_compiler.codegen.records import write_record, write_size
+from gpipe_compiler.codegen.records import RecordWriter
 from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
@@ -34,28 +33,16 @@ from gpipe_compiler.runtime.limits import NO_GROUP
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Phase, format_order
 from gpipe_compiler.runtime.schedule.clock import needs_of
-from gpipe_compiler.runtime.sizes import Relation, Requirement, Size
 from gpipe_compiler.runtime.spec import (
-    BatchNorm,
-    Crossing,
-    GivenValue,
-    Input,
     Joined,
     Leaf,
     LossSpec,
     LossTerm,
-    OutputClass,
-    OutputTerm,
     PipelineSpec,
-    Precision,
-    Reduction,
     Remat,
     SampleGroup,
     SampleLimit,
-    Samples,
-    ScheduleKind,
     StageSpec,
-    Unreturned,
 )
 
 
@@ -70,54 +57,22 @@ def write_schedule(
     Raises:
         EmitError: when the structure of the outputs cannot be written down.
     """
-    imports = Imports()
-    spec = _pipeline(plan, graph, stages, weight, imports)
-    modules = [loss_weight.MODULE] if weight is not None else []
-    modules += [f"stage_{index}" for index in range(len(stages))]
-    return schedule_text(
-        plan,
-        spec,
-        [item.__name__ for item in _SPEC_TYPES] + ["larger", "smaller"],
-        home=".runtime.spec",
-        kind=plan.schedule.value,
-        imports=imports.lines(),
-        modules=from_lines(".", modules),
-        sizes=[line for size in graph.sizes for line in write_size(size, imports)],
-    )
-
-
-_SPEC_TYPES = (
-    *(PipelineSpec, StageSpec, Input, Crossing, Leaf, OutputTerm, Samples, OutputClass),
-    *(Unreturned, LossSpec, LossTerm),
-    *(ScheduleKind, Reduction, Joined, Remat, BatchNorm, Precision),
-    *(Size, Requirement, Relation, SampleGroup, SampleLimit, GivenValue),
-)
+    records = RecordWriter(Imports(), ".runtime.spec")
+    spec = _pipeline(plan, graph, stages, weight, records)
+    sizes = [line for size in graph.sizes for line in records.size(size)]
+    return schedule_text(plan, spec, records.imports, kind=plan.schedule.value, sizes=sizes)
 
 
 def schedule_text(
-    plan: Plan,
-    spec: Expression,
-    types: Collection[str],
-    *,
-    home: str,
-    kind: str,
-    imports: Sequence[str] = (),
-    modules: Sequence[str] = (),
-    sizes: Sequence[str] = (),
+    plan: Plan, spec: Expression, imports: Imports, *, kind: str, sizes: Sequence[str] = ()
 ) -> str:
     """The source of a `schedule.py`: a drawing of the plan's orders, the orders, and a spec.
 
     Args:
-        types: what a spec may be made of; what occurs in this one is imported.
-        home: the module of the package that has them.
         kind: of the schedule, in words.
-        imports, modules: further lines of imports: before those of the package, and among them.
         sizes: the lines that name the sizes which are free.
     """
-    text = "\n".join(lay_out(spec, prefix="SPEC = "))
     orders, wrapped = _orders(plan)
-    whole = "\n".join((*sizes, text))
-    used = sorted(item for item in types if re.search(rf"\b{item}[(.]", whole))
     return render(
         "schedule.py.jinja",
         name=plan.name,
@@ -127,18 +82,12 @@ def schedule_text(
         legend=_legend(plan),
         together=_together(plan),
         drawing=_drawing(plan),
-        imports=imports,
-        spec_import=from_lines(home, used),
-        modules=modules,
+        imports=imports.lines(),
         orders=orders,
         wrapped=wrapped,
         sizes=sizes,
-        spec=text.splitlines(),
+        spec=lay_out(spec, prefix="SPEC = "),
     )
-
-
-def _unlike(plan: Plan) -> Mapping[Precision, str]:
-    return {} if plan.graph is None else plan.graph.unlike
 
 
 def _together(plan: Plan) -> list[str]:
@@ -206,7 +155,7 @@ def _pipeline(
     graph: Graph,
     stages: Sequence[StageSource],
     weight: WeightSource | None,
-    imports: Imports,
+    records: RecordWriter,
 ) -> Expression:
     """The spec; what the modules of the stages define stands in it by name."""
     asked = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
@@ -214,14 +163,14 @@ def _pipeline(
     pairs = zip(stages, plan.stages, strict=True)
     values = {
         "name": plan.name,
-        "stages": tuple(_stage(stage, planned.remat, imports) for stage, planned in pairs),
+        "stages": tuple(_stage(stage, planned.remat, records) for stage, planned in pairs),
         "inputs": tuple(
             item if whole else dataclasses.replace(item, shape=None, dtype=None)
             for item, whole in zip(asked, known, strict=True)
         ),
         "crossings": plan.crossings,
         "outputs": _outputs(graph),
-        "loss": _loss(plan, graph, weight, imports),
+        "loss": _loss(plan, graph, weight, records),
         "schedule": plan.schedule,
         "microbatches": plan.microbatches,
         "microbatch_size": plan.microbatch_size,
@@ -237,7 +186,7 @@ def _pipeline(
         "batchnorm": plan.batchnorm,
         "precision": plan.precision,
         "replicas": plan.replicas,
-        "unlike": _unlike(plan),
+        "unlike": graph.unlike,
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
         "alone": {training: where(rule) for training, rule in graph.alone.items()},
@@ -250,7 +199,7 @@ def _pipeline(
         "given": graph.given,
     }
     try:
-        return write_record(PipelineSpec, values, imports)
+        return records.record(PipelineSpec, values)
     except UnwritableError as error:
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
 
@@ -279,15 +228,8 @@ def _unless_in_order(numbers: tuple[int, ...], count: int) -> tuple[int, ...]:
     return () if numbers == tuple(range(count)) else numbers
 
 
-def _stage(stage: StageSource, remat: Remat, imports: Imports) -> Expression:
-    module = f"stage_{stage.index}"
-    tables = {
-        table: RawText(f"{module}.{table.upper()}")
-        for table in ("renamed", "initial", "writes", "segments")
-        if getattr(stage, table)
-    }
+def _stage(stage: StageSource, remat: Remat, records: RecordWriter) -> Expression:
     values = {
-        "module": RawText(f"{module}.{stage.class_name}"),
         "inputs": stage.inputs,
         "outputs": stage.outputs,
         "loss_inputs": stage.loss_inputs,
@@ -298,7 +240,25 @@ def _stage(stage: StageSource, remat: Remat, imports: Imports) -> Expression:
         "mixes": stage.mixes,
         "remat": remat,
     }
-    return write_record(StageSpec, values | tables, imports)
+    return _module(f"stage_{stage.index}", stage.class_name, stage, values, records)
+
+
+def _module(
+    file: str,
+    class_name: str,
+    source: StageSource | WeightSource,
+    values: Mapping[str, object],
+    records: RecordWriter,
+) -> Expression:
+    """A `StageSpec`, with what the file of its module says by name."""
+    tables = {
+        table: RawText(f"{file}.{table.upper()}")
+        for table in ("renamed", "initial", "writes", "segments")
+        if getattr(source, table, None)
+    }
+    records.imports.name(".", file)
+    module = RawText(f"{file}.{class_name}")
+    return records.record(StageSpec, {"module": module, **values, **tables})
 
 
 def _outputs(graph: Graph) -> Argument:
@@ -330,7 +290,7 @@ def _outputs(graph: Graph) -> Argument:
 
 
 def _loss(
-    plan: Plan, graph: Graph, weight: WeightSource | None, imports: Imports
+    plan: Plan, graph: Graph, weight: WeightSource | None, records: RecordWriter
 ) -> LossSpec | None:
     if graph.loss is None or not plan.training:
         return None
@@ -343,7 +303,10 @@ def _loss(
         )
         for term in graph.loss.terms
     )
-    counted: Any = None if weight is None else _weight(weight, imports)
+    counted: Any = None
+    if weight is not None:
+        values = {"inputs": weight.inputs, "outputs": weight.outputs}
+        counted = _module(loss_weight.MODULE, loss_weight.CLASS, weight, values, records)
     guard = _guard(None if terms else graph.loss.weight)
     separate = has_separate_loss(plan, graph)
     loss = graph.loss
@@ -365,18 +328,3 @@ def _guard(weight: LossWeight | None) -> tuple[float, float, float]:
     if weight is None:
         return -math.inf, 0.0, -math.inf
     return weight.floor, weight.offset, weight.above
-
-
-def _weight(weight: WeightSource, imports: Imports) -> Expression:
-    module = loss_weight.MODULE
-    tables = {
-        table: RawText(f"{module}.{table.upper()}")
-        for table in ("renamed", "initial")
-        if getattr(weight, table)
-    }
-    values = {
-        "module": RawText(f"{module}.{loss_weight.CLASS}"),
-        "inputs": weight.inputs,
-        "outputs": weight.outputs,
-    }
-    return write_record(StageSpec, values | tables, imports)

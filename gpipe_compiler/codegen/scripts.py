@@ -111,9 +111,10 @@ def _stage_row(graph: Graph, stage: StageSource) -> str:
     )
     return (
         f"| [{stage.index}](stage_{stage.index}.py) | {parameters:,} "
-        f"| {_values(stage.inputs)} | {_values(stage.outputs)} |"
+        f"| {values_cell(stage.inputs)} | {values_cell(stage.outputs)} |"
     )
 
 
-def _values(names: Sequence[str]) -> str:
+def values_cell(names: Sequence[str]) -> str:
+    """The names of values in a table of stages."""
     return ", ".join(code_span(name) for name in names) or "none"

@@ -11,16 +11,17 @@ from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.expressions import RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name, tuple_of
+from gpipe_compiler.codegen.method_text import is_tensor
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sizes import varies
-from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref, ValueKind
+from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref
 from gpipe_compiler.plan import Stage
 
 
 def modules_run_again(facts: CodeFacts, stage: Stage, forward: Method) -> frozenset[str]:
     """The paths of the modules of which one call may be a segment, as far as the stage has it."""
-    runs = _runs(forward.ops, _segment_of(stage))
+    runs = _runs(forward.ops, stage)
     here = [facts.graph.op_of[name] for name in stage.ops]
     dead = set(stage.ops).difference(op.name for op in forward.ops)
     return frozenset(
@@ -49,7 +50,7 @@ def split_off(
     ops: list[Op] = []
     segments: dict[str, Method] = {}
     unnamed = 0
-    for index, run in _runs(forward.ops, _segment_of(stage)):
+    for index, run in _runs(forward.ops, stage):
         module = "" if index is None else _module_of(here, run, dead)
         method = None if index is None or module in again else _method(facts.graph, run, forward)
         if method is None:
@@ -60,10 +61,6 @@ def split_off(
         segments[own] = method
         ops.append(_call(facts.graph, own, method))
     return dataclasses.replace(forward, ops=tuple(ops)), segments
-
-
-def _segment_of(stage: Stage) -> dict[str, int]:
-    return {name: index for index, ops in enumerate(stage.segments) for name in ops}
 
 
 def buffers_of(
@@ -80,16 +77,11 @@ def buffers_of(
     return tuple(name for name in writes if own[name] in touched)
 
 
-def _runs(ops: Sequence[Op], of_op: Mapping[str, int]) -> list[tuple[int | None, list[Op]]]:
-    """The ops of each segment, and those between them."""
-    runs: list[tuple[int | None, list[Op]]] = []
-    for op in ops:
-        index = of_op.get(op.name)
-        if runs and runs[-1][0] == index:
-            runs[-1][1].append(op)
-        else:
-            runs.append((index, [op]))
-    return runs
+def _runs(ops: Sequence[Op], stage: Stage) -> list[tuple[int | None, list[Op]]]:
+    """The ops of each segment of a stage, and those between them."""
+    of_op = {name: index for index, inside in enumerate(stage.segments) for name in inside}
+    runs = itertools.groupby(ops, key=lambda op: of_op.get(op.name))
+    return [(index, list(run)) for index, run in runs]
 
 
 def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
@@ -103,11 +95,11 @@ def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
     fixed = tuple(item for item in forward.given if not varies(item.template))
     known = made.union(item.value for item in fixed)
     arguments = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in known))
-    tensors = [v for v in arguments if _is_tensor(graph, v)]
+    tensors = [v for v in arguments if is_tensor(graph, v)]
     if not tensors:
         # Devices that were fixed by tracing become that of a tensor, where the stage is given any.
-        tensors = [v for v in forward.arguments if _is_tensor(graph, v)][:1]
-    others = (v for v in arguments if not _is_tensor(graph, v))
+        tensors = [v for v in forward.arguments if is_tensor(graph, v)][:1]
+    others = (v for v in arguments if not is_tensor(graph, v))
     read = {value for op in ops for value in op.inputs}
     return Method(
         ops=tuple(ops),
@@ -116,10 +108,6 @@ def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
         multiples=forward.multiples,
         given=tuple(item for item in fixed if item.value in read),
     )
-
-
-def _is_tensor(graph: Graph, value: str) -> bool:
-    return graph.values[value].kind is ValueKind.TENSOR
 
 
 def _module_of(here: Sequence[Op], ops: Sequence[Op], dead: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.uses import Uses
+from gpipe_compiler.codegen.uses import Uses, makes_only, without_unread
 from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, Call, Graph, MethodCall, Op, Ref
@@ -162,7 +162,7 @@ def with_sizes_of_arguments(
     ops: Sequence[Op],
     returns: Iterable[str],
     alike: Mapping[str, int],
-) -> tuple[list[Op], dict[str, FirstSizes]]:
+) -> tuple[tuple[Op, ...], dict[str, FirstSizes]]:
     """The ops, views of which take their first sizes from arguments; by name, what they are.
 
     Args:
@@ -192,19 +192,7 @@ def with_sizes_of_arguments(
             found[own] = FirstSizes(argument, count)
             made = dataclasses.replace(made, args=(made.args[0], Ref(own), *sizes[count:]))
         changed.append(dataclasses.replace(op, call=made))
-    return _without_unread(changed, multiples.keys(), returns), found
-
-
-def _without_unread(ops: Sequence[Op], sizes: Collection[str], returns: Iterable[str]) -> list[Op]:
-    """The ops without those that only compute sizes which nothing reads."""
-    needed = set(returns)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if op.outputs and needed.isdisjoint(op.outputs) and all(v in sizes for v in op.outputs):
-            continue
-        kept.append(op)
-        needed.update(op.inputs)
-    return kept[::-1]
+    return without_unread(changed, returns, lambda op: makes_only(op, multiples)), found
 
 
 def _sizes_asked(made: Call) -> tuple[Argument, ...]:

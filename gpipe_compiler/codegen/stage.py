@@ -19,10 +19,7 @@ from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import (
     MethodBody,
     docstring,
-    is_tensor,
     method_text,
-    returned_type,
-    types_of,
 )
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
@@ -183,7 +180,7 @@ class _Draft:
         """The stage, written."""
         graph, own, stage, state = facts.graph, self.own, self.own.stage, self.own.state
         imports = blocks.file.imports
-        imports.from_torch("nn")
+        imports.name("torch", "nn")
         written = _bodies(blocks, own.methods, self.losses)
         buffers = _buffers(graph, state.originals)
         changed = _written(facts, self.ops, buffers) if plan.training else ()
@@ -243,7 +240,7 @@ def _bodies(
         called[LOSS] = method
     imports, state = blocks.file.imports, blocks.own.state
     if any(method.arguments or method.returns for method in called.values()):
-        imports.from_torch("Tensor")
+        imports.name("torch", "Tensor")
     written = []
     for label, method in called.items():
         writer = ExpressionWriter(imports, state.places, {**state.modules, **blocks.places})
@@ -338,9 +335,7 @@ def _method_lines(
             )
         case _:
             described = docstring("Runs again in the backward; only arguments are kept.", [], [])
-    types = types_of(graph, method.arguments, body.arguments, imports)
-    returned = returned_type([is_tensor(graph, value) for value in method.returns])
-    return method_text(label, body, returned, described, types)
+    return method_text(graph, label, method, body, imports, described)
 
 
 def _argument_lines(

@@ -215,7 +215,7 @@ def test_imports_are_as_ruff_sorts_and_breaks_them() -> None:
     for count in range(1, len(names) + 1):
         imports = Imports()
         for name in names[:count]:
-            imports.layer(name)
+            imports.name(".layers", name)
         text = "\n".join([*imports.lines(), ""])
         command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=I", "-"]
         done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)

@@ -77,5 +77,6 @@ def test_an_argument_that_is_no_tensor_nor_number_is_of_any_type() -> None:
     graph = Graph("g", (), (), (), {}, {}, 1, values=values)
     imports = Imports()
 
-    assert types_of(graph, [*values], [*values], imports) == {"rows": "int", "dtype": "Any"}
+    found = types_of(graph, [*values], [*values], imports)
+    assert found == {"x": "Tensor", "rows": "int", "dtype": "Any"}
     assert imports.lines() == ["from typing import Any"]

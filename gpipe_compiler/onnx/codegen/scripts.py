@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +13,9 @@ from gpipe_compiler.codegen.expressions import RawText
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression
 from gpipe_compiler.codegen.names import identifier
-from gpipe_compiler.codegen.records import write_record
+from gpipe_compiler.codegen.records import RecordWriter
 from gpipe_compiler.codegen.schedule import sample_limits, schedule_text, where
+from gpipe_compiler.codegen.scripts import values_cell
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.staged import staged_file
@@ -78,13 +79,12 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     """The source of `schedule.py`."""
     graph = plan.graph
     assert graph is not None
-    types = ("ArrayInput", "ArrayOutput", "OnnxPipelineSpec", "OnnxStageSpec", "SampleLimit")
-    return schedule_text(
-        plan, _pipeline(plan, graph, traits), types, home=".runtime.onnx.spec", kind="forward only"
-    )
+    records = RecordWriter(Imports(), ".runtime.onnx.spec")
+    spec = _pipeline(plan, graph, traits, records)
+    return schedule_text(plan, spec, records.imports, kind="forward only")
 
 
-def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
+def _pipeline(plan: Plan, graph: Graph, traits: Traits, records: RecordWriter) -> Expression:
     values = {
         "name": plan.name,
         "stages": tuple(OnnxStageSpec(stage_file(s), s.inputs, s.outputs) for s in plan.stages),
@@ -102,7 +102,7 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits) -> Expression:
         "limits": tuple(sample_limits(graph)),
         "tolerance": float(f"{traits.close.tolerance:.3g}"),
     }
-    return write_record(OnnxPipelineSpec, values, Imports())
+    return records.record(OnnxPipelineSpec, values)
 
 
 def runtime_devices(plan: Plan) -> tuple[str, ...]:
@@ -187,9 +187,5 @@ def _row(graph: Graph, stage: Stage) -> str:
     numbers = sum(math.prod(graph.state[item].shape) for item in stage.state)
     return (
         f"| [{stage.index}]({stage_file(stage)}) | {len(stage.ops)} | {numbers:,} "
-        f"| {_listed(stage.inputs)} | {_listed(stage.outputs)} |"
+        f"| {values_cell(stage.inputs)} | {values_cell(stage.outputs)} |"
     )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(code_span, names)) or "none"
