@@ -23,8 +23,9 @@ from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.onnx.codegen.package import write_exported
 from gpipe_compiler.onnx.codegen.scripts import closeness
+from gpipe_compiler.onnx.runtime.batches import Arrays
 from gpipe_compiler.onnx.runtime.check import Closeness
-from gpipe_compiler.onnx.validate import Arrays, batch_sizes, validate_stages
+from gpipe_compiler.onnx.validate import batch_sizes, validate_stages
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -194,6 +195,10 @@ class _TorchWhole:
     close: Closeness
     fixed: ClassVar[bool] = False
 
+    @property
+    def batched(self) -> frozenset[str]:
+        return frozenset(item.name for item in self.graph.inputs if item.batched)
+
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         tensors = [tensor_of(inputs[item.name], item.dtype).clone() for item in self.graph.inputs]
         try:
@@ -208,13 +213,6 @@ class _TorchWhole:
                 "the model returns a parameter or a constant, which no stage makes"
             )
         return {name: array_of(tensor) for name, tensor in zip(names, found, strict=True)}
-
-    def part(self, inputs: Arrays, start: int, size: int) -> Arrays:
-        return {
-            item.name: array[start : start + size] if item.batched else array
-            for item in self.graph.inputs
-            for array in (inputs[item.name],)
-        }
 
 
 def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validation:

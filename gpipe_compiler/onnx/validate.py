@@ -13,19 +13,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import numpy as np
 
 from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.frontend.comparable_runs import may_be_tried
-from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.onnx.codegen.scripts import closeness
 from gpipe_compiler.onnx.frontend.nodes import draws, is_quantised, node_of, title
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.runtime.arrays import random_array, write_arrays
+from gpipe_compiler.onnx.runtime.batches import Arrays, join
 from gpipe_compiler.onnx.runtime.check import Closeness, compare
 from gpipe_compiler.onnx.runtime.stage import Whole
 from gpipe_compiler.passes.batch_rules import takes_several
@@ -33,8 +33,6 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.errors import StageError
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.package import Validation, run_check
-
-Arrays: TypeAlias = Mapping[str, np.ndarray]
 
 
 class WholeModel(Protocol):
@@ -48,15 +46,16 @@ class WholeModel(Protocol):
     def close(self) -> Closeness:
         """The tolerances."""
 
+    @property
+    def batched(self) -> frozenset[str]:
+        """The inputs whose dimension 0 is the batch."""
+
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         """Its outputs, by name.
 
         Raises:
             ModelError: where it does not take the inputs.
         """
-
-    def part(self, inputs: Arrays, start: int, size: int) -> Arrays:
-        """The inputs of a micro-batch."""
 
 
 def expected_outputs(
@@ -73,10 +72,14 @@ def expected_outputs(
     whole = {} if model.fixed else model.run(inputs)
     if graph.whole_batch and not model.fixed:
         return whole
-    starts = range(0, samples, size)
-    parts = [model.run(model.part(inputs, start, size)) for start in starts]
+    parts = [
+        model.run(
+            {n: a[start : start + size] if n in model.batched else a for n, a in inputs.items()}
+        )
+        for start in range(0, samples, size)
+    ]
     try:
-        found = _joined(graph, parts)
+        found = join({name: graph.values[name].batch_dim for name in graph.output_values}, parts)
         rows = [] if model.fixed else compare(whole, found, model.close)
         differing = [row.name for row in rows if row.fault]
     except ValueError:  # shapes that follow from numbers, and differ
@@ -87,16 +90,6 @@ def expected_outputs(
             "micro-batches: somewhere in the model the samples of a batch meet",
             hint="compile with --microbatches 1",
         )
-    return found
-
-
-def _joined(graph: Graph, parts: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """The outputs of a mini-batch, from those of its micro-batches."""
-    found = {}
-    for name in graph.output_values:
-        dim = graph.values[name].batch_dim
-        arrays = [part[name] for part in parts]
-        found[name] = arrays[0] if dim is None else np.concatenate(arrays, axis=dim)
     return found
 
 
@@ -194,6 +187,10 @@ class _OnnxWhole:
     def fixed(self) -> bool:
         return self.sizes.fixed
 
+    @property
+    def batched(self) -> frozenset[str]:
+        return self.sizes.batched
+
     def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
         try:
             return self.session(inputs)
@@ -204,13 +201,6 @@ class _OnnxWhole:
                 hint="give it inputs of other sizes with --input, or --no-validate where random "
                 "numbers will not do",
             ) from error
-
-    def part(self, inputs: Arrays, start: int, size: int) -> Arrays:
-        batched = self.sizes.batched
-        return {
-            name: array[start : start + size] if name in batched else array
-            for name, array in inputs.items()
-        }
 
 
 def _whole(model: OnnxModel, sizes: InputSizes, plan: Plan) -> _OnnxWhole:

@@ -48,11 +48,9 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
     proto = model.proto
     once = describe(model, sizes.at(samples))
     twice = once if sizes.fixed else describe(model, sizes.at(2 * samples))
-    states = {tensor.name: _state(tensor) for tensor in proto.graph.initializer}
-    states |= {
-        sparse.values.name: _state_of(sparse.values.name, sparse.values.data_type, sparse.dims)
-        for sparse in proto.graph.sparse_initializer
-    }
+    dense = ((tensor, tensor.dims) for tensor in proto.graph.initializer)
+    sparse = ((held.values, held.dims) for held in proto.graph.sparse_initializer)
+    states = {tensor.name: _state(tensor, dims) for tensor, dims in (*dense, *sparse)}
     ops = _ops(proto.graph.node, states)
     values = {}
     for name in (*sizes.shapes, *(value for op in ops for value in op.outputs)):
@@ -119,15 +117,11 @@ def _fresh(node: NodeProto, taken: set[str]) -> str:
     return name
 
 
-def _state(tensor: TensorProto) -> State:
-    return _state_of(tensor.name, tensor.data_type, tensor.dims)
-
-
-def _state_of(name: str, element: int, dims: Iterable[int]) -> State:
-    shape, dtype = tuple(dims), torch_dtype(element)
+def _state(tensor: TensorProto, dims: Iterable[int]) -> State:
+    shape, dtype = tuple(dims), torch_dtype(tensor.data_type)
     if dtype is None:  # strings, and types of 4 bits: two in a byte
         shape, dtype = ((math.prod(shape) + 1) // 2,), torch.uint8
-    return State(name, StateKind.PARAMETER, shape, dtype)
+    return State(tensor.name, StateKind.PARAMETER, shape, dtype)
 
 
 def _value(

@@ -21,6 +21,7 @@ from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import torch_dtype
+from gpipe_compiler.onnx.runtime.stage import SessionChoice
 
 _SMALL = 1024
 """Elements up to which a weight may hold a shape, so that its numbers are looked at."""
@@ -182,12 +183,9 @@ def _by_runtime(light: ModelProto, custom_ops: Sequence[Path]) -> Iterator[tuple
     asked.graph.output.extend(
         ValueInfoProto(name=name) for node in asked.graph.node for name in node.output if name
     )
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        for library in custom_ops:
-            options.register_custom_ops_library(str(library))
+        options = SessionChoice(custom_ops=tuple(custom_ops)).options()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         session = onnxruntime.InferenceSession(
             asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )

@@ -16,14 +16,17 @@ from onnx import ModelProto
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.onnx.frontend.reading import OnnxModel
-from gpipe_compiler.onnx.runtime.stage import run_session
+from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
+from gpipe_compiler.onnx.runtime.stage import SessionChoice, run_session
 from gpipe_compiler.passes.cost import Costs
 
 RUNS = 5
 """Timed runs, after one that is not; medians count."""
 
 _KERNEL = "_kernel_time"
+
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""Where ONNX Runtime looks for the weights of a model that it is given as bytes."""
 
 
 def onnx_measured(
@@ -60,7 +63,9 @@ def onnx_measured(
 def _profile(model: OnnxModel, graph: Graph, inputs: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Median seconds of every op that ran."""
     with tempfile.TemporaryDirectory(prefix="gpipe-profile-") as scratch:
-        options = _options(model)
+        options = SessionChoice(custom_ops=model.custom_ops).options()
+        folder = str(model.path.parent)
+        options.add_session_config_entry(_FOLDER, folder)
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(scratch, "profile"))
@@ -85,26 +90,13 @@ def _profile(model: OnnxModel, graph: Graph, inputs: Mapping[str, np.ndarray]) -
 
 def _optimised_s(model: OnnxModel, inputs: Mapping[str, np.ndarray]) -> float:
     """Median seconds of the whole model as it will run."""
-    session = onnxruntime.InferenceSession(
-        str(model.path), _options(model), providers=["CPUExecutionProvider"]
-    )
+    whole = whole_session(model)
     seconds = []
     for _ in range(1 + RUNS):
         start = time.perf_counter()
-        run_session(session, inputs)
+        whole(inputs)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
-
-
-def _options(model: OnnxModel) -> onnxruntime.SessionOptions:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    options.log_severity_level = 3
-    for library in model.custom_ops:
-        options.register_custom_ops_library(str(library))
-    folder = str(model.path.parent)
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-    return options
 
 
 def _named(model: OnnxModel, graph: Graph) -> str | bytes:

@@ -110,13 +110,15 @@ def split(spec: OnnxPipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[
     return found
 
 
-def join(spec: OnnxPipelineSpec, results: Sequence[Arrays]) -> dict[str, np.ndarray]:
-    """The outputs of the mini-batch, from those of its micro-batches."""
+def join(dims: Mapping[str, int | None], results: Sequence[Arrays]) -> dict[str, np.ndarray]:
+    """The outputs of the mini-batch, from those of its micro-batches.
+
+    Args:
+        dims: of each output the batch dimension; None where all micro-batches give the same.
+    """
     joined = {}
-    for output in spec.outputs:
-        parts = [values[output.name] for values in results]
-        if output.batch_dim is None or len(parts) == 1:
-            joined[output.name] = parts[0]
-        else:
-            joined[output.name] = np.concatenate(parts, axis=output.batch_dim)
+    for name, dim in dims.items():
+        parts = [values[name] for values in results]
+        whole = dim is None or len(parts) == 1
+        joined[name] = parts[0] if whole else np.concatenate(parts, axis=dim)
     return joined

@@ -76,6 +76,9 @@ class DeviceChoice:
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.number}"
 
 
+CPU = DeviceChoice("cpu")
+
+
 def parse_devices(text: str, count: int) -> tuple[DeviceChoice, ...]:
     """The devices of a pipeline, from `cpu,cuda:0`; one stands for all.
 

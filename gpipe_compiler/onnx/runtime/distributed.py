@@ -92,7 +92,7 @@ def _told(rank: int | None = None) -> Iterator[None]:
 
 
 class ProcessLinks:
-    """One rank's end of all links. A value goes as its type and shape, then its bytes."""
+    """What ranks hand to one another. A value goes as its type and shape, then its bytes."""
 
     def __init__(self, spec: OnnxPipelineSpec, world: World) -> None:
         self._world = world
@@ -103,10 +103,10 @@ class ProcessLinks:
     def begin(self, microbatch: int) -> None:
         """Gloo holds back who is far ahead."""
 
-    def end(self, microbatch: int) -> None:
+    def end(self, device: int) -> None:
         """Nothing: no other rank waits for it."""
 
-    def take(self, name: str, microbatch: int, source: int) -> OrtValue:
+    def take(self, name: str, microbatch: int, source: int, device: int) -> OrtValue:
         """A value from another rank; waits for it."""
         rank, tag = self._placement[source], 3 * self._number[name]
         size = np.zeros(1, dtype=np.int64)

@@ -49,19 +49,19 @@ def _parse(order: str) -> tuple[Action, ...]:
 
 
 class Links(Protocol):
-    """A device's end of all links."""
+    """What devices hand to one another."""
 
     def begin(self, microbatch: int) -> None:
         """Wait until there is room for another micro-batch on its way."""
 
-    def take(self, name: str, microbatch: int, source: int) -> OrtValue:
-        """A value that the stage `source` has made; waits for it."""
+    def take(self, name: str, microbatch: int, source: int, device: int) -> OrtValue:
+        """A value for a device, which the stage `source` has made; waits for it."""
 
     def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
         """Hand a value to these stages."""
 
-    def end(self, microbatch: int) -> None:
-        """This device is done with a micro-batch."""
+    def end(self, device: int) -> None:
+        """A device is done with another micro-batch."""
 
     def flush(self) -> None:
         """Wait until all that was sent has gone."""
@@ -74,7 +74,10 @@ class OnnxEngine:
         stages: those it holds, by number.
     """
 
-    def __init__(self, spec: OnnxPipelineSpec, stages: Mapping[int, OnnxStage]) -> None:
+    def __init__(
+        self, spec: OnnxPipelineSpec, device: int, stages: Mapping[int, OnnxStage]
+    ) -> None:
+        self.device = device
         self.stages = stages
         self._sources = {name: source for name, (source, _) in spec.crossings.items()}
         self._away = {
@@ -110,7 +113,7 @@ class OnnxEngine:
             self._compute(self.stages[index], number, values[number], results[number], links)
             if last[number] == place:
                 values[number].clear()
-                links.end(number)
+                links.end(self.device)
         links.flush()
         return results
 
@@ -119,7 +122,7 @@ class OnnxEngine:
     ) -> None:
         for name in stage.spec.inputs:
             if name not in values:
-                values[name] = links.take(name, number, self._sources[name])
+                values[name] = links.take(name, number, self._sources[name], self.device)
         for name, value in stage.run(number, values).items():
             values[name] = value
             if name in self._outputs:

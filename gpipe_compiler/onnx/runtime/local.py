@@ -22,7 +22,7 @@ class StoppedError(PipelineError):
 
 
 class Exchange:
-    """What the devices of one run hand to one another.
+    """What the devices of one run hand to one another; `Links`.
 
     Args:
         placement: the device of each stage.
@@ -52,51 +52,27 @@ class Exchange:
             self._ended[device] += 1
             self._changed.notify_all()
 
-    def take(self, name: str, microbatch: int, device: int) -> OrtValue:
+    def take(self, name: str, microbatch: int, source: int, device: int) -> OrtValue:
         """A value for a device; waits for it."""
         key = name, microbatch, device
         with self._changed:
             self._wait(lambda: key in self._values)
             return self._values.pop(key)
 
-    def put(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
+    def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
         """A value for the devices of these stages."""
         with self._changed:
             for device in {self._placement[target] for target in targets}:
                 self._values[name, microbatch, device] = value
             self._changed.notify_all()
 
+    def flush(self) -> None:
+        """Nothing is on its way: what is sent is there."""
+
     def _wait(self, ready: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self._stopped or ready())
         if self._stopped:
             raise StoppedError("another device has failed")
-
-
-class ThreadLinks:
-    """One device's end of an exchange."""
-
-    def __init__(self, exchange: Exchange, device: int) -> None:
-        self._exchange = exchange
-        self._device = device
-
-    def begin(self, microbatch: int) -> None:
-        """Wait until there is room for another micro-batch on its way."""
-        self._exchange.begin(microbatch)
-
-    def take(self, name: str, microbatch: int, source: int) -> OrtValue:
-        """A value from another device; waits for it."""
-        return self._exchange.take(name, microbatch, self._device)
-
-    def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
-        """Hand a value over."""
-        self._exchange.put(name, microbatch, value, targets)
-
-    def end(self, microbatch: int) -> None:
-        """This device is done with a micro-batch."""
-        self._exchange.end(self._device)
-
-    def flush(self) -> None:
-        """Nothing is on its way: what is sent is there."""
 
 
 def run_local(
@@ -117,7 +93,7 @@ def run_local(
 
     def work(device: int, engine: OnnxEngine) -> None:
         try:
-            results[device] = engine.run(orders[device], inputs, ThreadLinks(exchange, device))
+            results[device] = engine.run(orders[device], inputs, exchange)
         except StoppedError:
             pass
         except BaseException as error:  # noqa: BLE001  # raised in the caller's thread

@@ -57,11 +57,11 @@ class OnnxPipeline:
         self._world = World(len(spec.devices)) if rank_here() is not None else None
         mine = range(len(spec.devices)) if self._world is None else (self._world.rank,)
         made = {
-            number: SessionChoice(self.devices[number], threads, custom_ops=tuple(custom_ops))
+            number: SessionChoice(self.devices[number], threads, tuple(custom_ops))
             for number in mine
         }
         self._engines = {
-            number: OnnxEngine(spec, load_stages(spec, folder, number, choice))
+            number: OnnxEngine(spec, number, load_stages(spec, folder, number, choice))
             for number, choice in made.items()
         }
 
@@ -91,14 +91,13 @@ class OnnxPipeline:
         refuse_alone(self.spec.name, self.spec.alone, sizes)
         refuse_untried(self.spec.name, self.spec.limits, sum(sizes), len(sizes))
         given = split(self.spec, inputs, sizes)
+        dims = {output.name: output.batch_dim for output in self.spec.outputs}
         if self._world is None:
             found = run_local(self.spec, self._engines, given)
-            return join(
-                self.spec,
-                [{name: array_of(value) for name, value in values.items()} for values in found],
-            )
+            arrays = [{name: array_of(v) for name, v in values.items()} for values in found]
+            return join(dims, arrays)
         mine = run_rank(self.spec, self._world, self._engines[self.rank], given)
-        return join(self.spec, gathered(self.spec, self._world, mine))
+        return join(dims, gathered(self.spec, self._world, mine))
 
 
 def choices(

@@ -13,7 +13,7 @@ from onnxruntime import OrtValue
 from ...runtime.errors import StageError
 from .arrays import array_of, name_of, value_of
 from .checksums import refuse_damaged
-from .devices import DeviceChoice
+from .devices import CPU, DeviceChoice
 from .spec import OnnxStageSpec
 
 _SILENT = 4
@@ -28,15 +28,12 @@ class SessionChoice:
     """How the sessions of a device are made.
 
     Attributes:
-        threads: of one op; 0 lets ONNX Runtime choose.
-        spinning: whether threads wait in a loop for the next op, which is fast on cores of their
-            own and slow where stages share them.
+        threads: of one op.
         custom_ops: libraries of custom operators to load.
     """
 
-    device: DeviceChoice
-    threads: int = 0
-    spinning: bool = False
+    device: DeviceChoice = CPU
+    threads: int = 1
     custom_ops: tuple[Path, ...] = ()
 
     def options(self) -> onnxruntime.SessionOptions:
@@ -46,8 +43,8 @@ class SessionChoice:
             options.log_severity_level = _SILENT
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        spin = "1" if self.spinning else "0"
-        options.add_session_config_entry("session.intra_op.allow_spinning", spin)
+        # Threads do not wait in a loop for the next op: that is slow where stages share cores.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         for library in self.custom_ops:
             options.register_custom_ops_library(str(library))
         return options
@@ -115,7 +112,7 @@ class Whole:
     """
 
     def __init__(self, model: Path, threads: int = 1, custom_ops: Sequence[Path] = ()) -> None:
-        choice = SessionChoice(DeviceChoice("cpu"), threads, custom_ops=tuple(custom_ops))
+        choice = SessionChoice(threads=threads, custom_ops=tuple(custom_ops))
         try:
             self._session = onnxruntime.InferenceSession(
                 str(model), choice.options(), providers=choice.device.providers
