@@ -19,32 +19,35 @@ import types
 import typing
 
 if typing.TYPE_CHECKING:
-    from gpipe_compiler.codegen.package import emit
-    from gpipe_compiler.compile import (
-        Compiled,
-        compile,  # noqa: A004  # the word for what it does
-        plan,
-        trace,
-    )
-    from gpipe_compiler.errors import GPipeCompilerError
-    from gpipe_compiler.frontend.subject import Subject
-    from gpipe_compiler.graph_json.file import BareGraph, BareOp, parse_graph, read_graph
-    from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
-    from gpipe_compiler.graph_json.stages import BareSetting
-    from gpipe_compiler.ir import Graph
-    from gpipe_compiler.options import (
-        Auto,
-        CompileOptions,
-        Constraints,
-        LossChoice,
-        Objective,
-        Policy,
-        RematChoice,
-    )
-    from gpipe_compiler.plan import Plan
-    from gpipe_compiler.report.text import format_plan
-    from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, ScheduleKind
-    from gpipe_compiler.validate.package import Validation
+    from gpipe_compiler.codegen.package import emit as emit
+    from gpipe_compiler.compile import Compiled as Compiled
+    from gpipe_compiler.compile import compile as compile  # noqa: A004  # the word for what it does
+    from gpipe_compiler.compile import plan as plan
+    from gpipe_compiler.compile import trace as trace
+    from gpipe_compiler.errors import GPipeCompilerError as GPipeCompilerError
+    from gpipe_compiler.frontend.subject import Subject as Subject
+    from gpipe_compiler.graph_json.file import BareGraph as BareGraph
+    from gpipe_compiler.graph_json.file import BareOp as BareOp
+    from gpipe_compiler.graph_json.file import parse_graph as parse_graph
+    from gpipe_compiler.graph_json.file import read_graph as read_graph
+    from gpipe_compiler.graph_json.plan import BarePlan as BarePlan
+    from gpipe_compiler.graph_json.plan import plan_graph as plan_graph
+    from gpipe_compiler.graph_json.stages import BareSetting as BareSetting
+    from gpipe_compiler.ir import Graph as Graph
+    from gpipe_compiler.options import Auto as Auto
+    from gpipe_compiler.options import CompileOptions as CompileOptions
+    from gpipe_compiler.options import Constraints as Constraints
+    from gpipe_compiler.options import LossChoice as LossChoice
+    from gpipe_compiler.options import Objective as Objective
+    from gpipe_compiler.options import Policy as Policy
+    from gpipe_compiler.options import RematChoice as RematChoice
+    from gpipe_compiler.plan import Plan as Plan
+    from gpipe_compiler.report.text import format_plan as format_plan
+    from gpipe_compiler.runtime.spec import BatchNorm as BatchNorm
+    from gpipe_compiler.runtime.spec import OptimizerKind as OptimizerKind
+    from gpipe_compiler.runtime.spec import Precision as Precision
+    from gpipe_compiler.runtime.spec import ScheduleKind as ScheduleKind
+    from gpipe_compiler.validate.package import Validation as Validation
 
 _EXPORTS = {
     "codegen.package": ("emit",),
@@ -68,37 +71,7 @@ _EXPORTS = {
 
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = [
-    "Auto",
-    "BareGraph",
-    "BareOp",
-    "BarePlan",
-    "BareSetting",
-    "BatchNorm",
-    "CompileOptions",
-    "Compiled",
-    "Constraints",
-    "GPipeCompilerError",
-    "Graph",
-    "LossChoice",
-    "Objective",
-    "OptimizerKind",
-    "Plan",
-    "Policy",
-    "Precision",
-    "RematChoice",
-    "ScheduleKind",
-    "Subject",
-    "Validation",
-    "compile",
-    "emit",
-    "format_plan",
-    "parse_graph",
-    "plan",
-    "plan_graph",
-    "read_graph",
-    "trace",
-]
+__all__ = list(_HOMES)
 
 
 class _Exporting(types.ModuleType):
