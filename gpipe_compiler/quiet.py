@@ -11,9 +11,13 @@ _LOGGERS = ("torch.fx", "torch.export", "torch._export", "torch._subclasses.fake
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's warnings, and without its logs of tracing and of runs on fake tensors."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+def quiet(*further: str) -> Iterator[None]:
+    """Without torch's warnings, and without its logs of tracing and of runs on fake tensors.
+
+    Args:
+        further: loggers of which nothing is to be heard either.
+    """
+    loggers = [logging.getLogger(name) for name in (*_LOGGERS, *further)]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -8,12 +8,10 @@ no name of one stage means something else in another.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,9 @@ def export_stages(plan: Plan, folder: Path, progress: Callable[[str], None]) -> 
         _refuse_other_kinds(graph, stage)
         (source,) = write_stages(plan, facts, [stage]).stages
         path = folder / stage_file(stage)
-        with tempfile.TemporaryDirectory(prefix="gpipe-export-") as scratch, _unlogged():
+        # What the exporter logs on its way is not told; what is wrong is raised.
+        unlogged = quiet("torch.onnx", "onnxscript")
+        with tempfile.TemporaryDirectory(prefix="gpipe-export-") as scratch, unlogged:
             file = Path(scratch, f"stage_{stage.index}.py")
             file.write_text(source.text, encoding="utf-8")
             module = _module(graph, source, file)
@@ -65,22 +65,6 @@ def export_stages(plan: Plan, folder: Path, progress: Callable[[str], None]) -> 
             except Exception as error:  # the exporter's errors have no common class
                 raise _refused(graph, stage, source, file, error) from error
         _rename(graph, stage, source, path)
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Without what the exporter says on its way; what is wrong is raised."""
-    logger = logging.getLogger("torch.onnx")
-    script = logging.getLogger("onnxscript")
-    before = logger.level, script.level
-    with quiet():
-        try:
-            logger.setLevel(logging.CRITICAL)
-            script.setLevel(logging.CRITICAL)
-            yield
-        finally:
-            logger.setLevel(before[0])
-            script.setLevel(before[1])
 
 
 def _refuse_other_kinds(graph: Graph, stage: Stage) -> None:

@@ -10,7 +10,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.codegen.weights import INLINE, save, take_in, weight_bytes, write_weights
-from gpipe_compiler.onnx.frontend.nodes import node_of, subgraphs
+from gpipe_compiler.onnx.frontend.nodes import node_of, with_inner
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_of
 from gpipe_compiler.plan import Plan, Stage
@@ -129,7 +129,5 @@ def _functions(
 
 
 def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str, str]]:
-    for node in nodes:
+    for node in with_inner(nodes):
         yield node.domain, node.op_type, node.overload
-        for graph in subgraphs(node):
-            yield from _calls(graph.node)

@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import onnx
 from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
+from onnx.external_data_helper import uses_external_data
 
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, tensors_of
@@ -28,7 +29,7 @@ def weight_bytes(model: OnnxModel) -> int:
     total = 0
     for tensor in model.proto.graph.initializer:
         place = {entry.key: entry.value for entry in tensor.external_data}
-        length = place.get("length") if _is_external(tensor) else None
+        length = place.get("length") if uses_external_data(tensor) else None
         total += int(length) if length else math.prod(tensor.dims) * _item_bytes(tensor)
     return total
 
@@ -52,7 +53,7 @@ def write_weights(graph: GraphProto, folder: Path, file: Path) -> None:
     moved = [
         tensor
         for place, tensor in enumerate(tensors_of(graph))
-        if _is_external(tensor) or (place < own and _is_large(tensor))
+        if uses_external_data(tensor) or (place < own and _is_large(tensor))
     ]
     if moved:
         with file.open("wb") as target:
@@ -69,7 +70,7 @@ def take_in(graph: GraphProto, folder: Path) -> None:
         folder: where the files that its tensors point to are.
     """
     for tensor in tensors_of(graph):
-        if _is_external(tensor):
+        if uses_external_data(tensor):
             target = io.BytesIO()
             _copy(tensor, folder, target)
             tensor.raw_data = target.getvalue()
@@ -80,7 +81,7 @@ def take_in(graph: GraphProto, folder: Path) -> None:
 def _move(tensor: TensorProto, folder: Path, file: Path, target: BinaryIO) -> None:
     target.write(b"\0" * (-target.tell() % _ALIGNED))
     offset = target.tell()
-    if _is_external(tensor):
+    if uses_external_data(tensor):
         _copy(tensor, folder, target)
     else:
         target.write(_raw(tensor))
@@ -91,10 +92,6 @@ def _move(tensor: TensorProto, folder: Path, file: Path, target: BinaryIO) -> No
     place = {"location": file.name, "offset": offset, "length": target.tell() - offset}
     for key, value in place.items():
         tensor.external_data.add(key=key, value=str(value))
-
-
-def _is_external(tensor: TensorProto) -> bool:
-    return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
 def _is_large(tensor: TensorProto) -> bool:

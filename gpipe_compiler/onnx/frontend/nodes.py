@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -62,6 +62,14 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
+def with_inner(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Nodes, and those in their subgraphs."""
+    for node in nodes:
+        yield node
+        for graph in subgraphs(node):
+            yield from with_inner(graph.node)
+
+
 def captured(node: NodeProto) -> tuple[str, ...]:
     """What the subgraphs of a node read of the graph around them, each name once."""
     return tuple(dict.fromkeys(name for graph in subgraphs(node) for name in _free(graph)))
@@ -102,13 +110,8 @@ _QUANTISED = (
 
 def is_quantised(graph: Graph) -> bool:
     """Whether some node rounds to integers."""
-    return any(_rounds(node_of(op)) for op in graph.ops)
-
-
-def _rounds(node: NodeProto) -> bool:
-    return node.op_type.startswith(_QUANTISED) or any(
-        _rounds(inner) for graph in subgraphs(node) for inner in graph.node
-    )
+    nodes = with_inner(map(node_of, graph.ops))
+    return any(node.op_type.startswith(_QUANTISED) for node in nodes)
 
 
 def constant_ops(graph: Graph) -> frozenset[str]:
@@ -131,9 +134,7 @@ def constant_ops(graph: Graph) -> frozenset[str]:
 
 def draws(node: NodeProto) -> bool:
     """Whether a node draws random numbers, or one in its subgraphs does."""
-    return node.op_type in _RANDOM or any(
-        draws(inner) for graph in subgraphs(node) for inner in graph.node
-    )
+    return any(inner.op_type in _RANDOM for inner in with_inner([node]))
 
 
 def tensor_sizes(graph: Graph) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx.external_data_helper import uses_external_data
+from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.onnx.frontend.nodes import title
+from gpipe_compiler.onnx.frontend.nodes import subgraphs, title
 from gpipe_compiler.onnx.runtime.stage import Whole
 from gpipe_compiler.runtime.errors import StageError
 
@@ -112,7 +115,7 @@ def _check_weights(model: OnnxModel) -> None:
         )
     faults = []
     for tensor in tensors_of(model.proto.graph):
-        if tensor.data_location != TensorProto.EXTERNAL:
+        if not uses_external_data(tensor):
             continue
         place = {entry.key: entry.value for entry in tensor.external_data}
         # Links in the folder are followed, a location that leads out of it is not.
@@ -157,6 +160,22 @@ def _complete(proto: ModelProto) -> ModelProto:
     Weights are looked at elsewhere, and may be too large for the checker; values without a shape
     are against the rules, but ONNX Runtime does not mind.
     """
+    found = without_weights(proto, -1, {})
+    for value in (*found.graph.input, *found.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
+    return found
+
+
+def without_weights(
+    proto: ModelProto, largest: int, sizes: Mapping[str, Sequence[int]]
+) -> ModelProto:
+    """The model without weights, which become inputs, and without the shapes of its outputs.
+
+    Args:
+        largest: elements up to which a weight stays; -1 for none.
+        sizes: shapes that inputs are given.
+    """
     found = ModelProto(
         ir_version=proto.ir_version,
         opset_import=proto.opset_import,
@@ -166,18 +185,23 @@ def _complete(proto: ModelProto) -> ModelProto:
     graph = found.graph
     graph.name = proto.graph.name
     graph.node.extend(proto.graph.node)
-    graph.input.extend(proto.graph.input)
-    graph.output.extend(proto.graph.output)
     graph.sparse_initializer.extend(proto.graph.sparse_initializer)
-    known = {source.name for source in graph.input}
-    graph.input.extend(
-        onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-        for tensor in proto.graph.initializer
-        if tensor.name not in known
-    )
-    for value in (*graph.input, *graph.output):
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.shape.SetInParent()
+    weights = {tensor.name for tensor in proto.graph.initializer}
+    graph.input.extend(source for source in proto.graph.input if source.name not in weights)
+    for source in graph.input:
+        if source.name in sizes:
+            element = source.type.tensor_type.elem_type
+            source.CopyFrom(make_tensor_value_info(source.name, element, sizes[source.name]))
+    for tensor in proto.graph.initializer:
+        if math.prod(tensor.dims) <= largest and not uses_external_data(tensor):
+            graph.initializer.append(tensor)
+        else:
+            graph.input.append(make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    graph.output.extend(proto.graph.output)
+    for result in graph.output:
+        # Declared shapes are for the sizes of the exporter, and may contradict others.
+        if result.type.HasField("tensor_type"):
+            result.type.tensor_type.ClearField("shape")
     return found
 
 
@@ -206,15 +230,11 @@ def tensors_of(graph: GraphProto) -> Iterator[TensorProto]:
     yield from graph.initializer
     for node in graph.node:
         for attribute in node.attribute:
-            if attribute.type == AttributeProto.TENSOR:
+            if attribute.HasField("t"):
                 yield attribute.t
-            elif attribute.type == AttributeProto.TENSORS:
-                yield from attribute.tensors
-            elif attribute.type == AttributeProto.GRAPH:
-                yield from tensors_of(attribute.g)
-            elif attribute.type == AttributeProto.GRAPHS:
-                for inner in attribute.graphs:
-                    yield from tensors_of(inner)
+            yield from attribute.tensors
+        for inner in subgraphs(node):
+            yield from tensors_of(inner)
 
 
 def whole_session(model: OnnxModel) -> Whole:

@@ -19,13 +19,12 @@ import onnxruntime
 from onnx import GraphProto, ModelProto, TensorProto, TypeProto, ValueInfoProto
 from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
-from gpipe_compiler.onnx.frontend.reading import OnnxModel
+from gpipe_compiler.onnx.frontend.reading import OnnxModel, without_weights
 from gpipe_compiler.onnx.frontend.types import torch_dtype
 from gpipe_compiler.onnx.runtime.stage import SessionChoice
 
 _SMALL = 1024
 """Elements up to which a weight may hold a shape, so that its numbers are looked at."""
-
 
 _INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 
@@ -50,7 +49,7 @@ class Described:
 
 def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Described]:
     """Every value of the main graph, for inputs of these shapes; unknown ones are left out."""
-    light = light_copy(model.proto, sizes)
+    light = without_weights(model.proto, _SMALL, sizes)
     found = _inferred(light, model.custom_ops)
     missing = _unknown(light, found)
     declared = [value for value in _declared(model.proto, sizes) if value.name in missing]
@@ -100,46 +99,6 @@ def _declared(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> Iterat
         ]
         if tensor.HasField("shape") and None not in shape:
             yield onnx.helper.make_tensor_value_info(value.name, tensor.elem_type, shape)
-
-
-def light_copy(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> ModelProto:
-    """The model with inputs of these shapes and without large weights, which become inputs."""
-    light = ModelProto()
-    light.ir_version = proto.ir_version
-    light.opset_import.extend(proto.opset_import)
-    light.functions.extend(proto.functions)
-    light.graph.name = proto.graph.name
-    light.graph.node.extend(proto.graph.node)
-    weights = {tensor.name for tensor in proto.graph.initializer}
-    for source in proto.graph.input:
-        if source.name not in weights:
-            light.graph.input.append(_sized(source, sizes.get(source.name)))
-    for tensor in proto.graph.initializer:
-        count = 1
-        for size in tensor.dims:
-            count *= size
-        inline = tensor.data_location != onnx.TensorProto.EXTERNAL
-        if inline and count <= _SMALL:
-            light.graph.initializer.append(tensor)
-        else:
-            light.graph.input.append(
-                onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-            )
-    light.graph.sparse_initializer.extend(proto.graph.sparse_initializer)
-    for result in proto.graph.output:
-        # Declared shapes are for the sizes of the exporter, and may contradict these.
-        kept = ValueInfoProto(name=result.name)
-        if result.type.HasField("tensor_type"):
-            kept.type.tensor_type.elem_type = result.type.tensor_type.elem_type
-        light.graph.output.append(kept)
-    return light
-
-
-def _sized(source: ValueInfoProto, shape: tuple[int, ...] | None) -> ValueInfoProto:
-    if shape is None:
-        return source
-    element = source.type.tensor_type.elem_type
-    return onnx.helper.make_tensor_value_info(source.name, element, shape)
 
 
 def _described(graph: GraphProto) -> Iterator[tuple[str, Described]]:

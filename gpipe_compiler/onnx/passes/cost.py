@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from onnx import AttributeProto, NodeProto, helper
+from onnx import NodeProto, helper
 
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.ir import Graph, Op, Ref, StateRef
@@ -72,7 +72,7 @@ def _kernel(op: Op, sizes: Sizes) -> KernelCost | None:
     if node.op_type in _LOOK_UPS:
         read = min(read, written + sum(map(_bytes, inputs[1:])))
     return KernelCost(
-        flops(node, [item and item[0] for item in inputs], [item and item[0] for item in outputs]),
+        _flops(node, [item and item[0] for item in inputs], [item and item[0] for item in outputs]),
         read + written,
         _arithmetic([item[1] for item in (*inputs, *outputs) if item is not None]),
     )
@@ -94,94 +94,74 @@ def _inner_nodes(op: Op) -> int:
 
 # --- FLOPs ------------------------------------------------------------------------------------
 
-Shape: TypeAlias = "tuple[int, ...] | None"
-"""None where it is not known, or the input is left out."""
+Shape: TypeAlias = tuple[int, ...]
+"""() also where it is not known, or the input is left out."""
 
-Formula: TypeAlias = Callable[[NodeProto, Sequence[Shape], Sequence[Shape]], int]
+Formula: TypeAlias = Callable[[NodeProto, Sequence[Shape], Shape], int]
+"""From a node, the shapes of its inputs and that of its first output."""
 
 
-def flops(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _flops(node: NodeProto, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> int:
     """Those of one node, without its subgraphs; 0 where shapes that it takes are not known."""
-    formula = _FORMULAS.get(node.op_type)
-    if formula is None:
+    if node.op_type not in _FORMULAS:
+        return 0
+    formula, needed = _FORMULAS[node.op_type]
+    taken = [*outputs[:1], *inputs[:needed]]
+    if len(taken) <= needed or None in taken:
         return 0
     try:
-        return formula(node, inputs, outputs)
-    except (TypeError, IndexError):  # a shape that is needed is None or not there
+        return formula(node, [shape or () for shape in inputs], outputs[0] or ())
+    except IndexError:  # a shape has fewer dimensions than it takes
         return 0
 
 
-def attribute(node: NodeProto, name: str, default: int) -> int:
-    """An integer attribute of a node."""
-    for item in node.attribute:
-        if item.name == name and item.type == AttributeProto.INT:
-            return int(item.i)
-    return default
-
-
-def _text(node: NodeProto, name: str) -> str:
-    for item in node.attribute:
-        if item.name == name:
-            return str(helper.get_attribute_value(item).decode())
-    return ""
+def _attribute(node: NodeProto, name: str, default: Any) -> Any:
+    found = (helper.get_attribute_value(item) for item in node.attribute if item.name == name)
+    return next(found, default)
 
 
 def _conv(at: int) -> Formula:
     """A convolution whose weights are the input of this number: outputs x fan-in."""
-
-    def formula(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-        return 2 * math.prod(outputs[0] or ()) * math.prod((inputs[at] or ())[1:])
-
-    return _known(formula, at)
+    return lambda node, inputs, output: 2 * math.prod(output) * math.prod(inputs[at][1:])
 
 
-def _conv_transpose(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-    return 2 * math.prod(inputs[0] or ()) * math.prod((inputs[1] or ())[1:])
+def _conv_transpose(node: NodeProto, inputs: Sequence[Shape], output: Shape) -> int:
+    return 2 * math.prod(inputs[0]) * math.prod(inputs[1][1:])
 
 
-def _known(formula: Formula, *needed: int) -> Formula:
-    def careful(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-        if any(inputs[at] is None for at in needed) or outputs[0] is None:
-            return 0
-        return formula(node, inputs, outputs)
-
-    return careful
-
-
-def _matmul(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _matmul(node: NodeProto, inputs: Sequence[Shape], output: Shape) -> int:
     """Outputs x the last dimension of the left side."""
-    return 2 * math.prod(outputs[0] or ()) * (inputs[0] or (1,))[-1]
+    return 2 * math.prod(output) * (inputs[0] or (1,))[-1]
 
 
-def _gemm(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-    rows = 0 if attribute(node, "transA", 0) else 1
-    return 2 * math.prod(outputs[0] or ()) * (inputs[0] or ())[rows]
+def _gemm(node: NodeProto, inputs: Sequence[Shape], output: Shape) -> int:
+    rows = 0 if _attribute(node, "transA", 0) else 1
+    return 2 * math.prod(output) * inputs[0][rows]
 
 
-def _einsum(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _einsum(node: NodeProto, inputs: Sequence[Shape], output: Shape) -> int:
     """Two operands: all the letters that occur, once each."""
-    equation = _text(node, "equation").replace(" ", "")
+    equation = _attribute(node, "equation", b"").decode().replace(" ", "")
     operands = equation.split("->")[0].split(",")
     if len(operands) != 2 or "." in equation:
-        return 2 * math.prod(outputs[0] or ())
+        return 2 * math.prod(output)
     sizes = {
         letter: size
         for letters, shape in zip(operands, inputs, strict=False)
-        for letter, size in zip(letters, shape or (), strict=False)
+        for letter, size in zip(letters, shape, strict=False)
     }
     return 2 * math.prod(sizes.values())
 
 
-def _recurrent(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _recurrent(node: NodeProto, inputs: Sequence[Shape], output: Shape) -> int:
     """Both products of every step: of the input and of the state, in every direction."""
-    steps_by_batch = math.prod((inputs[0] or ())[:2])
-    weights = math.prod(inputs[1] or ()) + math.prod(inputs[2] or ())
-    return 2 * steps_by_batch * weights
+    steps_by_batch = math.prod(inputs[0][:2])
+    return 2 * steps_by_batch * (math.prod(inputs[1]) + math.prod(inputs[2]))
 
 
-def _attention(node: NodeProto, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
+def _attention(node: NodeProto, inputs: Sequence[Shape], output: Shape) -> int:
     """ONNX's Attention (opset 23): scores, and the values they weigh; batch x heads x q x k x d."""
-    query, key, value = (shape or () for shape in inputs[:3])
+    query, key, value = inputs[:3]
     if len(query) == 4:
         pairs = math.prod(query[:3]) * key[2]
         return 2 * pairs * (query[3] + value[3])
@@ -194,14 +174,19 @@ _PRODUCTS = (
     *("MatMulNBits", "QLinearMatMul"),
 )
 
-_FORMULAS: Mapping[str, Formula] = {
-    **dict.fromkeys(("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "DeformConv"), _conv(1)),
-    "QLinearConv": _conv(3),
-    "ConvTranspose": _known(_conv_transpose, 0, 1),
-    **dict.fromkeys(_PRODUCTS, _known(_matmul, 0)),
-    **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), _known(_gemm, 0)),
-    "Einsum": _einsum,
-    **dict.fromkeys(("LSTM", "GRU", "RNN"), _known(_recurrent, 0, 1, 2)),
-    **dict.fromkeys(("Attention", "MultiHeadAttention"), _known(_attention, 0, 1, 2)),
+_CONVOLUTIONS = ("Conv", "FusedConv", "NhwcFusedConv", "ConvInteger", "DeformConv")
+
+_FORMULAS: Mapping[str, tuple[Formula, int]] = {
+    **dict.fromkeys(_CONVOLUTIONS, (_conv(1), 2)),
+    "QLinearConv": (_conv(3), 4),
+    "ConvTranspose": (_conv_transpose, 2),
+    **dict.fromkeys(_PRODUCTS, (_matmul, 1)),
+    **dict.fromkeys(("Gemm", "FusedGemm", "QGemm"), (_gemm, 1)),
+    "Einsum": (_einsum, 0),
+    **dict.fromkeys(("LSTM", "GRU", "RNN"), (_recurrent, 3)),
+    **dict.fromkeys(("Attention", "MultiHeadAttention"), (_attention, 3)),
 }
-"""By operator; those of ONNX Runtime's own domain have names that the standard ones do not."""
+"""By operator, each with the number of inputs whose shapes it takes.
+
+Operators of ONNX Runtime's own domain have names that the standard ones do not.
+"""

@@ -94,20 +94,22 @@ def array_of(value: OrtValue) -> np.ndarray:
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
 
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file, by name; of an .npy file, under the name "".
+def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, by name; that of an .npy file is the only one of these names.
 
     Raises:
-        UsageError: when it cannot be read.
+        UsageError: when it cannot be read, or has no name and there are several.
     """
     try:
         with path.open("rb") as file:
             found = np.load(file, allow_pickle=False)
-            if isinstance(found, np.ndarray):
-                return {"": found}
-            return {name: found[name] for name in found.files}
+            if not isinstance(found, np.ndarray):
+                return {name: found[name] for name in found.files}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise UsageError(f"{path} cannot be read as .npz: {error}") from error
+    if len(names) != 1:
+        raise UsageError(f"{path} holds one array, not {', '.join(names)}: give an .npz")
+    return {names[0]: found}
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -124,20 +126,6 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
                 np.lib.format.write_array(entry, array, allow_pickle=False)
     if isinstance(target, io.BytesIO):
         path.write_bytes(target.getvalue())
-
-
-def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
-    """The arrays in a file, by name; a single array is the only one of these names.
-
-    Raises:
-        UsageError: when it cannot be read, or has no name and there are several.
-    """
-    found = read_arrays(path)
-    if "" not in found:
-        return found
-    if len(names) != 1:
-        raise UsageError(f"{path} holds one array, not {', '.join(names)}: give an .npz")
-    return {names[0]: found[""]}
 
 
 def random_arrays(spec: OnnxPipelineSpec, samples: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -23,6 +23,9 @@ from .stage import Values
 
 TIMEOUT_S = 600.0
 
+_HEADER_BYTES = 1024
+"""Of the message that says the type and the shape of what comes next."""
+
 
 def rank_here() -> int | None:
     """This process's number under torchrun; None where it was started by itself."""
@@ -108,24 +111,20 @@ class ProcessLinks:
 
     def take(self, name: str, microbatch: int, source: int, device: int) -> OrtValue:
         """A value from another rank; waits for it."""
-        rank, tag = self._placement[source], 3 * self._number[name]
-        size = np.zeros(1, dtype=np.int64)
-        self._world.receive(size, rank, tag)
-        header = np.zeros(int(size[0]), dtype=np.uint8)
-        self._world.receive(header, rank, tag + 1)
+        rank, tag = self._placement[source], 2 * self._number[name]
+        header = np.zeros(_HEADER_BYTES, dtype=np.uint8)
+        self._world.receive(header, rank, tag)
         dtype, shape, foreign = pickle.loads(header.tobytes())  # from a rank of the same run
         array = np.empty(shape, dtype=np.dtype(dtype))
-        self._world.receive(array.reshape(-1).view(np.uint8), rank, tag + 2)
+        self._world.receive(array.reshape(-1).view(np.uint8), rank, tag + 1)
         return value_of(array, foreign)
 
     def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
         """Hand a value to the ranks of these stages."""
         array = np.ascontiguousarray(array_of(value)).reshape(value.shape())
         packed = pickle.dumps((array.dtype.str, array.shape, foreign_name(value)))
-        header = np.frombuffer(packed, dtype=np.uint8).copy()
-        size = np.array([len(header)], dtype=np.int64)
-        tag = 3 * self._number[name]
-        parts: tuple[np.ndarray, ...] = size, header, array.reshape(-1).view(np.uint8)
+        header = np.frombuffer(packed.ljust(_HEADER_BYTES), dtype=np.uint8).copy()
+        tag, parts = 2 * self._number[name], (header, array.reshape(-1).view(np.uint8))
         for rank in sorted({self._placement[target] for target in targets}):
             for offset, part in enumerate(parts):
                 self._pending.append((self._world.send(part, rank, tag + offset), part))
