@@ -16,9 +16,8 @@ from gpipe_compiler.frontend.structure import with_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Input
 from gpipe_compiler.ir.sizes import is_free
-from gpipe_compiler.runtime.core.nest import Path, tensors_of, values_of
+from gpipe_compiler.runtime.core.nest import Path, tensors_of
 from gpipe_compiler.runtime.sizes import value_at
-from gpipe_compiler.runtime.spec import GivenValue
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,6 @@ def read_signature(subject: Subject, *, on_meta: bool) -> Signature:
     )
     examples = tuple(tensor.to("meta") if on_meta else tensor.detach() for _, tensor in found)
     return Signature(inputs, examples, tree, batch_size)
-
-
-def given_values(subject: Subject) -> tuple[GivenValue, ...]:
-    """The values of Python's in the example call."""
-    call = {"args": tuple(subject.args), "kwargs": dict(subject.kwargs)}
-    return tuple(GivenValue(path, value) for path, value in values_of(call))
 
 
 def _batch_dims(

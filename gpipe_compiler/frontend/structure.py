@@ -33,15 +33,19 @@ def with_tensors(tree: object, tensors: Iterator[object]) -> object:
     """The same nest with others in place of its tensors, in order."""
     if isinstance(tree, torch.Tensor):
         return next(tensors)
-    if isinstance(tree, tuple | list):
-        items = [with_tensors(item, tensors) for item in tree]
-        if isinstance(tree, tuple) and hasattr(tree, "_make"):
-            return tree._make(items)
-        return items if isinstance(tree, list) else tuple(items)
-    if isinstance(tree, Mapping):
-        pairs = {key: with_tensors(item, tensors) for key, item in tree.items()}
-        return collections.OrderedDict(pairs) if type(tree) is collections.OrderedDict else pairs
+    if isinstance(tree, tuple | list | Mapping):
+        return _rebuilt(tree, lambda _, item: with_tensors(item, tensors))
     return tree
+
+
+def with_item(tree: object, path: Path, item: object) -> object:
+    """The same nest with another item at a path."""
+    if not path:
+        return item
+    first, *rest = path
+    return _rebuilt(
+        tree, lambda key, held: with_item(held, tuple(rest), item) if key == first else held
+    )
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
@@ -51,22 +55,28 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: object) ->
     """
     if isinstance(tree, torch.Tensor):
         return change(tree)
+    return _rebuilt(tree, lambda _, item: map_tensors(change, item))
+
+
+def _rebuilt(tree: object, change: Callable[[str | int, object], object]) -> object:
+    """A container of the same class with every item changed; anything else as it is."""
     if isinstance(tree, tuple | list):
-        items = [map_tensors(change, item) for item in tree]
+        items = [change(index, item) for index, item in enumerate(tree)]
         if isinstance(tree, tuple) and hasattr(tree, "_make"):
             return tree._make(items)
         return of_class(type(tree), items if isinstance(tree, list) else tuple(items))
-    if type(tree) is dict:
-        return {key: map_tensors(change, item) for key, item in tree.items()}
     fields = _fields(tree)
     if fields is None:
         return tree
+    changed = {key: change(key, item) for key, item in fields.items()}
+    if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
+        return changed
     twin = copy.copy(tree)
-    for key, item in fields.items():
+    for key, item in changed.items():
         if isinstance(twin, MutableMapping):
-            twin[key] = map_tensors(change, item)
+            twin[key] = item
         else:
-            object.__setattr__(twin, key, map_tensors(change, item))
+            object.__setattr__(twin, key, item)
     return twin
 
 

@@ -12,13 +12,13 @@ from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceEr
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
+from gpipe_compiler.frontend.given_values import given_values
 from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
 from gpipe_compiler.frontend.recorded import RecordedMode, record_mode
 from gpipe_compiler.frontend.shorten import shortened
-from gpipe_compiler.frontend.signature import given_values
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES

@@ -294,10 +294,11 @@ class GivenValue:
 
     Attributes:
         path: where it stands in the call.
+        text: what it is; see `core/given.py`.
     """
 
     path: tuple[str | int, ...]
-    value: bool | float | str
+    text: str
 
 
 @dataclass(frozen=True)

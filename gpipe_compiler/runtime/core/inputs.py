@@ -11,7 +11,8 @@ import torch
 from ..errors import UsageError
 from ..sizes import Dim, Expression, Size, Sizes, sizes_in, value_at
 from ..spec import Input, PipelineSpec
-from .nest import tensors_of, values_of
+from .given import values_of
+from .nest import tensors_of
 from .request import Values
 
 Inputs: TypeAlias = object
@@ -152,7 +153,7 @@ def bind(
                 f"{spec.name} takes no {describe_path(path)}",
                 hint=f"the pipeline takes {_expected(spec)}",
             )
-    _check_values(passed, spec)
+    _check_values(call, spec)
     sizes = _sizes_of(bound, spec)
     for source in spec.inputs:
         if source.name in bound:
@@ -161,16 +162,17 @@ def bind(
     return bound, sizes
 
 
-def _check_values(passed: object, spec: PipelineSpec) -> None:
+def _check_values(call: Mapping[str, object], spec: PipelineSpec) -> None:
     """Raises UsageError for a value of Python's that the stages do not hold."""
-    held = {given.path: given.value for given in spec.given}
-    for path, value in values_of(passed):
-        if path in held and held[path] == value:
+    held = {given.path: given.text for given in spec.given}
+    for path, text in values_of(call):
+        compiled = held.get(path, "None")
+        if text == compiled or (path[0] == "target" and path not in held):
             continue
-        compiled = f"for {held[path]!r}" if path in held else "without it"
         raise UsageError(
-            f"{spec.name}: {describe_path(path)} is {value!r}, and the model was compiled "
-            f"{compiled}: a package holds the values of Python's that example_inputs() gives",
+            f"{spec.name}: {describe_path(path)} is {text}, and the model was compiled "
+            f"{f'for {compiled}' if path in held else 'without it'}: a package holds the values of "
+            "Python's that the example call gives",
             hint="leave it out, or compile the model with this value; of a tensor each batch has "
             "its own",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -20,32 +20,31 @@ def tensors_of(nest: object, *, objects: bool = False) -> Iterator[tuple[Path, t
     return items_of(nest, torch.Tensor, objects=objects)
 
 
-def values_of(nest: object) -> Iterator[tuple[Path, bool | float | str]]:
-    """Every value of Python's in a nest, with the way to it."""
-    yield from items_of(nest, int)
-    yield from items_of(nest, float)
-    yield from items_of(nest, str)
+def items_of(nest: object, kind: type[T], *, objects: bool = False) -> Iterator[tuple[Path, T]]:
+    """All of one type in a nest, with the way to each; see `leaves_of`."""
+    for path, leaf in leaves_of(nest, objects=objects):
+        if isinstance(leaf, kind):
+            yield path, leaf
 
 
-def items_of(
-    nest: object, kind: type[T], path: Path = (), *, objects: bool = False
-) -> Iterator[tuple[Path, T]]:
-    """All of one type in a nest of tuples, lists and dicts, with the way to each.
+def leaves_of(
+    nest: object, path: Path = (), *, objects: bool = False
+) -> Iterator[tuple[Path, object]]:
+    """What stands in a nest of tuples, lists and dicts, with the way to each.
 
     Args:
         objects: whether to look into dataclasses and namespaces too, by the names of their fields.
     """
-    if isinstance(nest, kind):
-        yield path, nest
-    elif isinstance(nest, tuple | list):
-        for index, item in enumerate(nest):
-            yield from items_of(item, kind, (*path, index), objects=objects)
+    if isinstance(nest, tuple | list):
+        held: Iterable[tuple[str | int, object]] = enumerate(nest)
     elif isinstance(nest, Mapping):
-        for key, item in nest.items():
-            yield from items_of(item, kind, (*path, key), objects=objects)
+        held = nest.items()
     elif objects and dataclasses.is_dataclass(nest):
-        for field in dataclasses.fields(nest):
-            value = getattr(nest, field.name)
-            yield from items_of(value, kind, (*path, field.name), objects=objects)
+        held = ((field.name, getattr(nest, field.name)) for field in dataclasses.fields(nest))
     elif objects and isinstance(nest, types.SimpleNamespace):
-        yield from items_of(vars(nest), kind, path, objects=objects)
+        held = vars(nest).items()
+    else:
+        yield path, nest
+        return
+    for key, item in held:
+        yield from leaves_of(item, (*path, key), objects=objects)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -154,6 +155,36 @@ class TakesObject(Two):
         return self.head(x * extra.mask)
 
 
+@dataclass
+class Settings:
+    """Holds no tensor, and decides what is computed."""
+
+    scale: float
+
+
+class TakesSettings(Two):
+    def forward(self, x: Tensor, settings: Settings) -> Tensor:
+        return self.head(x * settings.scale)
+
+
+class Attributes(collections.UserDict[str, Tensor]):
+    """Items that are read as attributes too, as in Hugging Face's batches."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in self.__dict__.get("data", ()):
+            raise AttributeError(name)
+        return self.data[name]
+
+
+class ReadsAttributes(Two):
+    def forward(self, batch: Attributes) -> Tensor:
+        return self.head(batch.x + batch["y"])
+
+
+def smoothed(output: Tensor, target: dict[str, object]) -> Tensor:
+    return F.cross_entropy(output, target["labels"], label_smoothing=target["smoothing"])
+
+
 class DecidesByValue(Two):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:  # refused: branch_on_values
@@ -238,10 +269,48 @@ CASES = (
         rows,
         expect=RefusedAtStep(
             lambda: ((rows(8),), {"scale": 3.0}),
-            ("'scale' is 3.0", "compiled without it"),
+            ("'scale' is 3.0", "compiled for 2.0"),
             lambda: classes(8),
             ("leave it out",),
         ),
+    ),
+    simple(
+        "the_default_too",
+        Keywords,
+        lambda n: ((rows(n),), {"scale": 2.0} if n != 8 else {}),
+    ),
+    simple(
+        "another_object",
+        TakesSettings,
+        lambda n: (rows(n), Settings(2.0)),
+        quick=True,
+        expect=RefusedAtStep(
+            lambda: (rows(8), Settings(3.0)),
+            ("argument 1 is Settings(scale=3.0)", "compiled for Settings(scale=2.0)"),
+            lambda: classes(8),
+            ("compile the model with this value",),
+        ),
+    ),
+    simple("same_object", TakesSettings, lambda n: (rows(n), Settings(2.0))),
+    simple("read_as_attributes", ReadsAttributes, lambda n: (Attributes(x=rows(n), y=rows(n)),)),
+    Case(
+        "another_value_in_the_target",
+        Asking,
+        rows,
+        smoothed,
+        lambda n: {"labels": classes(n), "smoothing": 0.1, "file": "a"},
+        expect=RefusedAtStep(
+            lambda: rows(8),
+            ("target['smoothing'] is 0.2", "compiled for 0.1"),
+            lambda: {"labels": classes(8), "smoothing": 0.2, "file": "a"},
+        ),
+    ),
+    Case(
+        "unused_values_in_the_target",
+        Asking,
+        rows,
+        smoothed,
+        lambda n: {"labels": classes(n), "smoothing": 0.1, "files": [f"{n}.png"] * n},
     ),
     simple(
         "unequal_numbers",
