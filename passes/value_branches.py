@@ -64,6 +64,14 @@ def _follows(graph: Graph, condition: Argument, truth: bool) -> bool:
         return _follows(graph, first, truth is (name not in _NOT))
     if name in (_AND if truth else _OR):
         return all(_follows(graph, part, truth) for part in op.call.args)
+    if name in _AND | _OR:
+        # Either holds of the batch where it holds of one micro-batch, or the other of all.
+        parts = op.call.args
+        spreading = [_spreads(graph, part, truth) for part in parts]
+        return sum(spreading) >= len(parts) - 1 and all(
+            spreads or _follows(graph, part, truth)
+            for spreads, part in zip(spreading, parts, strict=True)
+        )
     if name in ("all", "any"):
         return _is_of_samples(graph, first)
     if name in _FINITE:
@@ -71,6 +79,17 @@ def _follows(graph: Graph, condition: Argument, truth: bool) -> bool:
     if name in _ORDER or name in ("eq", "ne"):
         return _bound_follows(graph, op, name)
     return False
+
+
+def _spreads(graph: Graph, condition: Argument, truth: bool) -> bool:
+    """Whether a condition is so for a batch where it is so for one of its micro-batches."""
+    op = graph.producer.get(condition.name) if isinstance(condition, Ref) else None
+    name = "" if op is None else name_of(graph, op)
+    return (
+        op is not None
+        and name == ("any" if truth else "all")
+        and (_is_of_samples(graph, op.call.args[0]))
+    )
 
 
 def _bound_follows(graph: Graph, op: Op, name: str) -> bool:

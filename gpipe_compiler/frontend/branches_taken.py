@@ -23,6 +23,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend import padded_encoder
 from gpipe_compiler.frontend.casts import QUESTIONS
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import asking_frame, is_users, location
@@ -37,6 +38,8 @@ from gpipe_compiler.frontend.trace_errors import by_values
 from gpipe_compiler.frontend.without_numbers import SMALLEST_BATCH
 from gpipe_compiler.ir.branches import require
 from gpipe_compiler.quiet import quiet
+
+_PACKED = padded_encoder.packed.__name__
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -117,11 +120,16 @@ def _results(run: list[Any] | None) -> Results:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question of a line of the user's."""
+    """A question of a line of the user's.
+
+    Attributes:
+        unless: if the answer is no, what else may not be; None for the tensor itself.
+    """
 
     name: str
     tensor: torch.Tensor
     frame: FrameType
+    unless: torch.Tensor | None = None
 
     @property
     def place(self) -> tuple[CodeType, int]:
@@ -142,6 +150,8 @@ def _asked(answer: Callable[[Callable[[torch.Tensor], Any], _Asked], Any]) -> It
             if cls is torch.Tensor or name in vars(cls):
                 asking = _asking(getattr(cls, name), name, answer)
                 around.enter_context(mock.patch.object(cls, name, asking))
+        asking = _asking(padded_encoder.packed, _PACKED, answer)
+        around.enter_context(mock.patch.object(padded_encoder, _PACKED, asking))
         yield
 
 
@@ -150,11 +160,11 @@ def _asking(
     name: str,
     answer: Callable[[Callable[[torch.Tensor], Any], _Asked], Any],
 ) -> Callable[[torch.Tensor], Any]:
-    def ask(tensor: torch.Tensor) -> Any:
-        frame = asking_frame(sys._getframe(1))
+    def ask(tensor: torch.Tensor, unless: torch.Tensor | None = None) -> Any:
+        frame = asking_frame(sys._getframe(1), beyond_torch=name == _PACKED)
         if not is_users(frame.f_code.co_filename) or passing_at(frame) is not None:
             return own(tensor)
-        return answer(own, _Asked(name, tensor, frame))
+        return answer(own, _Asked(name, tensor, frame, unless))
 
     ask.__name__ = name  # by which a call is recorded
     return ask
@@ -167,7 +177,7 @@ def _noted(found: list[_Answer], own: Callable[[torch.Tensor], Any], asked: _Ask
 
 
 @contextlib.contextmanager
-def answered(answers: Answers, *, flags: bool) -> Iterator[None]:
+def answered(answers: Answers = (), *, flags: bool = False) -> Iterator[None]:
     """Lets what is recorded inside be told what a run on the example was told.
 
     Args:
@@ -180,13 +190,19 @@ def answered(answers: Answers, *, flags: bool) -> Iterator[None]:
         if torch._C._get_dispatch_mode(_FAKE) is None:  # this compiler asks, of what has numbers
             return own(asked.tensor)
         known = left.popleft() if left else None
+        recorder = recording()
         if known is None or (known.question, known.place) != (asked.name, asked.place):
             left.clear()  # the trace has gone another way
-            return own(asked.tensor)
-        recorder = recording()
+            if asked.name != _PACKED:
+                return own(asked.tensor)
+            known = _Answer(asked.name, asked.place, own(asked.tensor))
+            if recorder is not None:
+                recorder.guessed = True
         if recorder is None or not isinstance(asked.tensor, FakeTensor):
             return own(asked.tensor)
-        decides = asked.name == "__bool__" or (flags and asked.tensor.dtype is torch.bool)
+        decides = asked.name in ("__bool__", _PACKED) or (
+            flags and asked.tensor.dtype is torch.bool
+        )
         if not decides and _is_of_inputs(recorder, asked.tensor):
             return own(asked.tensor)  # a number that differs between batches
         with torch._C.DisableTorchFunction():  # the model does not ask this
@@ -200,6 +216,10 @@ def answered(answers: Answers, *, flags: bool) -> Iterator[None]:
 def _require(recorder: Recorder, asked: _Asked, value: Any) -> None:
     """Records that the values are those."""
     condition = asked.tensor
+    line = asked.line.brief
+    if asked.unless is not None:
+        condition = condition if value else asked.unless
+        line = f"{line} ({padded_encoder.PACKS})"
     if isinstance(value, bool):
         if condition.dtype is not torch.bool:
             condition = recorder.called(operator.ne, condition, 0)
@@ -210,7 +230,7 @@ def _require(recorder: Recorder, asked: _Asked, value: Any) -> None:
         condition = recorder.called(torch.all, recorder.called(operator.eq, condition, held))
     else:
         condition = recorder.called(operator.eq, condition, value)
-    recorder.requires(condition, asked.line.brief)
+    recorder.requires(condition, line)
 
 
 def refuse_changing(recorder: Recorder) -> None:

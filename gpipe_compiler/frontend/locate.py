@@ -55,9 +55,13 @@ def is_own(file: str) -> bool:
     return file.startswith(_OWN)
 
 
-def asking_frame(frame: FrameType) -> FrameType:
-    """The innermost frame that is not this compiler's, from one on."""
-    while is_own(frame.f_code.co_filename) and frame.f_back is not None:
+def asking_frame(frame: FrameType, *, beyond_torch: bool = False) -> FrameType:
+    """The innermost frame that is not this compiler's, from one on; or that is a user's."""
+
+    def passed(file: str) -> bool:
+        return is_own(file) or (beyond_torch and not is_users(file))
+
+    while passed(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 

@@ -159,8 +159,8 @@ def _told(
     """The entry recorded; where it asks for values, with those of its example."""
     first, failed = None, None
     try:
-        first = _attempt(entry, autocast_to, free, contextlib.nullcontext(), gradients=gradients)
-        if not asks_for_numbers(first.recorder):
+        first = _attempt(entry, autocast_to, free, answered(), gradients=gradients)
+        if not first.recorder.guessed and not asks_for_numbers(first.recorder):
             return first
     except TraceError as error:
         failed = error

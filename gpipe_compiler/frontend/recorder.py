@@ -82,6 +82,7 @@ class Recorder(TorchFunctionMode):
         is_on: whether calls are recorded.
         event: number of the call that is being made.
         gradients_asked: the first of the user's lines that were told that autograd records.
+        guessed: whether something was taken to be so that a run on the example can tell.
     """
 
     def __init__(self, *, gradients: bool = True) -> None:
@@ -96,6 +97,7 @@ class Recorder(TorchFunctionMode):
         self.is_on = True
         self.event: int | None = None
         self.gradients_asked: SourceLocation | None = None
+        self.guessed = False
         self._sizes = SizeNodes(self.graph, self.position)
         self.tensors = TensorNodes(self.graph, self._sizes)
         self._paths: dict[int, str] = {}

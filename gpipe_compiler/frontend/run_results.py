@@ -13,6 +13,7 @@ import torch
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.padded_encoder import unpacked
 from gpipe_compiler.frontend.python_state import changed, no_new_parameters, python_state
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.result_differences import GRADIENT, Results
@@ -68,6 +69,7 @@ def run_model(
         torch.set_grad_enabled(entry.has_loss),
         keeping or activations_kept(),
         no_new_parameters(),
+        unpacked(),  # as evaluations compute, which run without gradients
     ):
         returned = entry(*inputs)
     loss = returned.pop(0) if entry.has_loss else None

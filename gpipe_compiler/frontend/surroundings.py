@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.padded_encoder import unpacked
 from gpipe_compiler.frontend.state import isolated, put_tensors
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 
@@ -38,8 +39,9 @@ def ambient(dtype: torch.dtype | None, kind: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_exported() -> Iterator[None]:
-    """Tells models that look that they are being exported."""
+    """Tells models that look that they are being exported, and keeps nested tensors away."""
     with contextlib.ExitStack() as around:
+        around.enter_context(unpacked())
         for flag in ("_is_compiling_flag", "_is_exporting_flag"):
             if hasattr(torch.compiler, flag):
                 around.enter_context(mock.patch.object(torch.compiler, flag, True))

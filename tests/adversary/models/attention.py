@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused
+from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused, RefusedAtStep
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -97,11 +97,13 @@ class Pooled(nn.Module):
 
 
 class Padded(nn.Module):
-    """With a mask of the positions that are padding."""
+    """With a mask of the positions that are padding; packed in eval mode, unless it is told not."""
 
-    def __init__(self) -> None:
+    def __init__(self, packing: bool = False) -> None:
         super().__init__()
-        self.body = encoder_layers(batch_first=True)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        norm = nn.LayerNorm(8) if packing else None
+        self.body = nn.TransformerEncoder(layer, 2, norm, enable_nested_tensor=packing)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         return self.body(x, src_key_padding_mask=padding)
@@ -110,6 +112,22 @@ class Padded(nn.Module):
 def with_padding(samples: int) -> tuple[Tensor, Tensor]:
     lengths = torch.randint(2, 6, (samples, 1))
     return features(samples), torch.arange(5) >= lengths
+
+
+def with_biases(samples: int) -> tuple[Tensor, Tensor]:
+    """The same as what is added to attention scores."""
+    x, padding = with_padding(samples)
+    return x, torch.zeros(samples, 5).masked_fill(padding, float("-inf"))
+
+
+def padded_before(samples: int) -> tuple[Tensor, Tensor]:
+    """The last two samples, a micro-batch or more, have no padding."""
+    x, padding = with_padding(samples)
+    return x, padding.flip(1) & (torch.arange(samples) < samples - 2)[:, None]
+
+
+def unpadded(samples: int) -> tuple[Tensor, Tensor]:
+    return features(samples), torch.zeros(samples, 5, dtype=torch.bool)
 
 
 class ByHand(nn.Module):
@@ -216,6 +234,52 @@ CASES = (
         features,
         manners=FP32_ONLY,
         quick=True,
+    ),
+    Case(
+        "packed",
+        lambda: Padded(packing=True),
+        with_padding,
+        square,
+        features,
+        manners=FP32_ONLY,
+        quick=True,
+    ),
+    Case(
+        "packed_by_biases",
+        lambda: Padded(packing=True),
+        with_biases,
+        square,
+        features,
+        manners=FP32_ONLY,
+    ),
+    Case(
+        "unpacked",
+        lambda: Padded(packing=True),
+        padded_before,
+        square,
+        features,
+        manners=FP32_ONLY,
+    ),
+    Case(
+        "packed_later",
+        lambda: Padded(packing=True),
+        unpadded,
+        square,
+        features,
+        manners=FP32_ONLY,
+        later_inputs=with_padding,
+    ),
+    Case(
+        "unpacked_later",
+        lambda: Padded(packing=True),
+        with_padding,
+        options="--mode infer",
+        manners=({},),
+        expect=RefusedAtStep(
+            lambda: padded_before(8),
+            ("models/attention.py", "goes another way"),
+            way_out=("enable_nested_tensor=False",),
+        ),
     ),
     Case(
         "encoder_in_bf16",
