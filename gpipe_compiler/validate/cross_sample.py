@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, with_other_weights
 from gpipe_compiler.frontend.user_code import line_of_forward
-from gpipe_compiler.ir import Graph, Mode, Op, RegionCall, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, RegionCall, ops_within
 from gpipe_compiler.passes.batch_gates import first_gate
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -39,6 +41,8 @@ ALONE = (
     "compile with --microbatches 1, or accept with --per-microbatch that every micro-batch is "
     "taken by itself"
 )
+
+_EMBEDDINGS = F.embedding, F.embedding_bag
 
 
 def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
@@ -112,6 +116,7 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
     joint = plan.batchnorm is BatchNorm.EXACT and mixing_ops(graph) - graph.loss_only
     if on_meta(graph) or joint:
         return
+    _refuse_counted_gradients(graph)
     _refuse_mixing_backward(graph)
     drawn = random_ops(graph)
     if not any(
@@ -130,6 +135,25 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
             location=op.source,
             hint=ALONE,
         )
+
+
+def _refuse_counted_gradients(graph: Graph) -> None:
+    """Refuses embeddings whose gradients are divided by how often the mini-batch has each index."""
+    for op in graph.ops:
+        for inner in ops_within(op):
+            given: Mapping[str, object] = {}
+            if isinstance(inner.call, ModuleCall):
+                given = graph.modules[inner.call.module].kwargs
+            elif isinstance(inner.call, FunctionCall) and inner.call.function in _EMBEDDINGS:
+                signature = inspect.signature(inner.call.function)
+                given = signature.bind(*inner.call.args, **inner.call.kwargs).arguments
+            if given.get("scale_grad_by_freq") is True:
+                raise ModelError(
+                    f"{op.name} divides gradients by how often the samples of a batch together "
+                    "have each index (scale_grad_by_freq=True)",
+                    location=op.source,
+                    hint=ALONE,
+                )
 
 
 def _refuse_mixing_backward(graph: Graph) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case
+from adversary.case import FP32_ONLY, Case, Refused
 from torch import Tensor, nn
 
 ROWS = 13
@@ -27,7 +27,7 @@ class Looked(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.last(self.first(self.table(ids).mean(1)).tanh())
+        return self.last(self.first(self.table(ids).mean(1)).tanh())  # refused: scaled_by_counts
 
 
 class Tied(nn.Module):
@@ -90,6 +90,15 @@ CASES = (
     simple("sparse", lambda: Looked(sparse=True), manners=FP32_ONLY),
     simple("padded", lambda: Looked(padding_idx=0)),
     simple("one_hot", OneHot),
+    simple(
+        "scaled_by_counts",
+        lambda: Looked(scale_grad_by_freq=True),
+        expect=Refused(
+            ("samples of a batch together", "scale_grad_by_freq"),
+            ("--microbatches 1",),
+            accept="--per-microbatch",
+        ),
+    ),
     Case(
         "tied",
         Tied,
