@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.interpret import bind
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (
+    AT_SYMBOLS,
     InexpressibleError,
     expression_of,
     general,
@@ -125,15 +126,11 @@ def _joined(one: SymbolicRun | None, other: SymbolicRun) -> SymbolicRun:
     )
 
 
-_CASTS: Mapping[object, Callable[..., object]] = {float: torch.sym_float, int: torch.sym_int}
-"""What stands for Python's casts, which would make a number of a size that is free."""
-
-
-def _with_symbolic_casts(graph: Graph) -> Graph:
+def _with_symbolic_calls(graph: Graph) -> Graph:
     def symbolic_of(op: Op) -> Op:
-        match op.call:
-            case FunctionCall(function=function, args=args) if function in _CASTS:
-                return dataclasses.replace(op, call=FunctionCall(_CASTS[function], args))
+        if isinstance(op.call, FunctionCall) and op.call.function in AT_SYMBOLS:
+            call = dataclasses.replace(op.call, function=AT_SYMBOLS[op.call.function])
+            return dataclasses.replace(op, call=call)
         return op
 
     return graph.replace(ops=tuple(map(symbolic_of, graph.ops)))
@@ -307,7 +304,7 @@ class _Run:
 
     def _begin(self, graph: Graph, stack: contextlib.ExitStack) -> DryRun:
         """The graph ready to run, until the stack is left."""
-        made = _with_symbolic_casts(graph)
+        made = _with_symbolic_calls(graph)
         run = DryRun.of(made, training=self._training, mode=self._mode)
         contexts = (general(), quiet(), torch.no_grad(), self._mode, run.autocast())
         for context in (*contexts, enable_python_dispatcher()):

@@ -12,7 +12,7 @@ from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.value_names import argument_name, name_of_one
 from gpipe_compiler.codegen.variables import Variables
-from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,8 @@ class LoopLines:
         """Writes what stands before a loop; returns the statements of its rounds, none yet."""
         assert isinstance(op.call, FunctionCall)
         given: dict[str, str] = {}
-        for result, before in zip(op.outputs, op.inputs, strict=True):
+        initial = [value.name for value in op.call.args if isinstance(value, Ref)]
+        for result, before in zip(op.outputs, initial, strict=True):
             if not self._takes_over(result, before, position):
                 wish = argument_name(self.graph, loop.carried[result])
                 target = f"{self.variables.fresh(result, wish)} = "

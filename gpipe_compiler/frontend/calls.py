@@ -122,7 +122,9 @@ def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
     kwargs = _with_devices(func, args, kwargs, made)
     if isinstance(func, _IN_C):
         return _in_c(func, name, args, kwargs)
-    is_method = vars(torch.Tensor).get(name) is func or name in _METHODS
+    is_method = vars(torch.Tensor).get(name) is func or (
+        name in _METHODS and getattr(func, "__module__", "") != F.__name__
+    )
     if is_method and args and isinstance(args[0], torch.Tensor):
         return Written(name, args, kwargs)
     return _in_python(func, args, kwargs)

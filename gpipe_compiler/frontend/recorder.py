@@ -37,7 +37,7 @@ from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.tensor_nodes import TensorNodes
 from gpipe_compiler.frontend.untraced import own_gradients, transformed
 from gpipe_compiler.ir.branches import require
-from gpipe_compiler.ir.symbolic import same_shape
+from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
 from gpipe_compiler.runtime.core.random import may_draw
 
 EVENT = "gpipe_compiler_event"
@@ -223,7 +223,7 @@ class Recorder(TorchFunctionMode):
             raise own_gradients(calling_line())
         given = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in given]
-        made = func(*args, **kwargs)
+        made = AT_SYMBOLS.get(func, func)(*args, **kwargs)
         changed = _changed_since(given, versions)
         if func is torch.Tensor.size:
             self._sizes.asked(self.tensors.known(args[0]), args[0])

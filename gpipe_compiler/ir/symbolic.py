@@ -44,6 +44,27 @@ def general() -> contextlib.AbstractContextManager[Any]:
     return patched.patch(backed_size_oblivious=True)  # type: ignore[no-any-return]  # torch's own
 
 
+def _points(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function that makes a number of points, which may be a symbol: then without values."""
+
+    def make(start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
+        if not is_symbolic(steps):
+            return function(start, end, steps, **options)
+        kind = {name: options[name] for name in ("dtype", "device") if name in options}
+        return torch.empty(steps, **kind)
+
+    return make
+
+
+AT_SYMBOLS: Mapping[object, Callable[..., Any]] = {
+    float: torch.sym_float,
+    int: torch.sym_int,
+    torch.linspace: _points(torch.linspace),
+    torch.logspace: _points(torch.logspace),
+}
+"""What stands for functions that would make a number of a size that is free."""
+
+
 def dim_of(size: Any, symbols: Symbols) -> Dim:
     """A size that torch computed: a number, or a SymInt.
 

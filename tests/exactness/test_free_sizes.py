@@ -123,6 +123,21 @@ class Segmenter(nn.Module):
         return self.out(F.interpolate(y, size=x.shape[2:], mode="bilinear"))
 
 
+class Coordinates(Segmenter):
+    """Is told where each pixel stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(5, 4, 3, stride=2, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _, height, width = x.shape
+        rows = torch.linspace(-1, 1, height)
+        columns = torch.logspace(0, 1, steps=width, dtype=x.dtype, device=x.device)
+        places = torch.stack(torch.meshgrid(rows, columns, indexing="ij"))
+        return super().forward(torch.cat([x, places.expand(batch, 2, height, width)], 1))
+
+
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -212,6 +227,13 @@ CASES: Mapping[str, Case] = {
         (16, 12),
         ((16, 12), (12, 16), (9, 31), (17, 17), (5, 6)),
     ),
+    "coordinates": Case(
+        Coordinates,
+        pictures,
+        F.cross_entropy,
+        (16, 12),
+        ((16, 12), (12, 16), (9, 31), (17, 17), (5, 6)),
+    ),
     "classifier": Case(
         Classifier,
         lambda h, w: (torch.randn(SAMPLES, 3, h, w), torch.randint(0, 3, (SAMPLES,))),
@@ -277,11 +299,12 @@ def test_as_plain_pytorch_at_other_sizes(compiled: Compiled) -> None:
 
 
 def test_sizes_are_read_off_what_a_stage_has(compiled: Compiled) -> None:
-    """No number of the example stands in a stage: only comments tell it."""
+    """No number of the example stands in a stage: only comments and docstrings tell it."""
     schedule = (compiled.folder / "schedule.py").read_text()
     assert "Size(" in schedule
     for stage in compiled.folder.glob("stage_*.py"):
-        code = "\n".join(line.split("#")[0] for line in stage.read_text().splitlines())
+        text = re.sub(r'""".*?"""', "", stage.read_text(), flags=re.DOTALL)
+        code = "\n".join(line.split("#")[0] for line in text.splitlines())
         for size in compiled.case.example:
             assert f" {size}," not in code.replace("nn.", "").split("def forward")[-1]
 

@@ -24,6 +24,19 @@ class Residual(nn.Module):
         return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
+class Columns(nn.Module):
+    """A convolution as a product of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.out = nn.Linear(27, 4), nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        columns = F.unfold(x, 3, padding=1).transpose(1, 2)
+        x = F.fold(self.mix(columns).transpose(1, 2), (6, 6), 1)
+        return self.out(F.relu(x)).mean((2, 3))
+
+
 class Grouped(nn.Module):
     """Depthwise, dilated, transposed, one-dimensional and three-dimensional."""
 
@@ -124,6 +137,7 @@ CASES = (
         lambda n: torch.randint(2, (n,)),
         manners=FP32_ONLY,
     ),
+    simple("columns", Columns, manners=FP32_ONLY),
     simple("pooling", Pooling, manners=FP32_ONLY),
     simple("shuffled", Shuffled, 4),
     Case(

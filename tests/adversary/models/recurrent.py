@@ -35,6 +35,23 @@ class Stacked(nn.Module):
         return self.head(self.decoder(x.flip(1), states)[0])
 
 
+class Cells(nn.Module):
+    """A loop over two cells, which begin with one and the same state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRUCell(6, 5), nn.LSTMCell(5, 5)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.size(0), 5)
+        states = h, h
+        for time in range(x.size(1)):
+            h = self.first(x[:, time], h)
+            states = self.second(h, states)
+        return self.head(states[0])
+
+
 class Selective(nn.Module):
     """A selective state space, its scan written as a loop."""
 
@@ -108,6 +125,7 @@ CASES = (
     simple("gru", lambda: Recurrent(nn.GRU)),
     simple("rnn", lambda: Recurrent(nn.RNN, nonlinearity="relu")),
     simple("both_ways", lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=2)),
+    simple("cells", Cells),
     Case("stacked", Stacked, steps, of_steps, classes, manners=FP32_ONLY),
     Case("selective", Selective, steps, of_steps, classes),
     Case(
