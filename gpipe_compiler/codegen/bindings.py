@@ -287,14 +287,10 @@ def returned(writer: ExpressionWriter, uses: Uses, makers: Mapping[str, Op], val
     variable = writer.variables[value].flat
     mode = makers[value].mode if value in makers else Mode.ALWAYS
     pairs = ({train, evaluation} for evaluation, train in uses.partner.items())
-    shared = any(value in pair and _one(writer, pair) for pair in pairs)
+    held = ({writer.variables[one].flat for one in pair} for pair in pairs if value in pair)
+    shared = any(len(variables) == 1 for variables in held)
     if mode is Mode.ALWAYS or shared:
         return variable
     writer.imports.module("torch")
     condition = "self.training" if mode is Mode.TRAIN else "not self.training"
     return f"{variable} if {condition} else torch.empty(0)"
-
-
-def _one(writer: ExpressionWriter, values: Collection[str]) -> bool:
-    """Whether one variable holds all of some values."""
-    return len({writer.variables[value].flat for value in values}) == 1

@@ -57,20 +57,15 @@ UNARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.not_: ("not ", Binding.NOT),
 }
 
+PLAIN_OF_AUGMENTED: Mapping[Callable[..., Any], Callable[..., Any]] = {
+    getattr(operator, f"i{name.__name__.strip('_')}"): name
+    for name in BINARY
+    if hasattr(operator, f"i{name.__name__.strip('_')}")
+}
+"""`operator.iadd` to `operator.add`: what `x += y` means for a number."""
+
 AUGMENTED: Mapping[Callable[..., Any], str] = {
-    operator.iadd: "+=",
-    operator.isub: "-=",
-    operator.imul: "*=",
-    operator.itruediv: "/=",
-    operator.ifloordiv: "//=",
-    operator.imod: "%=",
-    operator.imatmul: "@=",
-    operator.ipow: "**=",
-    operator.iand: "&=",
-    operator.ior: "|=",
-    operator.ixor: "^=",
-    operator.ilshift: "<<=",
-    operator.irshift: ">>=",
+    augmented: f"{BINARY[plain][0]}=" for augmented, plain in PLAIN_OF_AUGMENTED.items()
 }
 """Writes in place where the left operand is a tensor."""
 
@@ -79,13 +74,6 @@ SIGNS: Mapping[str, str] = {"add_": "+=", "sub_": "-=", "mul_": "*=", "div_": "/
 
 UNTYPED = frozenset({"split", "unflatten", "norm", "unique", "stft"})
 """Methods without types, which torch has as functions too."""
-
-PLAIN_OF_AUGMENTED: Mapping[Callable[..., Any], Callable[..., Any]] = {
-    getattr(operator, f"i{name.__name__.strip('_')}"): name
-    for name in BINARY
-    if hasattr(operator, f"i{name.__name__.strip('_')}")
-}
-"""`operator.iadd` to `operator.add`: what `x += y` means for a number."""
 
 
 @dataclass(frozen=True, slots=True)

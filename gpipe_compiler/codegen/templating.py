@@ -26,7 +26,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,  # the files are Python and Markdown, not HTML
-        finalize=_on_one_line,
+        finalize=_written,
     )
     environment.filters |= {
         "docstring": lambda text: _Escaped(escaping.docstring(text)),
@@ -36,8 +36,13 @@ def _environment() -> Environment:
     return environment
 
 
-def _on_one_line(value: object) -> object:
-    """What stands for a value: no name, wherever it comes from, begins a line of code."""
+def _written(value: object) -> object:
+    """What stands for a value: no name, wherever it comes from, begins a line of code.
+
+    Of a list, each item is a line.
+    """
+    if isinstance(value, list | tuple):
+        return "\n".join(map(printable, value))
     return printable(value) if type(value) is str else value
 
 

@@ -82,7 +82,8 @@ def find_runs(ops: Sequence[Op]) -> dict[str, StatementRun]:
         ends = (op.name for op in members if not read.intersection(op.outputs))
         last = tuple(_before(changed, name) for name in ends)
         # Ops without any source are the compiler's own, a default loss: they nest as they come.
-        nested = len(members) <= statement.operations if statement else _unsourced(members)
+        unsourced = all(op.source is None for op in members)
+        nested = len(members) <= statement.operations if statement else unsourced
         table.update(
             dict.fromkeys((op.name for op in members), StatementRun(statement, nested, last))
         )
@@ -119,10 +120,6 @@ def kind_of(op: Op) -> object:
             return _NUMBER_PART.sub("", path)
         case _:
             return op.name
-
-
-def _unsourced(members: Sequence[Op]) -> bool:
-    return all(op.source is None for op in members)
 
 
 def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:

@@ -123,8 +123,6 @@ class Size(Expression):
         """The variable that holds it, or its name."""
         return (names or {}).get(self.name, self.name)
 
-    __str__ = Expression.__str__
-
 
 @dataclass(frozen=True, slots=True)
 class Operation(Expression):
@@ -153,8 +151,6 @@ class Operation(Expression):
         if _strength(self.right) <= _strength(self):
             right = f"({right})"
         return f"{left} {self.applied.value} {right}"
-
-    __str__ = Expression.__str__
 
 
 Dim: TypeAlias = int | Expression

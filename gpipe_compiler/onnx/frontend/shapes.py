@@ -26,8 +26,6 @@ from gpipe_compiler.onnx.runtime.stage import SessionChoice
 _SMALL = 1024
 """Elements up to which a weight may hold a shape, so that its numbers are looked at."""
 
-_INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
-
 
 @dataclass(frozen=True, slots=True)
 class Described:
@@ -159,14 +157,6 @@ def _by_runtime(light: ModelProto, custom_ops: Sequence[Path]) -> Iterator[tuple
 
 
 _ELEMENTS: Mapping[str, int] = {
-    f"tensor({name})": element
-    for name, element in (
-        ("float", TensorProto.FLOAT),
-        ("float16", TensorProto.FLOAT16),
-        ("bfloat16", TensorProto.BFLOAT16),
-        ("double", TensorProto.DOUBLE),
-        *((kind.lower(), TensorProto.DataType.Value(kind)) for kind in _INTEGERS),
-        ("bool", TensorProto.BOOL),
-    )
+    f"tensor({name.lower()})": element for name, element in TensorProto.DataType.items()
 }
 """Types as ONNX Runtime names them."""

@@ -17,12 +17,13 @@ from ..spec import OptimizerKind
 from .data import NOTHING, Batch, located, samples_of
 from .hooks import UserHooks
 
-DEFAULT_RATES: Mapping[OptimizerKind, float] = {
-    OptimizerKind.SGD: 0.01,
-    OptimizerKind.MOMENTUM: 0.01,
-    OptimizerKind.ADAM: 1e-3,
-    OptimizerKind.ADAMW: 1e-3,
+_OPTIMIZERS: Mapping[OptimizerKind, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
+    OptimizerKind.SGD: (torch.optim.SGD, {"lr": 0.01}),
+    OptimizerKind.MOMENTUM: (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    OptimizerKind.ADAM: (torch.optim.Adam, {"lr": 1e-3}),
+    OptimizerKind.ADAMW: (torch.optim.AdamW, {"lr": 1e-3}),
 }
+"""The class of each, and its usual options."""
 
 
 class RateShape(Enum):
@@ -65,15 +66,9 @@ def make_optimizer(
     parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
     if hooks.make_optimizer is not None and choice.kind is None:
         return hooks.optimizer(parameters)
-    kind = choice.kind or OptimizerKind.SGD
-    rate = DEFAULT_RATES[kind] if choice.rate is None else choice.rate
-    makers: dict[OptimizerKind, Callable[[], torch.optim.Optimizer]] = {
-        OptimizerKind.SGD: lambda: torch.optim.SGD(parameters, lr=rate),
-        OptimizerKind.MOMENTUM: lambda: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
-        OptimizerKind.ADAM: lambda: torch.optim.Adam(parameters, lr=rate),
-        OptimizerKind.ADAMW: lambda: torch.optim.AdamW(parameters, lr=rate),
-    }
-    return makers[kind]()
+    cls, usual = _OPTIMIZERS[choice.kind or OptimizerKind.SGD]
+    rate = {} if choice.rate is None else {"lr": choice.rate}
+    return cls(parameters, **{**usual, **rate})  # type: ignore[arg-type]  # each takes these
 
 
 def rate_factor(shape: RateShape, warmup: int, steps: int | None) -> Callable[[int], float]:
