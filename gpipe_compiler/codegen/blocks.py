@@ -30,12 +30,7 @@ from gpipe_compiler.codegen.find_loops import LoopFinder
 from gpipe_compiler.codegen.helpers import HelperCalls, module_path
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
-from gpipe_compiler.codegen.method_text import (
-    MethodBody,
-    function_text,
-    is_tensor,
-    method_text,
-)
+from gpipe_compiler.codegen.method_text import MethodBody, function_text, is_tensor, method_text
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.nested import ModuleNode
@@ -191,11 +186,10 @@ class StageBlocks:
         file.imports.name("torch", "Tensor")
         own_name = file.names.take_numbered(wanted, "_")
         alone = not any(is_tensor(self.facts.graph, value) for value in method.arguments)
-        writer = self._writer(first.path, file.imports, DEVICE if alone else "")
         also = {**({DEVICE: "torch.device"} if alone else {}), **given.types}
         if alone:
             file.imports.module("torch")
-        body = self._body(block, method, writer, also)
+        body = self._body(block, method, file.imports, DEVICE if alone else "", also)
         graph = self.facts.graph
         file.classes.append(tuple(function_text(graph, own_name, method, body, file.imports, also)))
         return WrittenBlock(own_name, passed, parameters, shared=file.shared, on_device=alone)
@@ -328,11 +322,24 @@ class StageBlocks:
 
     def _forward(self, block: BlockClass, method: Method, imports: Imports) -> list[str]:
         imports.name("torch", "Tensor")
-        body = self._body(block, method, self._writer(block.first.path, imports))
+        body = self._body(block, method, imports)
         return method_text(self.facts.graph, "forward", method, body, imports)
 
-    def _writer(self, root: str, imports: Imports, device: str = "") -> ExpressionWriter:
-        """What writes expressions of the block at a path, which is given the device or finds it."""
+    def _body(
+        self,
+        block: BlockClass,
+        method: Method,
+        imports: Imports,
+        device: str = "",
+        reserved: Iterable[str] = (),
+    ) -> MethodBody:
+        """The statements of a block.
+
+        Args:
+            device: the argument that is the device, where it is given that.
+            reserved: names that no variable takes.
+        """
+        root = block.first.path
         states = {
             name: self.calls.place(place, root)
             for name, place in self.own.state.places.items()
@@ -344,26 +351,8 @@ class StageBlocks:
             if path == root or is_under(path, root)
         }
         modules |= self.calls.functions
-        return ExpressionWriter(imports, states, modules, given_device=device)
-
-    def _body(
-        self,
-        block: BlockClass,
-        method: Method,
-        writer: ExpressionWriter,
-        reserved: Iterable[str] = (),
-    ) -> MethodBody:
-        """The statements of a block.
-
-        Args:
-            reserved: names that no variable takes.
-        """
+        writer = ExpressionWriter(imports, states, modules, given_device=device)
+        worth, unlike = self.peaks.worth, self._unlike(block)
         return write_body(
-            self.facts.graph,
-            method,
-            writer,
-            self.peaks.worth,
-            self._unlike(block),
-            direct=True,
-            reserved=reserved,
+            self.facts.graph, method, writer, worth, unlike, direct=True, reserved=reserved
         )

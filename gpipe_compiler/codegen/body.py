@@ -25,12 +25,7 @@ from gpipe_compiler.codegen.releases import DelWriter, Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.uses import Uses, is_attribute, with_callers
-from gpipe_compiler.codegen.value_names import (
-    argument_name,
-    find_runs,
-    name_of_result,
-    plain_name,
-)
+from gpipe_compiler.codegen.value_names import argument_name, find_runs, name_of_result, plain_name
 from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.frontend.own_statements import UnwritableError
@@ -171,7 +166,6 @@ class _BodyWriter:
         self.loops = LoopLines(self.graph, self.writer, self.variables, self.names, self.bindings)
 
     def write(self, ops: Sequence[Op]) -> None:
-        """Writes all ops."""
         self.ops, self.runs = ops, find_runs(ops)
         self.dels.last = len(ops) - 1
         self.dels.modes = {value: op.mode for op in ops for value in op.outputs}

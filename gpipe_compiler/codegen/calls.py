@@ -18,16 +18,7 @@ from gpipe_compiler.codegen.helpers import HelperCall, module_path
 from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.uses import makes_only, without_unread
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import (
-    Call,
-    FunctionCall,
-    Graph,
-    ModuleCall,
-    Op,
-    Ref,
-    RegionCall,
-    StateRef,
-)
+from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states
 from gpipe_compiler.ir.classes import MethodBlocks
 from gpipe_compiler.ir.contents import Contents, prefixes
@@ -154,7 +145,6 @@ class Calls:
         return Op(call.path, made, result, helper.site, module_path(call.path), call.mode)
 
     def block_of(self, call: BlockCall) -> BlockClass:
-        """The block that a call is one of."""
         return self.blocks.of_path[call.path]
 
     def place(self, place: str, root: str) -> str:

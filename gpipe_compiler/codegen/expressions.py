@@ -166,7 +166,6 @@ class ExpressionWriter:
         ]
 
     def argument(self, argument: Argument) -> Expression:
-        """One argument."""
         return write_nest(argument, self._leaf)
 
     def subscript(self, container: Argument, index: Argument) -> Expression:

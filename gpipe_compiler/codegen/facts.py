@@ -53,7 +53,6 @@ class CodeFacts:
 
     @classmethod
     def of(cls, graph: Graph) -> CodeFacts:
-        """The facts of an annotated graph."""
         return cls(
             graph,
             effects(graph),

@@ -29,7 +29,6 @@ class FoundBlocks:
 
     @classmethod
     def of(cls, facts: CodeFacts, stages: Iterable[StageMethods]) -> FoundBlocks:
-        """Looks for them."""
         known = tuple(stages)
         helpers = tuple(HelperCalls() for _ in known)
         methods = tuple(

@@ -49,12 +49,10 @@ def end(loop: Loop, *read: object) -> object:
 
 
 def loop_begun(op: Op) -> Loop | None:
-    """The loop that begins with an op."""
     return _loop_of(op, begin)
 
 
 def loop_ended(op: Op) -> Loop | None:
-    """The loop that ends with an op."""
     return _loop_of(op, end)
 
 

@@ -130,8 +130,7 @@ def write_package(
     example: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes the files of a package into an empty folder; see `emit`."""
-    assert plan.graph is not None
-    graph = plan.graph
+    graph = plan.known_graph
     tell("writing the stages")
     facts = CodeFacts.of(graph)
     sources = write_stages(plan, facts)
@@ -182,7 +181,6 @@ _OWN_FILE = '"""What the model computes in functions that are called whole."""\n
 
 
 def copy_runtime(package: ModuleType, folder: Path) -> None:
-    """Copies what a package runs on."""
     source = Path(package.__file__ or "").parent
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc", "tests"))
 

@@ -63,20 +63,6 @@ def split_off(
     return dataclasses.replace(forward, ops=tuple(ops)), segments
 
 
-def buffers_of(
-    facts: CodeFacts, ops: Iterable[Op], writes: Sequence[str], own: Mapping[str, str]
-) -> tuple[str, ...]:
-    """The buffers that a stage writes to, those that a segment of it reads or writes.
-
-    Args:
-        ops: of the segment.
-        writes: all of them, by the stage's own names.
-        own: the stage's own names to the model's.
-    """
-    touched = {name for op in ops for name in facts.effects.states_of(facts.graph, op)}
-    return tuple(name for name in writes if own[name] in touched)
-
-
 def _runs(ops: Sequence[Op], stage: Stage) -> list[tuple[int | None, list[Op]]]:
     """The ops of each segment of a stage, and those between them."""
     of_op = {name: index for index, inside in enumerate(stage.segments) for name in inside}

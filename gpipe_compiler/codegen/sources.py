@@ -267,7 +267,6 @@ def names_returned(location: SourceLocation | None) -> tuple[str, ...]:
 
 
 def parameters_of(method: ast.FunctionDef) -> list[str]:
-    """The names of the parameters."""
     arguments = method.args
     every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
     return [argument.arg for argument in every]

@@ -16,20 +16,10 @@ from gpipe_compiler.codegen.found_blocks import FoundBlocks, write_blocks
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
-from gpipe_compiler.codegen.method_text import (
-    MethodBody,
-    docstring,
-    method_text,
-)
+from gpipe_compiler.codegen.method_text import MethodBody, docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
 from gpipe_compiler.codegen.nested import OF_STAGE, outermost
-from gpipe_compiler.codegen.segments import (
-    buffers_of,
-    modules_run_again,
-    path_of,
-    segments_lines,
-    split_off,
-)
+from gpipe_compiler.codegen.segments import modules_run_again, path_of, segments_lines, split_off
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.codegen.value_names import names_apart
@@ -177,7 +167,6 @@ class _Draft:
         return found
 
     def source(self, plan: Plan, facts: CodeFacts, blocks: StageBlocks) -> StageSource:
-        """The stage, written."""
         graph, own, stage, state = facts.graph, self.own, self.own.stage, self.own.state
         imports = blocks.file.imports
         imports.name("torch", "nn")
@@ -185,10 +174,10 @@ class _Draft:
         buffers = _buffers(graph, state.originals)
         changed = _written(facts, self.ops, buffers) if plan.training else ()
         writes = outermost(changed, buffers)
-        held = {
-            label: outermost(buffers_of(facts, ops, changed, buffers), buffers)
-            for label, ops in self.run_again.items()
-        }
+        held: dict[str, tuple[str, ...]] = {}
+        for label, ops in self.run_again.items():
+            touched = {name for op in ops for name in facts.effects.states_of(graph, op)}
+            held[label] = outermost([own for own in changed if buffers[own] in touched], buffers)
         initial = initial_steps(graph, state.originals.values())
         initial_text = initial_lines(initial, state.originals.values(), imports)
         constructor = blocks.construction(blocks.file).lines(state.root)

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpipe_compiler.codegen.functions import changed_by
-from gpipe_compiler.codegen.sources import (
-    UserStatement,
-    alias_after,
-    names_of_parts,
-    statement_at,
-)
+from gpipe_compiler.codegen.sources import UserStatement, alias_after, names_of_parts, statement_at
 from gpipe_compiler.ir import (
     Argument,
     Call,

@@ -24,8 +24,7 @@ from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.onnx.codegen.package import write_exported
 from gpipe_compiler.onnx.codegen.scripts import closeness
 from gpipe_compiler.onnx.runtime.batches import Arrays
-from gpipe_compiler.onnx.runtime.check import Closeness
-from gpipe_compiler.onnx.validate import batch_sizes, validate_stages
+from gpipe_compiler.onnx.validate import WholeModel, batch_sizes, validate_stages
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -90,10 +89,8 @@ class ExportedStages:
         return cls(options, found, batch.subject, planner, batch.note)
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
-        """As in `Target`."""
         made, frontier = plan_as_asked(self.planner, self.options, progress)
-        assert made.graph is not None
-        for where in required_lines(made.graph.ops).values():
+        for where in required_lines(made.known_graph.ops).values():
             raise by_values(where, "a stage of ONNX refuses no batch that goes another way")
         self._refuse_parts(made)
         return with_limit(in_one_piece(made, self._refuse)), frontier
@@ -117,11 +114,9 @@ class ExportedStages:
         check_rows(plan, _numbers(plan))
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        """As in `Target`."""
         write_exported(plan, folder, progress)
 
     def validate(self, plan: Plan, folder: Path) -> Validation:
-        """As in `Target`."""
         return validate_exported(self.subject, plan, folder)
 
     def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
@@ -150,8 +145,7 @@ def _refuse_other_dims(found: FoundBatch) -> None:
 
 def _numbers(made: Plan) -> frozenset[str]:
     """The ops that make no tensor: of what they are given they take sizes."""
-    graph = made.graph
-    assert graph is not None
+    graph = made.known_graph
     return frozenset(
         op.name
         for op in graph.ops
@@ -186,33 +180,26 @@ def _refuse_unfit(options: CompileOptions) -> None:
 # --- validation -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _TorchWhole:
-    """A torch model, by arrays; a `WholeModel`. Its state stays as it is."""
+def _whole(entry: Entry, graph: Graph) -> WholeModel:
+    """A torch model, by arrays. Its state stays as it is."""
 
-    entry: Entry
-    graph: Graph
-    close: Closeness
-    fixed: ClassVar[bool] = False
-
-    @property
-    def batched(self) -> frozenset[str]:
-        return frozenset(item.name for item in self.graph.inputs if item.batched)
-
-    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
-        tensors = [tensor_of(inputs[item.name], item.dtype).clone() for item in self.graph.inputs]
+    def run(inputs: Arrays) -> dict[str, np.ndarray]:
+        tensors = [tensor_of(inputs[item.name], item.dtype).clone() for item in graph.inputs]
         try:
-            with state_restored(self.entry.model), torch.no_grad():
-                leaves = self.entry(*tensors)
+            with state_restored(entry.model), torch.no_grad():
+                leaves = entry(*tensors)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(summary(error), hint="--no-validate") from error
-        found = list(flat_tensors(self.entry.outputs(leaves)).values())
-        names = list(value_names(self.graph.outputs))
+        found = list(flat_tensors(entry.outputs(leaves)).values())
+        names = list(value_names(graph.outputs))
         if len(names) != len(found):
             raise ValidationError(
                 "the model returns a parameter or a constant, which no stage makes"
             )
         return {name: array_of(tensor) for name, tensor in zip(names, found, strict=True)}
+
+    batched = frozenset(item.name for item in graph.inputs if item.batched)
+    return WholeModel(run, closeness(graph, quantised=False), batched)
 
 
 def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validation:
@@ -222,16 +209,14 @@ def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validati
         ValidationError: when the package cannot be run. Differences are reported, not raised.
         ModelError: when samples of a batch meet in the model.
     """
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     entry = make_entry(subject, training=False)
     names = [source.name for source in graph.inputs]
     calls = {
         samples: dict(zip(names, map(array_of, entry.signature.samples(samples)), strict=True))
         for samples in batch_sizes(plan)
     }
-    whole = _TorchWhole(entry, graph, closeness(graph, quantised=False))
-    return validate_stages(whole, plan, directory, calls)
+    return validate_stages(_whole(entry, graph), plan, directory, calls)
 
 
 def array_of(tensor: torch.Tensor) -> np.ndarray:

@@ -67,7 +67,6 @@ class OnnxStages:
         return cls(options, model, sizes, planner_of(model, sizes, options))
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
-        """As in `Target`."""
         try:
             made, frontier = plan_as_asked(self.planner, self.options, progress)
         except PlanError as error:
@@ -78,8 +77,7 @@ class OnnxStages:
 
     def _with_limit(self, plan: Plan) -> Plan:
         """The plan whose graph says up to how many samples it can be cut into micro-batches."""
-        graph = plan.graph
-        assert graph is not None
+        graph = plan.known_graph
         rules = sample_rules(self.model.proto).items()
         above = [SampleRule(n, self.model.at(node)) for n, node in rules if n > plan.batch_size]
         if self.sizes.fixed or graph.whole_batch or not above:
@@ -96,11 +94,9 @@ class OnnxStages:
             refuse_meeting(self.model, self.sizes, plan, (), seed=self.options.seed)
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        """As in `Target`."""
         write_onnx(plan, self.model, self.sizes, folder, progress)
 
     def validate(self, plan: Plan, folder: Path) -> Validation:
-        """As in `Target`."""
         return validate_onnx(self.model, self.sizes, plan, folder, seed=self.options.seed)
 
     def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
@@ -113,8 +109,7 @@ open_target = OnnxStages.open
 
 def _refuse_parts(plan: Plan) -> None:
     """Raises ModelError for outputs that have no rows for the samples of micro-batches."""
-    assert plan.graph is not None
-    check_rows(plan, {op.name for op in plan.graph.ops if node_of(op).op_type in _SHAPES})
+    check_rows(plan, {op.name for op in plan.known_graph.ops if node_of(op).op_type in _SHAPES})
 
 
 def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
@@ -149,7 +144,6 @@ def _microbatches(options: CompileOptions, sizes: InputSizes) -> int | Auto | No
 
 
 def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Planner:
-    """What plans an ONNX model."""
     kinds = options.cluster.kinds
 
     def analysed(samples: int, _: Precision) -> MicrobatchGraph:

@@ -10,10 +10,9 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -27,7 +26,6 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.runtime.arrays import random_array, write_arrays
 from gpipe_compiler.onnx.runtime.batches import Arrays, join
 from gpipe_compiler.onnx.runtime.check import Closeness, compare
-from gpipe_compiler.onnx.runtime.stage import Whole
 from gpipe_compiler.passes.batch_rules import takes_several
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.errors import StageError
@@ -35,27 +33,21 @@ from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.package import Validation, run_check
 
 
-class WholeModel(Protocol):
-    """The model that a package is compared with."""
+@dataclass(frozen=True)
+class WholeModel:
+    """The model that a package is compared with.
 
-    @property
-    def fixed(self) -> bool:
-        """Whether it takes a micro-batch and no other number of samples."""
+    Attributes:
+        run: gives its outputs, by name. Raises ModelError where it does not take the inputs.
+        close: the tolerances.
+        batched: the inputs whose dimension 0 is the batch.
+        fixed: whether it takes a micro-batch and no other number of samples.
+    """
 
-    @property
-    def close(self) -> Closeness:
-        """The tolerances."""
-
-    @property
-    def batched(self) -> frozenset[str]:
-        """The inputs whose dimension 0 is the batch."""
-
-    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
-        """Its outputs, by name.
-
-        Raises:
-            ModelError: where it does not take the inputs.
-        """
+    run: Callable[[Arrays], dict[str, np.ndarray]]
+    close: Closeness
+    batched: frozenset[str]
+    fixed: bool = False
 
 
 def expected_outputs(
@@ -67,8 +59,7 @@ def expected_outputs(
         ModelError: where it does not take the inputs, and naming the outputs for which samples of
             the batch meet in the model.
     """
-    graph, size = plan.graph, plan.microbatch_size
-    assert graph is not None
+    graph, size = plan.known_graph, plan.microbatch_size
     whole = {} if model.fixed else model.run(inputs)
     if graph.whole_batch and not model.fixed:
         return whole
@@ -167,47 +158,30 @@ def _compared(
 
 def batch_sizes(plan: Plan) -> tuple[int, ...]:
     """What is compared: the planned mini-batch, one micro-batch, and one that splits unevenly."""
-    assert plan.graph is not None
-    more = 2 if takes_several(plan.graph) else 1
+    more = 2 if takes_several(plan.known_graph) else 1
     return tuple(dict.fromkeys([plan.batch_size, plan.microbatch_size, plan.batch_size + more]))
 
 
 # --- ONNX models ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _OnnxWhole:
-    """An ONNX model in ONNX Runtime; a `WholeModel`."""
+def _whole(model: OnnxModel, sizes: InputSizes, plan: Plan) -> WholeModel:
+    """The model, loaded; raises ModelError when ONNX Runtime refuses it."""
+    session = whole_session(model)
 
-    session: Whole
-    sizes: InputSizes
-    close: Closeness
-
-    @property
-    def fixed(self) -> bool:
-        return self.sizes.fixed
-
-    @property
-    def batched(self) -> frozenset[str]:
-        return self.sizes.batched
-
-    def run(self, inputs: Arrays) -> dict[str, np.ndarray]:
+    def run(inputs: Arrays) -> dict[str, np.ndarray]:
         try:
-            return self.session(inputs)
+            return session(inputs)
         except StageError as error:
-            samples = max((len(inputs[name]) for name in self.sizes.batched), default=1)
+            samples = max((len(inputs[name]) for name in sizes.batched), default=1)
             raise ModelError(
                 f"on {samples} samples {error}",
                 hint="give it inputs of other sizes with --input, or --no-validate where random "
                 "numbers will not do",
             ) from error
 
-
-def _whole(model: OnnxModel, sizes: InputSizes, plan: Plan) -> _OnnxWhole:
-    """The model, loaded; raises ModelError when ONNX Runtime refuses it."""
-    assert plan.graph is not None
-    close = closeness(plan.graph, quantised=is_quantised(plan.graph))
-    return _OnnxWhole(whole_session(model), sizes, close)
+    close = closeness(plan.known_graph, quantised=is_quantised(plan.known_graph))
+    return WholeModel(run, close, sizes.batched, sizes.fixed)
 
 
 def validate_onnx(
@@ -219,8 +193,7 @@ def validate_onnx(
         ModelError: when ONNX Runtime refuses the model itself, or samples of a batch meet in it.
         ValidationError: when the package cannot be run. Differences are reported, not raised.
     """
-    assert plan.graph is not None
-    drawing = [title(node) for op in plan.graph.ops if draws(node := node_of(op))]
+    drawing = [title(node) for op in plan.known_graph.ops if draws(node := node_of(op))]
     if drawing:
         raise ModelError(
             f"{drawing[0]} draws random numbers, so there is nothing to compare the package with",

@@ -99,6 +99,12 @@ class Plan:
             object.__setattr__(self, "prediction", unknown)
 
     @property
+    def known_graph(self) -> Graph:
+        """The graph, which every plan has that was not read from JSON alone."""
+        assert self.graph is not None
+        return self.graph
+
+    @property
     def fits(self) -> bool:
         """Whether every device holds what it takes at its peak, as far as that is known."""
         sizes = self.prediction.device_bytes

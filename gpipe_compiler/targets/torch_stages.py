@@ -93,23 +93,21 @@ class TorchStages:
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
         made, frontier = plan_as_asked(self.planner, self.options, progress)
         made = dataclasses.replace(made, optimizer=self.optimizer)
-        assert made.graph is not None
-        refuse_overlaps(made.graph, self.found.subject.model)
+        refuse_overlaps(made.known_graph, self.found.subject.model)
         try:
-            refuse_written_in_eval(made.graph)
+            refuse_written_in_eval(made.known_graph)
         except ModelError:
             if self._on_meta or not settles_in_eval(self.found.subject):
                 raise
         if made.microbatches > 1:
-            refuse_written_weights(made.graph)
+            refuse_written_weights(made.known_graph)
         if not self.options.per_microbatch:
             refuse_mixing(self.found, made)
             refuse_apart(made)
             refuse_unsplit(made)
             progress("looking whether micro-batches give what the batch does")
             made = in_one_piece(made, self._refuse_parts)
-        assert made.graph is not None
-        for line in required_lines(made.graph.ops):
+        for line in required_lines(made.known_graph.ops):
             text = f"{line}: the stages hold what this comes to for the example alone"
             warnings.warn(
                 Notice(f"{text}; a step refuses a batch for which it differs"), stacklevel=2
@@ -118,8 +116,7 @@ class TorchStages:
 
     def _refuse_parts(self, plan: Plan) -> None:
         """Raises ModelError where micro-batches do not give the batch's."""
-        assert plan.graph is not None
-        refuse_written_weights(plan.graph)
+        refuse_written_weights(plan.known_graph)
         refuse_mixing(self.found, plan)
         refuse_unsplit(plan)
         if self.options.validate:

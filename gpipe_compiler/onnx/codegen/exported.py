@@ -44,8 +44,7 @@ def export_stages(plan: Plan, folder: Path, progress: Callable[[str], None]) -> 
     Raises:
         EmitError: naming the stage, and the user's line where one is known, that has no ONNX.
     """
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     facts = CodeFacts.of(graph)
     for stage in plan.stages:
         progress(f"exporting stage {stage.index} of {len(plan.stages)}")

@@ -47,8 +47,7 @@ def write_onnx(
     """
     progress("writing the stages")
     write_stages(plan, model, folder)
-    assert plan.graph is not None
-    close = closeness(plan.graph, quantised=is_quantised(plan.graph))
+    close = closeness(plan.known_graph, quantised=is_quantised(plan.known_graph))
     _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free))
 
 
@@ -59,8 +58,7 @@ def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:
         EmitError: when a stage cannot be exported.
     """
     export_stages(plan, folder, progress)
-    assert plan.graph is not None
-    _write_program(plan, folder, Traits(closeness(plan.graph, quantised=False)))
+    _write_program(plan, folder, Traits(closeness(plan.known_graph, quantised=False)))
 
 
 def _write_program(plan: Plan, folder: Path, traits: Traits) -> None:

@@ -11,7 +11,6 @@ import torch
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.expressions import RawText
 from gpipe_compiler.codegen.imports import Imports
-from gpipe_compiler.codegen.layout import Expression
 from gpipe_compiler.codegen.names import identifier
 from gpipe_compiler.codegen.records import RecordWriter
 from gpipe_compiler.codegen.schedule import sample_limits, schedule_text, where
@@ -77,14 +76,7 @@ def closeness(graph: Graph, *, quantised: bool) -> Closeness:
 
 def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
     """The source of `schedule.py`."""
-    graph = plan.graph
-    assert graph is not None
-    records = RecordWriter(Imports(), ".runtime.onnx.spec")
-    spec = _pipeline(plan, graph, traits, records)
-    return schedule_text(plan, spec, records.imports, kind="forward only")
-
-
-def _pipeline(plan: Plan, graph: Graph, traits: Traits, records: RecordWriter) -> Expression:
+    graph, records = plan.known_graph, RecordWriter(Imports(), ".runtime.onnx.spec")
     values = {
         "name": plan.name,
         "stages": tuple(OnnxStageSpec(stage_file(s), s.inputs, s.outputs) for s in plan.stages),
@@ -102,7 +94,8 @@ def _pipeline(plan: Plan, graph: Graph, traits: Traits, records: RecordWriter) -
         "limits": tuple(sample_limits(graph)),
         "tolerance": float(f"{traits.close.tolerance:.3g}"),
     }
-    return records.record(OnnxPipelineSpec, values)
+    spec = records.record(OnnxPipelineSpec, values)
+    return schedule_text(plan, spec, records.imports, kind="forward only")
 
 
 def runtime_devices(plan: Plan) -> tuple[str, ...]:
@@ -155,8 +148,7 @@ def write_onnx_run(plan: Plan) -> str:
 
 def write_onnx_readme(plan: Plan) -> str:
     """What the package is, how to run it, what each stage holds."""
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     return render(
         "onnx_readme.md.jinja",
         name=plan.name,

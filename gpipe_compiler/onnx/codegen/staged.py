@@ -36,8 +36,7 @@ def write_staged(plan: Plan, folder: Path) -> None:
     Raises:
         EmitError: when onnx.checker refuses it.
     """
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     whole = ModelProto(producer_name="gpipe-compiler", ir_version=_SINCE)
     whole.graph.name = printable(plan.name)
     configuration = whole.configuration.add(name=CONFIGURATION, num_devices=len(plan.orders))

@@ -49,8 +49,7 @@ def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> None:
 
 def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
     """The model of one stage; weights that stand in files of the whole model are left there."""
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     whole = model.proto
     proto = ModelProto()
     proto.ir_version = max(whole.ir_version, _WEIGHTS_ALONE)

@@ -25,7 +25,6 @@ _SMALL = 1024
 
 
 def weight_bytes(model: OnnxModel) -> int:
-    """Bytes of all weights of a model."""
     total = 0
     for tensor in model.proto.graph.initializer:
         place = {entry.key: entry.value for entry in tensor.external_data}

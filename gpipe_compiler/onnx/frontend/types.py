@@ -41,5 +41,4 @@ def element_name(element: int) -> str:
 
 
 def element_of(dtype: torch.dtype) -> int:
-    """The element type of a dtype."""
     return next(element for element, known in _TORCH.items() if known is dtype)

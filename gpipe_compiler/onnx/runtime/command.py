@@ -90,7 +90,6 @@ def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     infer = commands.add_parser("infer", help="run the model")
-    infer.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
     infer.add_argument(
         "--output", type=Path, metavar="FILE", help=".npz to write; one output: .npy"
     )
@@ -99,11 +98,9 @@ def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
     check.add_argument(
         "--reference", type=Path, metavar="FILE", help="the model (.onnx), or its outputs (.npz)"
     )
-    check.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
     check.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
     check.set_defaults(work=_check)
     bench = commands.add_parser("bench", help="time it")
-    bench.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
     bench.add_argument("--steps", type=positive, default=10, metavar="N")
     bench.set_defaults(work=_bench)
     for command in (infer, check, bench):
@@ -113,6 +110,7 @@ def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
 
 def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> None:
     planned = ",".join(spec.devices)
+    command.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
     command.add_argument(
         "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
     )

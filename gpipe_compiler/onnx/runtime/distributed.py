@@ -17,9 +17,7 @@ from onnxruntime import OrtValue
 
 from ...runtime.errors import PipelineError, UsageError
 from .arrays import array_of, foreign_name, value_of
-from .engine import OnnxEngine, orders_for
 from .spec import OnnxPipelineSpec
-from .stage import Values
 
 TIMEOUT_S = 600.0
 
@@ -136,18 +134,6 @@ class ProcessLinks:
             with _told():
                 work.wait()
         self._pending.clear()
-
-
-def run_rank(
-    spec: OnnxPipelineSpec, world: World, engine: OnnxEngine, inputs: Sequence[Values]
-) -> list[Values]:
-    """The outputs that this rank makes, for every micro-batch.
-
-    Raises:
-        StageError: when a stage fails.
-    """
-    order = orders_for(spec, len(inputs))[world.rank]
-    return engine.run(order, inputs, ProcessLinks(spec, world))
 
 
 def gathered(

@@ -11,9 +11,9 @@ from ...runtime.errors import UsageError
 from ...runtime.limits import refuse_alone, refuse_untried
 from .arrays import array_of
 from .batches import batch_size, join, sizes_of, split
-from .devices import DeviceChoice, parse_devices
-from .distributed import World, gathered, rank_here, run_rank
-from .engine import OnnxEngine
+from .devices import parse_devices
+from .distributed import ProcessLinks, World, gathered, rank_here
+from .engine import OnnxEngine, orders_for
 from .local import run_local
 from .spec import OnnxPipelineSpec
 from .stage import OnnxStage, SessionChoice
@@ -53,17 +53,20 @@ class OnnxPipeline:
         if missing:
             raise UsageError(f"there is no library {', '.join(missing)}")
         self.spec = spec
-        self.devices = choices(spec, devices)
+        devices = spec.devices if devices is None else devices
+        text = devices if isinstance(devices, str) else ",".join(devices)
+        self.devices = parse_devices(text, len(spec.devices))
         self._world = World(len(spec.devices)) if rank_here() is not None else None
         mine = range(len(spec.devices)) if self._world is None else (self._world.rank,)
-        made = {
-            number: SessionChoice(self.devices[number], threads, tuple(custom_ops))
-            for number in mine
-        }
-        self._engines = {
-            number: OnnxEngine(spec, number, load_stages(spec, folder, number, choice))
-            for number, choice in made.items()
-        }
+        self._engines: dict[int, OnnxEngine] = {}
+        for number in mine:
+            choice = SessionChoice(self.devices[number], threads, tuple(custom_ops))
+            stages = {
+                index: OnnxStage(index, stage, folder, choice)
+                for index, stage in enumerate(spec.stages)
+                if spec.placement[index] == number
+            }
+            self._engines[number] = OnnxEngine(spec, number, stages)
 
     @property
     def rank(self) -> int:
@@ -96,34 +99,7 @@ class OnnxPipeline:
             found = run_local(self.spec, self._engines, given)
             arrays = [{name: array_of(v) for name, v in values.items()} for values in found]
             return join(dims, arrays)
-        mine = run_rank(self.spec, self._world, self._engines[self.rank], given)
+        order = orders_for(self.spec, len(given))[self.rank]
+        links = ProcessLinks(self.spec, self._world)
+        mine = self._engines[self.rank].run(order, given, links)
         return join(dims, gathered(self.spec, self._world, mine))
-
-
-def choices(
-    spec: OnnxPipelineSpec, devices: str | Sequence[str] | None
-) -> tuple[DeviceChoice, ...]:
-    """The devices of a pipeline, as asked or as planned.
-
-    Raises:
-        UsageError: for devices that are not there.
-    """
-    if devices is None:
-        devices = spec.devices
-    text = devices if isinstance(devices, str) else ",".join(devices)
-    return parse_devices(text, len(spec.devices))
-
-
-def load_stages(
-    spec: OnnxPipelineSpec, folder: Path, device: int, choice: SessionChoice
-) -> dict[int, OnnxStage]:
-    """The stages that lie on a device, by number.
-
-    Raises:
-        StageError: when ONNX Runtime refuses one.
-    """
-    return {
-        index: OnnxStage(index, stage, folder, choice)
-        for index, stage in enumerate(spec.stages)
-        if spec.placement[index] == device
-    }

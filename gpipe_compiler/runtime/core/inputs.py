@@ -131,8 +131,7 @@ def bind(
         UsageError: when one is missing, is no tensor, has another dtype or shape, when a tensor is
             passed that the pipeline knows nothing of, or when sizes are not what the model demands.
     """
-    args, kwargs = as_call(inputs)
-    call = {"args": args, "kwargs": kwargs, "target": target}
+    call = nest_of(inputs, target)
     bound: Values = {}
     for source in spec.inputs:
         item = look_up(call, source.path)
@@ -146,7 +145,7 @@ def bind(
                 hint=f"the pipeline takes {_expected(spec)}; this call passes {_describe(inputs)}",
             )
     known = {source.path for source in spec.inputs}
-    passed = {"args": args, "kwargs": kwargs}
+    passed = {key: item for key, item in call.items() if key != "target"}
     for path, _ in tensors_of(passed):
         if path not in known:
             raise UsageError(
@@ -180,22 +179,23 @@ def _check_values(call: Mapping[str, object], spec: PipelineSpec) -> None:
 
 def passed_to(spec: PipelineSpec, inputs: Inputs, target: object) -> Values:
     """The tensors that a caller passes, by the names of the pipeline's inputs; as they are."""
-    args, kwargs = as_call(inputs)
-    call = {"args": args, "kwargs": kwargs, "target": target}
+    call = nest_of(inputs, target)
     items = ((source.name, look_up(call, source.path)) for source in spec.inputs)
     return {name: item for name, item in items if isinstance(item, torch.Tensor)}
 
 
-def as_call(inputs: Inputs) -> tuple[tuple[object, ...], Mapping[str, object]]:
+def nest_of(inputs: Inputs, target: object) -> dict[str, object]:
+    """What is passed, as the paths of the pipeline's inputs lead through it."""
     match inputs:
         case (tuple() as args, dict() as kwargs):
-            return args, kwargs
+            pass
         case tuple():
-            return inputs, {}
+            args, kwargs = inputs, {}
         case dict():
-            return (), inputs
+            args, kwargs = (), inputs
         case _:
-            return (inputs,), {}
+            args, kwargs = (inputs,), {}
+    return {"args": args, "kwargs": kwargs, "target": target}
 
 
 def _batch_of(bound: Values, spec: PipelineSpec) -> int | None:

@@ -164,7 +164,7 @@ class _FakeRun:
     ) -> dict[str, torch.Tensor]:
         module = self._module(stage)
         arguments = [values[name] for name in stage.inputs]
-        with _Autocast(self.precision, self.device.type):
+        with _of_absent(self.precision, self.device.type):
             result = module(*arguments)
         single = len(stage.outputs) == 1
         return dict(zip(stage.outputs, (result,) if single else result, strict=True))
@@ -183,20 +183,15 @@ class _FakeRun:
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device=self.device)
 
 
-class _Autocast:
+@contextlib.contextmanager
+def _of_absent(precision: Precision, kind: str) -> Iterator[None]:
     """As torch.autocast, which refuses a kind of device that is not there."""
-
-    def __init__(self, precision: Precision, device_type: str) -> None:
-        self.dtype = lower_dtype(precision)
-        self.kind = device_type
-
-    def __enter__(self) -> None:
-        self.before = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind)
-        torch.set_autocast_enabled(self.kind, self.dtype is not None)
-        if self.dtype is not None:
-            torch.set_autocast_dtype(self.kind, self.dtype)
-
-    def __exit__(self, *_: object) -> None:
-        enabled, dtype = self.before
-        torch.set_autocast_enabled(self.kind, enabled)
-        torch.set_autocast_dtype(self.kind, dtype)
+    enabled, before = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    dtype = lower_dtype(precision)
+    torch.set_autocast_enabled(kind, dtype is not None)
+    torch.set_autocast_dtype(kind, dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, before)

@@ -12,11 +12,11 @@ import torch
 from ..spec import PipelineSpec
 from .inputs import (
     Inputs,
-    as_call,
     even_sizes,
     is_listed,
     look_up,
     microbatch_count,
+    nest_of,
     passed_to,
 )
 from .nest import Path
@@ -44,8 +44,7 @@ def share_of(
         if isinstance(target, list) and len(target) == len(inputs):
             return inputs[start:stop], target[start:stop]
         return (inputs[start:stop], None) if target is None else call
-    args, kwargs = as_call(call[0])
-    whole = {"args": args, "kwargs": kwargs, "target": call[1]}
+    whole = nest_of(inputs, target)
     found = {
         source: look_up(whole, source.path)
         for source in spec.inputs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from .actions import (
     Action,
@@ -67,11 +66,15 @@ def lower(
 
 
 class _Sent:
-    """What is sent once a stage has made it: values on forwards, gradients on backwards."""
+    """What is sent once a stage has made it: values on forwards, gradients on backwards.
+
+    A gradient goes back from a device when all stages there that use the value have added to it.
+    """
 
     def __init__(self, placement: Sequence[int], crossings: Sequence[Crossing]) -> None:
         self._values: dict[int, list[tuple[str, tuple[int, ...]]]] = {}
-        self._gradients: dict[int, list[_Sum]] = {}
+        self._gradients: dict[int, list[tuple[str, int, int, int]]] = {}
+        self._added: dict[Transfer, int] = {}
         for crossing in crossings:
             firsts = first_targets(crossing, placement)
             if firsts:
@@ -79,7 +82,7 @@ class _Sent:
             if crossing.gradient:
                 for first in firsts:
                     users = [t for t in crossing.targets if placement[t] == placement[first]]
-                    gradient = _Sum(crossing.value, first, crossing.source, len(users))
+                    gradient = crossing.value, first, crossing.source, len(users)
                     for user in users:
                         self._gradients.setdefault(user, []).append(gradient)
 
@@ -89,29 +92,11 @@ class _Sent:
                 for first in firsts:
                     yield Transfer(value, microbatch, stage, first)
         elif phase is Phase.BACKWARD:
-            for gradient in self._gradients.get(stage, ()):
-                if gradient.complete(microbatch):
-                    yield Transfer(
-                        gradient.value, microbatch, gradient.source, gradient.target, gradient=True
-                    )
-
-
-@dataclass(eq=False)
-class _Sum:
-    """The gradient of a value on its way back from a device, to which several stages may add."""
-
-    value: str
-    source: int
-    target: int
-    summands: int
-    _added: dict[int, int] = field(default_factory=dict, init=False)
-
-    def complete(self, microbatch: int) -> bool:
-        """Count one more summand in; whether it was the last one."""
-        added = self._added.pop(microbatch, 0) + 1
-        if added < self.summands:
-            self._added[microbatch] = added
-        return added == self.summands
+            for value, source, target, summands in self._gradients.get(stage, ()):
+                transfer = Transfer(value, microbatch, source, target, gradient=True)
+                self._added[transfer] = self._added.get(transfer, 0) + 1
+                if self._added[transfer] == summands:
+                    yield transfer
 
 
 class _Sums:
