@@ -253,17 +253,12 @@ def _rename(graph: Graph, stage: Stage, source: StageSource, path: Path) -> None
     )
     for node in made.node:
         node.name = prefix + (node.name or node.output[0])
-    _declare(graph, stage, made)
+    for values, declared in ((made.input, stage.inputs), (made.output, stage.outputs)):
+        del values[:]
+        values.extend(boundary(graph, name, free=False) for name in declared)
     made.name = f"{prefix}{graph.name}"
     proto.producer_name = "gpipe-compiler"
     save(proto, path, f"the model of stage {stage.index}")
-
-
-def _declare(graph: Graph, stage: Stage, made: GraphProto) -> None:
-    """Inputs and outputs for any number of samples."""
-    for values, names in ((made.input, stage.inputs), (made.output, stage.outputs)):
-        del values[:]
-        values.extend(boundary(graph, name, free=False) for name in names)
 
 
 def _apply(made: GraphProto, new: Callable[[str], str]) -> None:

@@ -29,13 +29,13 @@ def orders_for(spec: OnnxPipelineSpec, microbatches: int) -> tuple[tuple[Action,
     """
     if microbatches == spec.microbatches and spec.orders:
         return tuple(map(_parse, spec.orders))
-    devices = range(len(spec.devices))
-    return tuple(_in_turn(spec.placement, device, microbatches) for device in devices)
-
-
-def _in_turn(placement: Sequence[int], device: int, microbatches: int) -> tuple[Action, ...]:
-    mine = [stage for stage, place in enumerate(placement) if place == device]
-    return tuple((stage, number) for number in range(microbatches) for stage in mine)
+    held: list[list[int]] = [[] for _ in spec.devices]
+    for stage, device in enumerate(spec.placement):
+        held[device].append(stage)
+    return tuple(
+        tuple((stage, number) for number in range(microbatches) for stage in stages)
+        for stages in held
+    )
 
 
 def _parse(order: str) -> tuple[Action, ...]:
@@ -106,7 +106,9 @@ class OnnxEngine:
             {name: value for name, value in given.items() if name in self._outputs}
             for given in inputs
         ]
-        first, last = _ends(actions)
+        # By micro-batch, the places of the first and of the last action on it.
+        places = [(number, place) for place, (_, number) in enumerate(actions)]
+        first, last = dict(reversed(places)), dict(places)
         for place, (index, number) in enumerate(actions):
             if first[number] == place:
                 links.begin(number)
@@ -131,13 +133,3 @@ class OnnxEngine:
                 links.send(name, number, value, self._away[name])
         for name in [name for name in values if self._last_use.get(name, -1) <= stage.index]:
             del values[name]
-
-
-def _ends(actions: Sequence[Action]) -> tuple[dict[int, int], dict[int, int]]:
-    """The places of the first and of the last action on each micro-batch."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for place, (_, number) in enumerate(actions):
-        first.setdefault(number, place)
-        last[number] = place
-    return first, last
