@@ -1,4 +1,4 @@
-"""What the results of ops are bound to: the user's names, those of free operands, or `_`."""
+"""Binds the results of ops to variables: the user's names, those of free operands, or `_`."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class Bindings:
         return wish if statement is not None and statement.names_size and wish else usual_name(size)
 
     def _read_alone(self, result: Result, expression: Expression) -> tuple[Result, Expression]:
-        """What is bound of a result: no variable is to hold what is to be let go of at once."""
+        """The part of a result that is bound: values to be freed at once get no variable."""
         if not isinstance(result, tuple) or len(result) == 1:
             return result, expression
         read = [index for index, item in enumerate(result) if self._is_read(item)]

@@ -1,4 +1,4 @@
-"""Ops of one method become statements."""
+"""Writes the ops of one method as statements."""
 
 from __future__ import annotations
 

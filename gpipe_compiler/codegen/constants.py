@@ -1,4 +1,4 @@
-"""How constants are written, and tuples, lists and dicts of them."""
+"""Source text of constants, and of tuples, lists and dicts of them."""
 
 from __future__ import annotations
 

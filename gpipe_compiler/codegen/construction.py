@@ -1,4 +1,4 @@
-"""How a stage and its classes construct the modules that they hold, and these as text."""
+"""Writes the constructors of a stage and of its classes, and the classes as text."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ _FACTORIES = frozenset(
         *(torch.rand, torch.randn, torch.randint, torch.randperm),
     }
 )
-"""Functions that make tensors out of numbers: on the CPU, unless they are told the device."""
+"""Functions that make tensors out of numbers: on the CPU, unless given a device."""
 
 _SLICE_OPERAND = re.compile(r"-?([A-Za-z_]\w*|\d+)")
 _POWER_OPERAND = re.compile(r"-?\d[\d.]*(e[+-]?\d+)?|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -1,4 +1,4 @@
-"""What the analyses say of a graph, gathered once for all its stages."""
+"""The results of the analyses of a graph, gathered once for all its stages."""
 
 from __future__ import annotations
 

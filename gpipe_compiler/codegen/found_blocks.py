@@ -109,7 +109,7 @@ def _methods(graph: Graph, own: StageMethods, helpers: HelperCalls) -> Methods:
 
 
 def _peaks(facts: CodeFacts, own: StageMethods, blocks: MethodBlocks, worth: set[int]) -> Peaks:
-    """What the methods of a stage have to let go of, added to what is worth it."""
+    """The memory peaks of the methods of a stage; storages to free early are added to `worth`."""
     first, *others = (
         BlockCall("", parts, method.arguments, method.returns)
         for method, parts in zip(own.methods.values(), blocks.bodies, strict=True)

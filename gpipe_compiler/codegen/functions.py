@@ -1,4 +1,4 @@
-"""How the functions of a graph are written: found by identity in torch's public namespaces."""
+"""Source names of the functions of a graph, found by identity in torch's public namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of a stage that says how its state begins, for a model that has no weights."""
+"""The initialisation table of a stage, for a model that has no weights."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _method(
 def _telling(
     graph: Graph, item: ReadSize, arguments: tuple[str, ...], inputs: Iterable[str]
 ) -> tuple[str, ...]:
-    """The arguments, with more where they do not tell a size that is read off them."""
+    """The arguments, with more where a size does not follow from their shapes."""
     for size in sizes_in(asked(item.template)):
         if is_told(item.template, told(graph, arguments)):
             return arguments

@@ -1,4 +1,4 @@
-"""Sizes that a method reads off its arguments, instead of asking whoever computes them."""
+"""Sizes that a method reads from its arguments' shapes, instead of receiving them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_told(template: Argument, known: Collection[Dim]) -> bool:
 def write_template(
     template: Argument, graph: Graph, writer: ExpressionWriter, arguments: Sequence[str]
 ) -> Expression | None:
-    """A template in terms of a method's arguments; None where they do not tell what is in it.
+    """A template in terms of a method's arguments; None where it does not follow from their shapes.
 
     Args:
         arguments: the values to read from.

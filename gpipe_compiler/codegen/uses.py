@@ -1,4 +1,4 @@
-"""Who reads the values of a method."""
+"""The readers of the values of a method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What values are called: by the user's statements, else by what makes them."""
+"""Names of values: those of the user's statements, else of the ops that make them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the weights of stage models stand: in the models, or in files of their own beside them."""
+"""Stores the weights of stage models: in the models, or in files of their own beside them."""
 
 from __future__ import annotations
 

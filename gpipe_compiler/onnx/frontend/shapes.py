@@ -1,9 +1,9 @@
-"""What is known of every value of an ONNX model: its type, and its shape for inputs of given sizes.
+"""Types and shapes of all values of an ONNX model, for inputs of given sizes.
 
-Told by ONNX's own shape inference, with the sizes of the inputs filled in; where that does not know
-an operator (those of ONNX Runtime, `com.microsoft`) or gives up (Loop), by ONNX Runtime's; where
-nobody knows it, by what the model declares. Weights are stood in for by inputs of their shape, so a
-model of any size takes no memory.
+Found by ONNX's own shape inference, with the sizes of the inputs filled in; for operators that it
+does not know (those of ONNX Runtime, `com.microsoft`) or gives up on (Loop), by ONNX Runtime's;
+else taken from what the model declares. Inputs of the same shape replace the weights, so a model of
+any size takes no memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long each node of an ONNX graph takes, by the roofline of a device; see `passes.cost`.
+"""Estimates the time of each node of an ONNX graph by the roofline of a device; see `passes.cost`.
 
 FLOPs are counted of products, convolutions, attention and recurrence. As in `passes.cost`, a
 multiply-add counts as two and other arithmetic is not counted. Integer products count like others:

@@ -1,4 +1,4 @@
-"""How long each node of an ONNX graph takes, by ONNX Runtime's own profiler."""
+"""Times each node of an ONNX graph by ONNX Runtime's own profiler."""
 
 from __future__ import annotations
 

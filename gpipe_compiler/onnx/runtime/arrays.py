@@ -1,4 +1,4 @@
-"""Arrays: as values of ONNX Runtime and back, in files, and random ones where there are none.
+"""Arrays: converted to values of ONNX Runtime and back, read and written, and drawn at random.
 
 Types that numpy does not have come and go as the integers of the same bits: bfloat16 as uint16.
 """

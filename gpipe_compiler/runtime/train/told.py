@@ -20,7 +20,7 @@ from ..errors import UsageError
 from .stage_times import StageSeconds
 
 CLOSE = 1.25
-"""Times that differ by a smaller factor were told well."""
+"""Times that differ by a smaller factor were predicted well."""
 
 _MB = 1e6
 
@@ -108,7 +108,7 @@ def format_time(seconds: float) -> str:
 
 
 def stage_table(stages: Sequence[StageSeconds], told: Sequence[StageSeconds] = ()) -> str:
-    """One line a stage, in milliseconds of a micro-batch; with what was told, in brackets."""
+    """One line a stage, in milliseconds of a micro-batch; with the prediction in brackets."""
     lines = ["stage  forward ms  backward ms  weight ms"]
     for index, one in enumerate(stages):
         other = told[index] if len(told) == len(stages) else None
@@ -130,7 +130,7 @@ def _joined(stage: StageSeconds) -> tuple[float, float]:
 
 
 def likely_reason(told: Told, step_s: float, stages: Sequence[StageSeconds]) -> str:
-    """Why a step took longer or shorter than was told, as far as its stages show; "" if it
+    """Why a step took longer or shorter than predicted, as far as its stages show; "" if it
     did not."""
     if 1 / CLOSE <= step_s / told.step_s <= CLOSE:
         return ""
@@ -151,7 +151,7 @@ def likely_reason(told: Told, step_s: float, stages: Sequence[StageSeconds]) -> 
 
 
 def _ratios(told: Told, stages: Sequence[StageSeconds]) -> tuple[float, float] | None:
-    """By what forwards and backwards took longer than was told; None where nobody knows."""
+    """By what factors forwards and backwards took longer than predicted; None where unknown."""
     if not stages or len(stages) != len(told.stages):
         return None
     sums = [

@@ -68,7 +68,7 @@ def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: TrainOptio
 
 
 _FEWEST_STEPS = 5
-"""Steps after the first, of which the median is told."""
+"""Steps after the first, from which on their median is printed."""
 
 
 class _Training:
@@ -127,7 +127,7 @@ class _Training:
         return 0
 
     def _tell(self) -> None:
-        """Says what the plan told of a step, where these were of the planned size."""
+        """Prints the plan's prediction for a step, where batches were of the planned size."""
         if self.pipe.rank != 0 or len(self._seconds) < _FEWEST_STEPS:
             return
         if self.options.accumulate > 1 or (self.pipe.spec.sizes and self.hooks.train_data):
