@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +35,7 @@ from gpipe_compiler.runtime.schedule.actions import Orders, Programs, split_stag
 from gpipe_compiler.runtime.spec import Crossing, Leaf, PipelineSpec, ScheduleKind, StageSpec
 
 MOST_EXPLAINED = 8
-"""Devices whose peak is broken down into its holders: the fullest."""
+"""The fullest devices: their peak is broken down into its holders, and their allocator played."""
 
 MOST_STEPS = 4000
 """Steps of a device up to which it is."""
@@ -87,6 +89,8 @@ def device_memories(
 ) -> tuple[DeviceMemory, ...]:
     """The memory of every device of a pipeline.
 
+    What is reserved is played for the fullest, and taken to be as many times the peak elsewhere.
+
     Args:
         graph: annotated at the size of a micro-batch.
         memory_traces: of that graph, for stages that have been traced before.
@@ -99,9 +103,16 @@ def device_memories(
     runs = [grown(job, MemorySimulator(job).run()) for job in pipeline.jobs]
     order = sorted(range(len(runs)), key=lambda device: -runs[device].peak)
     explained = {d for d in order[:MOST_EXPLAINED] if len(pipeline.jobs[d].steps) <= MOST_STEPS}
-    return tuple(
+    memories = [
         pipeline.memory(device, found, holders=device in explained)
         for device, found in enumerate(runs)
+    ]
+    reserved = {device: pipeline.reserved(device) for device in explained}
+    ratios = (size / max(1, memories[device].peak) for device, size in reserved.items())
+    most = max(ratios, default=0)
+    return tuple(
+        dataclasses.replace(memory, reserved=reserved.get(device) or math.ceil(most * memory.peak))
+        for device, memory in enumerate(memories)
     )
 
 
@@ -209,14 +220,13 @@ class SimulatedPipeline:
             )
             if len(self.jobs[device].stages) > 1
             else (peak + fixed,),
-            reserved=self._reserved(device, base),
         )
 
-    def _reserved(self, device: int, base: Mapping[Category, int]) -> int:
-        """Bytes that the caching allocator of a GPU takes; 0 on a host, and for long programs."""
-        job, graph = self.jobs[device], self.graph
-        if self.layout.on_host or len(job.steps) > MOST_STEPS:
+    def reserved(self, device: int) -> int:
+        """Bytes that the caching allocator of a GPU takes; 0 on a host."""
+        if self.layout.on_host:
             return 0
+        job, graph, base = self.jobs[device], self.graph, self._base(device)
         names = {name for stage in job.stages for name in self.layout.stages[stage].state}
         spaces = base[Category.WORKSPACES]
         count = spaces // self.layout.workspace if spaces else 0

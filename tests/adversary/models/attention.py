@@ -233,7 +233,6 @@ CASES = (
         square,
         features,
         manners=FP32_ONLY,
-        quick=True,
     ),
     Case(
         "packed",

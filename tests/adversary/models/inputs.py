@@ -247,7 +247,6 @@ CASES = (
         "another_type",
         Asking,
         rows,
-        quick=True,
         expect=RefusedAtStep(
             lambda: rows(8).double(), ("float64", "float32"), lambda: classes(8), (".to(",)
         ),
