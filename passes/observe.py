@@ -15,10 +15,12 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gpipe_compiler.ir import Graph, Op, Ref
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key, tensors_in
+from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.op_watch import KernelRun, OpNotes, OpWatch
 from gpipe_compiler.passes.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 
@@ -61,14 +63,25 @@ class SeenValue:
     """A value of a run.
 
     Attributes:
-        form: None for what is no tensor.
-        plain: what is no tensor.
-        storages: of the tensor, or of all tensors inside.
+        seen: the form of a tensor; of a nest of tensors what lies in it, with their forms in place
+            of them; any other value as it is.
+        storages: of the tensors, in order.
+        nest: how a nest is put together.
     """
 
-    form: Form | None
-    plain: object
+    seen: Any
     storages: tuple[Storage, ...]
+    nest: TreeSpec | None = None
+
+    @property
+    def form(self) -> Form | None:
+        """None for what is no tensor."""
+        return self.seen if isinstance(self.seen, Form) else None
+
+    @property
+    def plain(self) -> object:
+        """What is no tensor, and has none inside."""
+        return None if self.storages else self.seen
 
     @property
     def storage(self) -> Storage | None:
@@ -184,13 +197,15 @@ def _observed(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
 
 
 def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
-    run = DryRun.of(graph, training=training)
+    fakes = HostFakes()
+    run = DryRun.of(graph, training=training, mode=fakes)
     watch = OpWatch(run.states.values())
     notes: dict[str, OpNotes] = {}
 
     def observer(op: Op, execute: Callable[[], Any]) -> Any:
         notes[op.name] = watch.begin(op.name)
-        with watch, torch.autograd.graph.saved_tensors_hooks(watch.pack, _unpacked):
+        hooks = torch.autograd.graph.saved_tensors_hooks(watch.pack, _unpacked)
+        with fakes.watched(watch.saw), hooks:
             returned = execute()
         watch.end(returned)
         return returned
@@ -224,19 +239,25 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
 
 
 def _value(value: Any, storage: Callable[[int], Storage]) -> SeenValue:
-    if not isinstance(value, torch.Tensor):
-        inside = tensors_in(value)
-        found = tuple(storage(storage_key(tensor)) for tensor in inside)
-        return SeenValue(None, None if inside else value, found)
-    form = Form(
-        tuple(value.shape),
-        value.stride(),
-        int(value.storage_offset()),
-        value.dtype,
-        value.requires_grad,
-        value._is_view(),
+    if isinstance(value, torch.Tensor):
+        return SeenValue(_form(value), (storage(storage_key(value)),))
+    inside = tensors_in(value)
+    if not inside:
+        return SeenValue(value, ())
+    leaves, nest = tree_flatten(value)
+    forms = [_form(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return SeenValue(forms, tuple(storage(storage_key(tensor)) for tensor in inside), nest)
+
+
+def _form(tensor: torch.Tensor) -> Form:
+    return Form(
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor._is_view(),
     )
-    return SeenValue(form, None, (storage(storage_key(value)),))
 
 
 class _Storages:
@@ -327,10 +348,9 @@ def _hold_alike(blocks: ShortenedGraph, known: ObservedRun) -> None:
 
 def _is_alike(one: SeenValue, other: SeenValue) -> bool:
     return (
-        one.form == other.form
-        and one.storages == other.storages
-        and type(one.plain) is type(other.plain)
-        and repr(one.plain) == repr(other.plain)
+        one.storages == other.storages
+        and type(one.seen) is type(other.seen)
+        and repr(one.seen) == repr(other.seen)
     )
 
 
@@ -341,7 +361,7 @@ def _storage_as(storage: Storage, meaning: Meaning) -> Storage:
 
 def _value_as(value: SeenValue, meaning: Meaning) -> SeenValue:
     storages = tuple(_storage_as(storage, meaning) for storage in value.storages)
-    return SeenValue(value.form, value.plain, storages)
+    return SeenValue(value.seen, storages, value.nest)
 
 
 def _op_as(op: SeenOp, meaning: Meaning) -> SeenOp:

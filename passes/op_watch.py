@@ -1,4 +1,4 @@
-"""Watches the aten ops that the ops of a graph run, one after another."""
+"""Notes what the aten ops do that the ops of a graph run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.passes.dry_run import storage_key, tensors_in
 from gpipe_compiler.runtime.core.random import draws
 
@@ -57,8 +56,8 @@ class OpNotes:
     kept: int = 0
 
 
-class OpWatch(DispatchWatch):
-    """Watches the ops of a run, one after another.
+class OpWatch:
+    """Notes the kernels of a run, op after op.
 
     Attributes:
         own: the storages of the model's state, and of what is cast of them to another type.
@@ -67,7 +66,6 @@ class OpWatch(DispatchWatch):
     """
 
     def __init__(self, states: Iterable[torch.Tensor]) -> None:
-        super().__init__()
         self.own = {storage_key(tensor) for tensor in states}
         self.alive: dict[str, list[torch.UntypedStorage]] = {}
         self._casts: list[torch.Tensor] = []

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from gpipe_compiler.dispatching import DispatchWatch
 from gpipe_compiler.ir import Ref
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
@@ -74,3 +77,41 @@ def test_inference_saves_nothing(convnet):
     graph = annotate(convnet.replace(loss=None), 2)
 
     assert saved_tensors(graph).saved_bytes(op.name for op in graph.ops) == 0
+
+
+class Kernels(DispatchWatch):
+    """The names of the kernels that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def saw(self, func, args, kwargs, returned):
+        self.names.append(func.overloadpacket.__name__)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "layer", "options"),
+    [
+        ("addmm", nn.Linear, (8, 8)),
+        ("convolution", nn.Conv1d, (5, 5, 3)),
+        ("native_layer_norm", nn.LayerNorm, (8,)),
+        ("leaky_relu", nn.LeakyReLU, ()),
+        ("gelu", nn.GELU, ()),
+        ("sigmoid", nn.Sigmoid, ()),
+        ("_softmax", nn.Softmax, (-1,)),
+    ],
+)
+def test_early_is_the_op_that_a_checkpoint_leaves_out_at_its_end(kernel, layer, options, builder):
+    """Whether `torch.utils.checkpoint` runs the kernel of the last op again in its backward."""
+    b = builder(x=torch.randn(2, 5, 8))
+    b.add_module("first", nn.Linear, 8, 8)
+    b.add_module("last", layer, *options)
+    h = b.module("last", b.method("tanh", b.module("first", Ref("x"))), name="end")
+    graph = annotate(b.graph(h, b.method("sum", h)), 2)
+    last, x = layer(*options), torch.randn(2, 5, 8, requires_grad=True)
+    y = checkpoint(lambda x: last(x.tanh()), x, use_reentrant=False)
+    with Kernels() as again:
+        y.sum().backward()
+
+    assert ("end" in saved_tensors(graph).early) is (kernel not in again.names)
