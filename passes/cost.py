@@ -22,9 +22,8 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.options import Calibration
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
-from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, DryRun, tensors_in
+from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, tensors_in
 from gpipe_compiler.passes.fakes import HostFakes
-from gpipe_compiler.passes.repeats import shortest
 from gpipe_compiler.runtime.wording import said
 
 _aten = torch.ops.aten
@@ -145,9 +144,8 @@ def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
     Kernels are seen once, as the host dispatches them on fake tensors, and priced for every device;
     in train mode with their backward when the graph has a loss.
     """
-    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     tables = [{op.name: OpCost() for op in graph.ops} for _ in devices]
-    for isolated, names in distinct(graph, run):
+    for isolated, names in distinct(graph):
         work = work_of(isolated)
         for costs, device in zip(tables, devices, strict=True):
             cost = work.on(device)
@@ -210,7 +208,7 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
     assert isinstance(fakes, HostFakes)
     forward, backward, of_inputs = (KernelCount() for _ in range(3))
     with fakes, torch.set_grad_enabled(run.training):
-        arguments = copies(isolated.inputs, _like)
+        arguments = copies(isolated, isolated.inputs, _like)
         with run.autocast(), fakes.watched(forward.saw):
             returned = run.interpreter.call(isolated.op.call, arguments.environment)
         results = differentiable(returned)
@@ -415,6 +413,7 @@ def _elements_bytes(tensor: torch.Tensor) -> int:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """A new one on the host."""
     return torch.empty_strided(
-        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu"
     )

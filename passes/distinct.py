@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.dry_run import DryRun, tensors_in
-from gpipe_compiler.passes.repeats import ShortenedGraph
+from gpipe_compiler.passes.observe import Form, SeenValue, Storage, observed
+from gpipe_compiler.passes.repeats import ShortenedGraph, shortest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,39 +25,60 @@ class IsolatedOp:
     """An op with what it reads in a dry run.
 
     Attributes:
-        inputs: fake values that it reads, by name, as the dry run left them.
+        inputs: the values that it reads, by name; tensors on the meta device, with the forms and
+            needs of gradients that they have at the end of the run.
         states: fake parameters and buffers that it reads, by name.
+        writes: whether it writes in place.
     """
 
     run: DryRun
     op: Op
     inputs: Mapping[str, Any]
     states: Mapping[str, torch.Tensor]
+    writes: bool
 
 
-def distinct(graph: Graph, run: DryRun) -> Iterator[tuple[IsolatedOp, tuple[str, ...]]]:
-    """Each distinct op of the mode that `run` has, with the names of all that are the same.
-
-    Args:
-        run: of the graph, or of its short form (`passes.repeats`).
-    """
-    environment = run.run(graph.batch_size)
+def distinct(graph: Graph) -> Iterator[tuple[IsolatedOp, tuple[str, ...]]]:
+    """Each distinct op of the graph's own mode, with the names of all that are the same."""
+    seen = observed(graph)
+    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     forms = OpForms(run.graph)
-    groups: dict[Hashable, list[Op]] = {}
+    groups: dict[Hashable, list[IsolatedOp]] = {}
     for op in run.graph.ops:
-        if run.interpreter.runs(op):
-            groups.setdefault(_signature(forms, run, op, environment), []).append(op)
+        if op.name in seen.ops:
+            read = {name: seen.values[name] for name in op.inputs if name in seen.values}
+            states = {name: run.states[name] for name in op.states(run.graph.modules)}
+            isolated = IsolatedOp(run, op, _on_meta(read), states, bool(seen.ops[op.name].written))
+            groups.setdefault(_signature(forms, isolated), []).append(isolated)
     represented: dict[str, list[str]] = {}
     if len(run.graph.ops) < len(graph.ops):
-        blocks = ShortenedGraph(graph)
-        for op, name, _ in blocks.known():
+        for op, name, _ in ShortenedGraph(graph).known():
             represented.setdefault(name, []).append(op.name)
-    for ops in groups.values():
-        first = ops[0]
-        inputs = {name: environment[name] for name in first.inputs if name in environment}
-        states = {name: run.states[name] for name in first.states(run.graph.modules)}
-        names = tuple(name for op in ops for name in represented.get(op.name, (op.name,)))
-        yield IsolatedOp(run, first, inputs, states), names
+    for same in groups.values():
+        names = (one.op.name for one in same)
+        yield same[0], tuple(n for name in names for n in represented.get(name, (name,)))
+
+
+def _on_meta(read: Mapping[str, SeenValue]) -> dict[str, Any]:
+    """Values with meta tensors of their forms, one for those that are the same tensor."""
+    made: dict[Hashable, torch.Tensor] = {}
+
+    def leaf(seen: object, storages: Iterator[Storage]) -> object:
+        if not isinstance(seen, Form):
+            return seen
+        key = next(storages), seen
+        if key not in made:
+            empty = torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device="meta")
+            made[key] = empty.requires_grad_(seen.requires_grad)
+        return made[key]
+
+    def tensors(value: SeenValue) -> object:
+        storages = iter(value.storages)
+        if value.nest is None:
+            return leaf(value.seen, storages)
+        return tree_unflatten([leaf(seen, storages) for seen in value.seen], value.nest)
+
+    return {name: tensors(value) for name, value in read.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +94,12 @@ class Copies:
     leaves: tuple[torch.Tensor, ...]
 
 
-def copies(values: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tensor]) -> Copies:
-    """Values with every tensor made anew by `make`, the same tensor once.
+def copies(
+    isolated: IsolatedOp, values: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tensor]
+) -> Copies:
+    """The values that an op reads with every tensor made anew by `make`, the same tensor once.
 
-    Where the original needs a gradient, what the op gets is a copy of a leaf, so that the op may
-    write in place.
+    Where the original needs a gradient, an op that writes in place gets a copy of a leaf.
     """
     made: dict[int, torch.Tensor] = {}
     leaves: list[torch.Tensor] = []
@@ -86,7 +109,7 @@ def copies(values: Mapping[str, Any], make: Callable[[torch.Tensor], torch.Tenso
             leaf = make(tensor)
             if tensor.requires_grad:
                 leaves.append(leaf.requires_grad_())
-                leaf = leaf.clone() if _is_dense(leaf) else leaf
+                leaf = leaf.clone() if isolated.writes and _is_dense(leaf) else leaf
             made[id(tensor)] = leaf
         return made[id(tensor)]
 
@@ -109,9 +132,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
-def _signature(
-    forms: OpForms, run: DryRun, op: Op, environment: Mapping[str, Any]
-) -> tuple[Hashable, ...]:
+def _signature(forms: OpForms, isolated: IsolatedOp) -> tuple[Hashable, ...]:
     """Equal for ops that are the same to a cost model."""
     known: dict[int, int] = {}
 
@@ -123,6 +144,8 @@ def _signature(
             return type(leaf), repr(leaf)
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, place(leaf)
 
-    read, structure = tree_flatten([environment.get(name) for name in op.reads])
-    states = [place(run.states[name]) for name in op.states(run.graph.modules)]
+    op = isolated.op
+    read, structure = tree_flatten([isolated.inputs.get(name) for name in op.reads])
+    names = op.states(isolated.run.graph.modules)
+    states = [place(isolated.states[name]) for name in names]
     return forms.key(op), repr(structure), tuple(map(form, read)), tuple(states)

@@ -20,8 +20,7 @@ from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
-from gpipe_compiler.passes.dry_run import DryRun, map_op
-from gpipe_compiler.passes.repeats import shortest
+from gpipe_compiler.passes.dry_run import map_op
 from gpipe_compiler.runtime.core.devices import gpu_count
 
 REPEATS = 5
@@ -54,11 +53,10 @@ def measure(
     """
     if on is None:
         on = torch.device("cuda", 0) if gpu_count() else torch.device("cpu")
-    run = DryRun.of(shortest(graph), training=graph.loss is not None)
     costs = {op.name: OpCost() for op in graph.ops}
     estimated: set[str] = set()
     with _own_random_state(on):
-        for isolated, names in distinct(graph, run):
+        for isolated, names in distinct(graph):
             cost = work_of(isolated).on(device)
             try:
                 times = _time(isolated, on, budget_s, backward=cost.backward_bytes > 0)
@@ -95,13 +93,13 @@ def _time(isolated: IsolatedOp, on: torch.device, budget_s: float, *, backward: 
         inputs={name: there(value) for name, value in isolated.inputs.items()},
     )
     call, trained = _ready(isolated, make)
-    originals = copies(isolated.inputs, make).environment
+    originals = copies(isolated, isolated.inputs, make).environment
     training = isolated.run.training
     forwards, backwards, of_inputs = list[float](), list[float](), list[float]()
     started = time.perf_counter()
     while len(forwards) <= REPEATS:
         # Anew every time, as the op may write in place.
-        arguments = copies(originals, lambda tensor: tensor.detach().clone())
+        arguments = copies(isolated, originals, lambda tensor: tensor.detach().clone())
         with torch.set_grad_enabled(training), isolated.run.autocast(on):
             seconds, returned = _clocked(partial(call, arguments.environment), on)
         forwards.append(seconds)
