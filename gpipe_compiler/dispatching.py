@@ -52,6 +52,8 @@ def by_identity(ops: Iterable[Any]) -> frozenset[int]:
 
 def is_within(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
     """Whether a tensor of a shape is broadcast to this one."""
+    if shape == whole:
+        return True
     pairs = zip(reversed(shape), reversed(whole), strict=False)
     return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
@@ -117,18 +119,19 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
         which are on one device."""
         device: torch.device | None = None
         for item in items:
-            if not isinstance(item, torch.Tensor):
+            if type(item) is not FakeTensor:
+                if isinstance(item, torch.Tensor):
+                    return False
                 continue
             if not (
-                type(item) is FakeTensor
-                and item.fake_mode is self
+                item.fake_mode is self
                 and item.constant is None
                 and item.layout is torch.strided
                 and not item.is_conj()
                 and not item.is_neg()
             ):
                 return False
-            device = device or item.fake_device
-            if item.fake_device != device:
+            if device is not None and item.fake_device != device:
                 return False
+            device = item.fake_device
         return True

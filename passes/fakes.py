@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-from gpipe_compiler.dispatching import QuickFakes, by_identity, is_within
+from gpipe_compiler.dispatching import QuickFakes, is_within
 from gpipe_compiler.passes.unknown_sizes import of_unknown_size
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
@@ -23,55 +23,11 @@ _BAGS = 3
 """The place of each index's bag among the arguments of the backward of bags."""
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 _EMPTY = _aten.empty_strided.default
 _EQUAL = _aten.equal.default
 _HOST = torch.device("cpu")
 _META = torch.device("meta")
-_REDUCTIONS = by_identity({_aten.sum.dim_IntList, _aten.mean.dim})
-_ELEMENTWISE = by_identity(
-    {
-        *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
-        *(_aten.sigmoid.default, _aten.sigmoid_backward.default),
-        *(_aten.tanh.default, _aten.tanh_backward.default),
-        *(_aten.gelu.default, _aten.gelu_backward.default),
-        *(_aten.silu.default, _aten.silu_backward.default),
-        *(_aten.relu.default, _aten.threshold_backward.default),
-        *(_aten.exp.default, _aten.neg.default, _aten.rsqrt.default),
-        *(_aten.sqrt.default, _aten.sin.default, _aten.cos.default),
-        *(_aten.pow.Tensor_Scalar, _aten.clone.default),
-    }
-)
-"""Kernels whose result is like their first operand where it is dense, and all are floating."""
-
-_IN_PLACE = by_identity(
-    {
-        *(_aten.sigmoid_.default, _aten.tanh_.default, _aten.gelu_.default, _aten.silu_.default),
-        *(_aten.exp_.default, _aten.neg_.default, _aten.rsqrt_.default, _aten.sqrt_.default),
-        *(_aten.sin_.default, _aten.cos_.default, _aten.relu_.default),
-        *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
-    }
-)
-"""The same in place."""
-
-_WITHOUT_DEVICE = (
-    _ELEMENTWISE
-    | _IN_PLACE
-    | _REDUCTIONS
-    | by_identity(
-        {
-            *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
-            *(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default),
-            *(_aten.view.default, _aten.expand.default, _aten.detach.default),
-            *(_aten._unsafe_view.default, _aten.slice.Tensor, _aten.select.int, _aten.unbind.int),
-            *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.cat.default, _aten.stack.default),
-            *(_aten.split.Tensor, _aten.unsafe_split.Tensor, _aten.split_with_sizes.default),
-        }
-    )
-)
-"""Kernels whose results have the same shapes, strides and types on all devices. Torch's fakes look
-for a device first, which takes ten times as long."""
-
 _FLOAT = 4
 _PAGE = 4096
 _ROW = 64
@@ -80,6 +36,10 @@ _NO_STRIDE = 256
 
 Saw: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], object], None]
 """Is told of a kernel, of what it was called with and of what it returned."""
+
+Rule: TypeAlias = Callable[..., Sequence[int] | None]
+"""The shape of a dense result of its first operand's type, from the arguments of a kernel; None
+where torch is to say."""
 
 
 class HostFakes(QuickFakes):
@@ -116,7 +76,7 @@ class HostFakes(QuickFakes):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         """Runs the op on fake tensors."""
-        if func is _DEVICE:
+        if func is DEVICE:
             # Most calls are such questions; torch's fakes answer them after a long way round.
             (tensor,) = args
             return _META if self.in_kernel_invocation else tensor.fake_device
@@ -139,6 +99,10 @@ class HostFakes(QuickFakes):
         kwargs: Mapping[str, Any] | None,
     ) -> object:
         """What an op returns."""
+        if id(func) in _RULES and not kwargs:
+            made = self._by_rule(func, args, _RULES[id(func)])
+            if made is not None:
+                return made
         if func is _EMPTY and kwargs and kwargs.get("device") == _HOST:
             return self._empty(args, kwargs.get("dtype"))
         if func is _EQUAL:
@@ -153,10 +117,6 @@ class HostFakes(QuickFakes):
         if func in (_CTC.default, _CTC.Tensor):
             with self:
                 return _ctc_loss(*args[:2])
-        if id(func) in _WITHOUT_DEVICE and not kwargs:
-            made = self._without_device(func, args)
-            if made is not None:
-                return made
         unknown = of_unknown_size(self, func, args, kwargs or {})
         if unknown is not None:
             self.guesses += 1
@@ -177,19 +137,19 @@ class HostFakes(QuickFakes):
             made = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         return self.fake(made, _HOST)
 
-    def _without_device(self, func: Any, args: Sequence[Any]) -> object:
+    def _by_rule(self, func: Any, args: Sequence[Any], rule: Rule | None) -> object:
         """What a kernel returns that is the same for all devices; None where torch is to say."""
         given = args[0] if isinstance(args[0], list | tuple) else args
-        first: Any = next(iter(given), None)
-        made: Any
         if not self.are_plain(given):
             return None
-        shape = _known_shape(func, args)
-        if id(func) in _IN_PLACE:
+        first: Any = next(iter(given), None)
+        shape = rule(*args) if rule is not None and _of_one_type(args) else None
+        made: Any
+        if rule is _in_place:
             return None if shape is None else first
         if shape is not None:
             with torch._C._DisableTorchDispatch():
-                made = torch.empty(shape, dtype=first.dtype, device="meta")
+                made = torch.empty(shape, dtype=first.dtype, device=_META)
         else:
             try:
                 with in_kernel_invocation_manager(self):
@@ -201,52 +161,98 @@ class HostFakes(QuickFakes):
         return self.fake(made, first.fake_device)
 
 
-def _known_shape(func: Any, args: Sequence[Any]) -> Sequence[int] | None:
-    """The shape of a dense result of its first operand's type, by a rule; None where there is none.
+# --- shapes by rule -------------------------------------------------------------------------------
 
-    Torch's own kernels for the meta device are mostly decompositions in Python, which take up to a
-    hundred times as long.
-    """
-    first, *others = args
-    if not isinstance(first, torch.Tensor) or not first.dtype.is_floating_point:
-        return None
+
+def _of_one_type(args: Sequence[Any]) -> bool:
+    """Whether a kernel is given floating tensors of the type of its first argument alone."""
+    dtype = args[0].dtype
+    return dtype.is_floating_point and all(
+        item.dtype is dtype for item in args if isinstance(item, torch.Tensor)
+    )
+
+
+def _in_place(first: torch.Tensor, *others: Any) -> Sequence[int] | None:
     for item in others:
-        if isinstance(item, torch.Tensor) and item.dtype is not first.dtype:
+        if isinstance(item, complex):
             return None
-    if id(func) in _ELEMENTWISE or id(func) in _IN_PLACE:
-        # Its strides are those of the first, whatever those of the others.
-        fits = (id(func) in _IN_PLACE or first.is_contiguous()) and all(
-            is_within(item.shape, first.shape)
-            if isinstance(item, torch.Tensor)
-            else not isinstance(item, complex)
-            for item in others
-        )
-        return first.shape if fits else None
-    if id(func) in _REDUCTIONS:
-        return _reduced(first.shape, *others)
-    if func is _aten.mm.default:
-        (other,) = others
-        fits = first.dim() == other.dim() == 2 and first.shape[1] == other.shape[0]
-        return (first.shape[0], other.shape[1]) if fits else None
-    if func is _aten.addmm.default:
-        one, other = others[:2]
-        if one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]:
-            shape = one.shape[0], other.shape[1]
-            return shape if first.shape in ((shape[1],), shape) else None
-    return None
+        if isinstance(item, torch.Tensor) and not is_within(item.shape, first.shape):
+            return None
+    return first.shape
+
+
+def _elementwise(first: torch.Tensor, *others: Any) -> Sequence[int] | None:
+    """Its strides are those of the first, whatever those of the others."""
+    return _in_place(first, *others) if first.is_contiguous() else None
 
 
 def _reduced(
-    shape: Sequence[int], dims: Sequence[int] | None, keepdim: bool = False
+    first: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False
 ) -> Sequence[int] | None:
-    """The shape of a sum over some dimensions; None where torch is to say."""
-    rank = len(shape)
+    shape, rank = first.shape, first.dim()
     gone = {dim % rank for dim in dims or () if -rank <= dim < rank}
     if not dims or len(gone) < len(dims):
         return None
     if keepdim:
         return [1 if dim in gone else size for dim, size in enumerate(shape)]
     return [size for dim, size in enumerate(shape) if dim not in gone]
+
+
+def _product(one: torch.Tensor, other: torch.Tensor) -> tuple[int, int] | None:
+    fits = one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]
+    return (one.shape[0], other.shape[1]) if fits else None
+
+
+def _added_product(
+    added: torch.Tensor, one: torch.Tensor, other: torch.Tensor, *_: Any
+) -> tuple[int, int] | None:
+    shape = _product(one, other)
+    return shape if shape is not None and added.shape in (shape[1:], shape) else None
+
+
+def _by_identity(rule: Rule | None, *kernels: Any) -> Mapping[int, Rule | None]:
+    """By `id`: torch computes the hashes of kernels in Python."""
+    return dict.fromkeys(map(id, kernels), rule)
+
+
+_RULES: Mapping[int, Rule | None] = {
+    **_by_identity(
+        _elementwise,
+        *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
+        *(_aten.sigmoid.default, _aten.sigmoid_backward.default, _aten.tanh.default),
+        *(_aten.tanh_backward.default, _aten.gelu.default, _aten.gelu_backward.default),
+        *(_aten.silu.default, _aten.silu_backward.default, _aten.relu.default),
+        *(_aten.threshold_backward.default, _aten.exp.default, _aten.neg.default),
+        *(_aten.rsqrt.default, _aten.sqrt.default, _aten.sin.default, _aten.cos.default),
+        *(_aten.pow.Tensor_Scalar, _aten.clone.default),
+    ),
+    **_by_identity(
+        _in_place,
+        *(_aten.sigmoid_.default, _aten.tanh_.default, _aten.gelu_.default, _aten.silu_.default),
+        *(_aten.exp_.default, _aten.neg_.default, _aten.rsqrt_.default, _aten.sqrt_.default),
+        *(_aten.sin_.default, _aten.cos_.default, _aten.relu_.default),
+        *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
+    ),
+    **_by_identity(_reduced, _aten.sum.dim_IntList, _aten.mean.dim),
+    **_by_identity(_product, _aten.mm.default),
+    **_by_identity(_added_product, _aten.addmm.default),
+    **_by_identity(
+        None,
+        *(_aten.bmm.default, _aten.baddbmm.default, _aten.t.default, _aten.transpose.int),
+        *(_aten.permute.default, _aten.unsqueeze.default, _aten.view.default),
+        *(_aten.expand.default, _aten.detach.default, _aten._unsafe_view.default),
+        *(_aten.slice.Tensor, _aten.select.int, _aten.unbind.int, _aten.squeeze.dim),
+        *(_aten.squeeze.dims, _aten.cat.default, _aten.stack.default, _aten.split.Tensor),
+        *(_aten.unsafe_split.Tensor, _aten.split_with_sizes.default),
+    ),
+}
+"""Kernels whose results have the same shapes, strides and types on all devices: torch's fakes look
+for a device first, which takes ten times as long. With the rule for their shape, where there is
+one: torch's own kernels for the meta device are mostly decompositions in Python, which take up to a
+hundred times as long."""
+
+
+# --- what torch does not know ---------------------------------------------------------------------
 
 
 def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -104,9 +104,9 @@ def test_a_view_shares_the_memory_of_what_it_views() -> None:
 
 def test_what_cannot_be_is_refused_in_torchs_own_words() -> None:
     messages = []
-    for without in (frozenset(), fakes._WITHOUT_DEVICE):
+    for rules in ({}, fakes._RULES):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fakes, "_WITHOUT_DEVICE", without)
+            patch.setattr(fakes, "_RULES", rules)
             with HostFakes(), pytest.raises(RuntimeError) as raised:
                 torch.rand(2, 3) @ torch.rand(4, 5)
             messages.append(str(raised.value))
