@@ -57,21 +57,19 @@ class _Round:
     weight: tuple[StorageEvent, ...] = ()
 
 
-def record(part: GraphPart, run: DryRun, given: PartInputs, *, split: bool) -> StageTraces:
+def record(part: GraphPart, given: PartInputs, *, split: bool) -> StageTraces:
     """The traces of a part.
 
     Args:
-        run: of the part's graph; its mode is that of all tensors.
         split: whether the backward is in two parts.
     """
-    stage = _Stage(part, run, given, split=split)
+    stage = _Stage(part, given, split=split)
     with (
-        run.mode,
+        stage.watch,
         torch.set_grad_enabled(part.training),
         run_of_devices(part.graph.precision),
         run_of_device(part.graph.precision),
         quiet(),
-        stage.watch,
     ):
         first = stage.round()
         lasting = stage.watch.alive()
@@ -84,12 +82,14 @@ def record(part: GraphPart, run: DryRun, given: PartInputs, *, split: bool) -> S
 class _Stage:
     """A part at work under a watch."""
 
-    def __init__(self, part: GraphPart, run: DryRun, given: PartInputs, *, split: bool) -> None:
-        self.part = part
-        self.given = given
+    def __init__(self, part: GraphPart, given: PartInputs, *, split: bool) -> None:
         self.watch = StorageWatch()
+        run = DryRun.of(part.graph, training=part.training, mode=self.watch)
+        # Constants that name the meta device mean the host in a dry run.
+        self.part = part = replace(part, graph=run.graph, ops=run.graph.ops)
+        self.given = given
         self.states = [run.states[name] for name in part.states]
-        self.watch.own(self.states)
+        self.watch.begin(self.states)
         self.module = part_module(part, run.interpreter, given.sizes, self._started)
         needs = {name for name, tensor in given.tensors.items() if tensor.requires_grad}
         self.wiring = part.wiring(needs, split=split)

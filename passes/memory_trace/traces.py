@@ -19,7 +19,6 @@ from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.cuda_autocast import cuda_autocast
-from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.fakes import HostFakes
@@ -93,11 +92,9 @@ class MemoryTraces:
         return expanded(traces, gap, tuple(op.name for op in part.ops))
 
     def _performed(self, part: GraphPart, *, split: bool) -> StageTraces:
-        run = DryRun.of(self._alone(part), training=part.training)
-        # Constants that name the meta device mean the host in a dry run.
-        ready = dataclasses.replace(part, graph=run.graph, ops=run.graph.ops)
+        alone = dataclasses.replace(part, graph=self._alone(part))
         with contextlib.nullcontext() if self.on_host else cuda_autocast(part.graph.precision):
-            return record(ready, run, self._given(part), split=split)
+            return record(alone, self._given(part), split=split)
 
     def _part(
         self,

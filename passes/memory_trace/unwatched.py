@@ -13,7 +13,7 @@ what the engine would have done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -104,7 +104,7 @@ def formula_in_place(node: str, func: object) -> Callable[..., Any] | None:
     return _FORMULAS.get(node, {}).get(func)
 
 
-def storage_bytes(func: object, args: tuple[Any, ...]) -> int | None:
+def storage_bytes(func: object, args: Sequence[Any]) -> int | None:
     """Bytes of the storage of an op's result; None where they are those of the fake result."""
     place = _REDUCED.get(func)
     if place is None or (len(args) > place and args[place] == 0):
@@ -117,7 +117,7 @@ def storage_bytes(func: object, args: tuple[Any, ...]) -> int | None:
 # --- sparse gradients -----------------------------------------------------------------------------
 
 
-def of_sparse(node: str, func: object, args: tuple[Any, ...]) -> torch.Tensor | None:
+def of_sparse(node: str, func: object, args: Sequence[Any]) -> torch.Tensor | None:
     """What torch makes of sparse gradients unwatched and on real tensors; None for other calls.
 
     A sum has the rows of both. What is added to a parameter's gradient in place leaves that as it
@@ -235,7 +235,7 @@ class EngineSums:
         """The node at work has made a tensor."""
         self._made.add(id(tensor))
 
-    def is_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    def is_in_place(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
         """Whether this call is a sum that the engine would make in place."""
         if func is not _aten.add.Tensor or not self._expected or len(args) != 2 or kwargs:
             return False
@@ -278,20 +278,17 @@ def _counts(tensor: torch.Tensor) -> Counts:
 
 
 class _Look(DispatchWatch):
-    """Takes down the counts of the first argument of a sum, as `is_in_place` would see them."""
+    """Takes down the counts of the first argument of a sum."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Counts] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
+    ) -> None:
         if func is _aten.add.Tensor:
-            self.found.append(self._ask(args))
-        return func(*args, **(kwargs or {}))
-
-    def _ask(self, args: tuple[Any, ...]) -> Counts:
-        total, _ = args
-        return _counts(total)
+            self.found.append(_counts(args[0]))
 
 
 @cache

@@ -5,17 +5,16 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
-from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.passes.allocation_trace import NO_OP, StorageEvent
+from gpipe_compiler.passes.fakes import DEVICE, HostFakes
 from gpipe_compiler.passes.memory_trace.unwatched import (
     REPLAYED,
     EngineSums,
@@ -26,7 +25,6 @@ from gpipe_compiler.passes.memory_trace.unwatched import (
 )
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
 _NO_BLOCK = -1
 """In place of the number of a block, for the storages of the model's state."""
 
@@ -46,8 +44,9 @@ class Born:
     for_op: bool
 
 
-class StorageWatch(PlainDispatchMode):
-    """While entered, every storage that an aten op makes is a block, and its end is seen too.
+class StorageWatch(HostFakes):
+    """A mode of fake tensors in which every storage that an aten op makes, once it has begun, is a
+    block, and its end is seen too.
 
     A storage ends when the last tensor that looks into it does, wherever that was held: in Python,
     by autograd, by the engine of the backward. Storages without any bytes are no blocks. What a
@@ -68,7 +67,7 @@ class StorageWatch(PlainDispatchMode):
         self._now = NO_OP
         self._starts: list[int] = []
         self._positions: list[int] = []
-        self._blind: bool = False
+        self._blind: bool = True
         self._adds_in_place = False
         self._written: list[weakref.ref[torch.Tensor]] = []
         self._node = ""
@@ -110,10 +109,11 @@ class StorageWatch(PlainDispatchMode):
         events, self.events = self.events, []
         return tuple(events)
 
-    def own(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The storages of these tensors are the model's own, and no blocks."""
-        for tensor in tensors:
+    def begin(self, states: Iterable[torch.Tensor]) -> None:
+        """What is made from here on is seen. These tensors are the model's own, and no blocks."""
+        for tensor in states:
             self._numbers[tensor.untyped_storage()._cdata] = _NO_BLOCK
+        self._blind = False
 
     def form(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like this one that is no block."""
@@ -140,28 +140,35 @@ class StorageWatch(PlainDispatchMode):
         """Stops observing."""
         self._ends.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.op is None:
-            self._look_at_node()
-        if func is _DEVICE:  # most calls are such questions, which the fakes answer later
-            (tensor,) = args
-            known = type(tensor) is FakeTensor and not tensor.fake_mode.in_kernel_invocation
-            return tensor.fake_device if known else func(*args)
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
+        """Runs the op on fake tensors, and notes what it makes."""
+        if self.op is None and not self._blind:
+            self._look_at_node()  # some nodes do nothing but ask for a device
+        if self._blind or func is DEVICE:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         func, kwargs = self._unwatched(func, args, kwargs)
-        returned: object = of_sparse(self._node, func, args) if self.op is None else None
-        if returned is None:
-            returned = func(*args, **kwargs) if kwargs else func(*args)
-        if self._blind:
-            return returned
+        self._blind = True  # kernels may run others
+        try:
+            returned: object = of_sparse(self._node, func, args) if self.op is None else None
+            if returned is None:
+                returned = super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._blind = False
         mask = _masked(func)
         if mask is not None:
             returned = _wanted(returned, args[mask])
         if isinstance(returned, torch.Tensor):
-            self._saw(returned, storage_bytes(func, args))
+            self._note(returned, storage_bytes(func, args))
         elif isinstance(returned, list | tuple):
             for item in returned:
                 if isinstance(item, torch.Tensor):
-                    self._saw(item)
+                    self._note(item)
         return returned
 
     @contextlib.contextmanager
@@ -173,8 +180,8 @@ class StorageWatch(PlainDispatchMode):
             self._blind = False
 
     def _unwatched(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-    ) -> tuple[Any, dict[str, Any] | None]:
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[Any, Mapping[str, Any] | None]:
         if self.op is None:
             if self.sums.is_in_place(func, args, kwargs):
                 return _aten.add_.Tensor, None
@@ -187,7 +194,7 @@ class StorageWatch(PlainDispatchMode):
             self._written.append(weakref.ref(args[0]))
         return func, kwargs
 
-    def _saw(self, tensor: torch.Tensor, size: int | None = None) -> None:
+    def _note(self, tensor: torch.Tensor, size: int | None = None) -> None:
         self.sums.made(tensor)
         for part in parts(tensor):
             if part.layout is not torch.strided:
@@ -208,15 +215,11 @@ class StorageWatch(PlainDispatchMode):
         self.born.append(Born(size, self._now, shape, dtype, for_op))
         key = storage._cdata
         self._numbers[key] = number
-        self._ends[number] = weakref.ref(storage, self._ended(key, number))
+        self._ends[number] = weakref.ref(storage, partial(self._end, key, number))
         if event:
             self.events.append(StorageEvent(number, True, self._now))
 
-    def _ended(self, key: int, number: int) -> Callable[[object], None]:
-        return partial(_end, weakref.ref(self), key, number)
-
-    def end(self, key: int, number: int) -> None:
-        """A storage was freed."""
+    def _end(self, key: int, number: int, _: object) -> None:
         self._numbers.pop(key, None)
         if self._ends.pop(number, None) is not None:
             self.events.append(StorageEvent(number, False, self._now))
@@ -258,9 +261,3 @@ def _wanted(returned: object, mask: Sequence[bool]) -> object:
     if not isinstance(returned, tuple) or len(returned) != len(mask):
         return returned
     return tuple(result if wanted else None for result, wanted in zip(returned, mask, strict=True))
-
-
-def _end(watch: weakref.ref[StorageWatch], key: int, number: int, _: object) -> None:
-    seen_by = watch()
-    if seen_by is not None:
-        seen_by.end(key, number)
