@@ -263,7 +263,7 @@ def differentiate(
 
 
 class KernelCount:
-    """Notes the arithmetic and the traffic of the kernels that it is told of."""
+    """Counts the arithmetic and the traffic of kernels."""
 
     def __init__(self) -> None:
         self.kernels: list[KernelCost] = []

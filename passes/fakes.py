@@ -35,7 +35,7 @@ _NO_STRIDE = 256
 
 
 Saw: TypeAlias = Callable[[Any, tuple[Any, ...], dict[str, Any], object], None]
-"""Is told of a kernel, of what it was called with and of what it returned."""
+"""Called with a kernel, its arguments and its result."""
 
 Rule: TypeAlias = Callable[..., Sequence[int] | None]
 """The shape of a dense result of its first operand's type, from the arguments of a kernel; None
@@ -48,8 +48,8 @@ class HostFakes(QuickFakes):
     The backward of oneDNN's LSTM reads nearly all that its forward has made from a workspace, which
     the meta kernel takes to be empty. And the sparse gradient of an embedding has no rows for its
     padding: how many that are depends on numbers, and the most are taken, all of them. What CTC
-    keeps for its backward goes with the longest target: so many as fit are taken. The backward of
-    a sum of bags tells whose bag an index is of where its forward has not, before it makes a row
+    keeps for its backward goes with the longest target: as many as fit are taken. The backward of
+    a sum of bags finds out which bag an index is in where its forward has not, and makes a row
     for each. Whether tensors are equal torch asks by itself to find fault alone, as `istft` with
     its window.
     """
@@ -60,8 +60,7 @@ class HostFakes(QuickFakes):
 
     @contextlib.contextmanager
     def watched(self, saw: Saw) -> Iterator[None]:
-        """Lets someone know of every kernel that runs, after it has: in half the time that another
-        mode around this one takes."""
+        """Calls `saw` after every kernel: half as slow as another mode around this one."""
         before, self._saw = self._saw, saw
         try:
             yield
@@ -295,7 +294,7 @@ def lstm_workspace_bytes(output: torch.Tensor, taken: torch.Tensor, cells: torch
 
 
 def _row(numbers: int, item: int) -> int:
-    """Bytes of a row: cache lines, and not so many that rows would fall upon each other in one."""
+    """Bytes of a row: whole cache lines, one more where all rows would fall into the same ones."""
     line = _ROW // item
     padded = -(-numbers // line) * line
     return (padded + line * (padded % _NO_STRIDE == 0)) * item

@@ -189,7 +189,7 @@ def _observed(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
     blocks = ShortenedGraph.of(graph)
     if blocks is not None:
         with contextlib.suppress(IrregularError):
-            return _told(blocks, _seen(blocks.short, samples, training=training))
+            return _of_all_blocks(blocks, _seen(blocks.short, samples, training=training))
     return _seen(graph, samples, training=training)
 
 
@@ -307,7 +307,7 @@ def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
 # --- from the short graph to the whole --------------------------------------------------------
 
 
-def _told(blocks: ShortenedGraph, known: ObservedRun) -> ObservedRun:
+def _of_all_blocks(blocks: ShortenedGraph, known: ObservedRun) -> ObservedRun:
     """The run of the whole graph, from that of its short form.
 
     Raises:

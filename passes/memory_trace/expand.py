@@ -2,7 +2,7 @@
 
 A trace goes through the blocks one after another, forwards or backwards, maybe more than once. Each
 time, what happens in the second block has to be what happens in the third, one further; what is
-left out happens between the two, so many times more.
+left out happens between the two, once for each block left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpipe_compiler.passes.allocation_trace import (
 from gpipe_compiler.passes.memory_trace.shorten import FIRST, KEPT, Gap
 
 _FEW = 2
-"""What no op made: with so many, it might be one more for every block."""
+"""Storages that no op made, at most: of more, one might belong to every block."""
 
 _RECEIVED, _FORWARD, _ARRIVING, _LATER = 0, 1, 2, 5
 """Phases: of what is received, of the forward, of what arrives, of a later backward."""
@@ -245,7 +245,7 @@ class _Long:
 
     def traces(self) -> StageTraces:
         old = self._short.traces
-        blocks = {number: self._told(label) for label, number in self._numbers.items()}
+        blocks = {number: self._storage_life(label) for label, number in self._numbers.items()}
         forward, first, first_weight, later, weight = map(self._trace, self._actions)
         assert forward is not None
         assert first is not None
@@ -297,7 +297,7 @@ class _Long:
             return label
         return _further(label, -min(removed, label.block - FIRST + 1))
 
-    def _told(self, label: Label) -> StorageLife:
+    def _storage_life(self, label: Label) -> StorageLife:
         short = self._short
         source = self._source(label)
         block = short.traces.blocks[short.numbers[source]]

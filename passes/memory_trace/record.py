@@ -131,13 +131,13 @@ class _Stage:
         del received, found, loss
         events, kept = self.watch.take(), self.watch.alive()
         born = range(first, len(self.watch.born))
-        heard = _Round(born, names, returned, events, kept)
+        made = _Round(born, names, returned, events, kept)
         if self.part.training:
-            self._backward(run, heard, forms)
+            self._backward(run, made, forms)
             self.watch.sums.forget()
-        return heard
+        return made
 
-    def _backward(self, run: StageRun, heard: _Round, forms: Mapping[str, torch.Tensor]) -> None:
+    def _backward(self, run: StageRun, made: _Round, forms: Mapping[str, torch.Tensor]) -> None:
         """As `runtime.core.engine` asks for it.
 
         Args:
@@ -146,22 +146,22 @@ class _Stage:
         graph = run.graph(0)
         roots = [root.edge for root in graph.outputs.values()]
         gradients = [self.watch.adopt(forms[name]) for name in graph.outputs]
-        heard.arriving = self._numbers(dict(zip(graph.outputs, gradients, strict=True)))
+        made.arriving = self._numbers(dict(zip(graph.outputs, gradients, strict=True)))
         losses = [loss for loss in graph.losses if loss is not None]
         roots.extend(loss.edge for loss in losses)
         gradients.extend(torch.full_like(loss.like, 1.0) * 1.0 for loss in losses)
         self.watch.sums.walk(roots)
         self.watch.follow_nodes()
         sent = run.backward(0, roots, gradients, graph.leaves)
-        heard.sent_back = self._numbers(sent)
+        made.sent_back = self._numbers(sent)
         self.watch.rest()
         del graph, losses, roots, gradients, sent
-        heard.backward = self.watch.take()
+        made.backward = self.watch.take()
         if self.wiring.split:
             self.watch.follow_nodes()
             run.weight(0)
             self.watch.rest()
-            heard.weight = self.watch.take()
+            made.weight = self.watch.take()
 
     def _numbers(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, int]:
         found = {n: self.watch.number(t) for n, t in tensors.items() if t is not None}

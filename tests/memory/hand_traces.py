@@ -37,7 +37,7 @@ KEPT, TEMPORARY, GRADIENT, WEIGHT_GRADIENT = 1000, 300, 70, 11
 X, Y, A, T, GY, GX, G, W, LOSS = range(9)
 
 
-def chain_tapes(first: bool, last: bool, x: int = VALUE, *, split: bool = False) -> StageTraces:
+def chain_traces(first: bool, last: bool, x: int = VALUE, *, split: bool = False) -> StageTraces:
     """A stage that takes x and makes y (or the loss): it keeps `a`, takes `t` for a while.
 
     Args:
@@ -117,11 +117,11 @@ def players(
     )
     wiring = wire(spec, placement, RunRequest.TRAIN, (), split)
     programs = lower(orders, placement, spec.crossings)
-    middle = chain_tapes(first=False, last=False, split=bool(split))
+    middle = chain_traces(first=False, last=False, split=bool(split))
     stages = []
     for stage in range(count):
         ends = stage == 0, stage == count - 1
-        traces = _named(chain_tapes(*ends, split=bool(split)) if any(ends) else middle, stage)
+        traces = _named(chain_traces(*ends, split=bool(split)) if any(ends) else middle, stage)
         stages.append(StageMemory(wiring[stage], ActionDeltas(traces), remat))
     return [
         MemorySimulator(

@@ -257,7 +257,7 @@ GRAPHS: dict[str, Callable[[], Graph]] = {
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("name", GRAPHS)
-def test_a_model_takes_what_the_tapes_tell(name: str, split: bool) -> None:
+def test_a_model_takes_what_the_traces_say(name: str, split: bool) -> None:
     if name == "sorted" and torch.__version__ < (2, 13):
         pytest.skip("its sort keeps one row of indices longer")
     hold(GRAPHS[name](), split=split)
@@ -309,7 +309,7 @@ def test_segments_that_run_again(split: bool) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_model_takes_what_the_tapes_tell(data: Any, random_graphs: Any) -> None:
+def test_any_model_takes_what_the_traces_say(data: Any, random_graphs: Any) -> None:
     hold(annotate(data.draw(random_graphs()), 6), split=data.draw(st.booleans()))
 
 
@@ -339,7 +339,7 @@ def saved_sizes(known: Any, names: list[str]) -> list[int]:
     return [known.bytes[number] for number in numbers]
 
 
-def test_stages_of_equal_structure_share_their_tapes() -> None:
+def test_stages_of_equal_structure_share_their_traces() -> None:
     graph = language(4)
     memory_traces = MemoryTraces(graph)
     found = []
