@@ -26,7 +26,6 @@ from memory import measure
 from tables import machine, markdown
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import Policy, RematChoice
@@ -34,6 +33,7 @@ from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.targets.torch_package import emit
 
 MICROBATCHES = 8
 

@@ -29,7 +29,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.frontend.examples import normal_form
@@ -39,6 +38,7 @@ from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.targets.torch_package import emit
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MICROBATCHES = 4

@@ -28,7 +28,6 @@ import torch
 from tables import machine, markdown
 
 from gpipe_compiler.cluster import local_cluster
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
@@ -38,6 +37,7 @@ from gpipe_compiler.planner.measured import Start, time_step
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.targets.torch_package import emit
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = 2

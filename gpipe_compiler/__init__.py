@@ -19,7 +19,6 @@ import types
 import typing
 
 if typing.TYPE_CHECKING:
-    from gpipe_compiler.codegen.package import emit as emit
     from gpipe_compiler.compile import Compiled as Compiled
     from gpipe_compiler.compile import compile as compile  # noqa: A004  # the word for what it does
     from gpipe_compiler.compile import plan as plan
@@ -47,10 +46,11 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.runtime.spec import OptimizerKind as OptimizerKind
     from gpipe_compiler.runtime.spec import Precision as Precision
     from gpipe_compiler.runtime.spec import ScheduleKind as ScheduleKind
+    from gpipe_compiler.targets.torch_package import emit as emit
     from gpipe_compiler.validate.package import Validation as Validation
 
 _EXPORTS = {
-    "codegen.package": ("emit",),
+    "targets.torch_package": ("emit",),
     "compile": ("Compiled", "compile", "plan", "trace"),
     "errors": ("GPipeCompilerError",),
     "frontend.subject": ("Subject",),

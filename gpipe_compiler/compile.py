@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cluster import Cluster, local_cluster
-from gpipe_compiler.codegen.package import PLAN, Progress, emit, failed_place, place, refuse_taken
+from gpipe_compiler.codegen.package import PLAN, Progress, failed_place, place, refuse_taken
 from gpipe_compiler.errors import UsageError, ValidationError
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import find_batch_dims
@@ -44,6 +44,7 @@ from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.targets import load
 from gpipe_compiler.targets.sweep import sweep
 from gpipe_compiler.targets.target import Target
+from gpipe_compiler.targets.torch_package import emit
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.package import Validation
 

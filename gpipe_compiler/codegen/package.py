@@ -1,4 +1,4 @@
-"""Writes a package: stage modules, schedule, scripts, runtime, weights, plan and report."""
+"""Writes a package: stage modules, schedule, scripts, runtime, weights and plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
 
@@ -39,46 +38,6 @@ PLAN = "plan.json"
 """The file by which a folder is known to be a package."""
 
 
-def emit(
-    plan: Plan,
-    directory: Path,
-    *,
-    hooks: Hooks | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
-    example: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
-    """Writes the package of a plan.
-
-    The package is written beside its place and then moved there, so that a folder is either
-    complete or not there.
-
-    Args:
-        plan: with its graph, which holds the weights.
-        hooks: the user's own file, for the data and the optimizer.
-        force: replace the package that stands there already.
-        example: a real tensor for every input, by name; that of the graph unless given.
-
-    Returns:
-        The absolute path of the package.
-
-    Raises:
-        EmitError: when something stands there already, when it cannot be written (permissions, a
-            full disk), or when an op has no spelling as source code. Nothing is left behind.
-    """
-    if plan.graph is None:
-        raise EmitError(
-            "the plan has no graph, so there is no code to write",
-            hint="plan the graph again: a plan read from JSON has no graph",
-        )
-    tell = progress or (lambda _: None)
-    return place(
-        directory,
-        lambda folder: write_package(plan, folder, hooks, tell, example),
-        force=force,
-    )
-
-
 def place(
     directory: Path,
     write: Callable[[Path], None],
@@ -86,7 +45,9 @@ def place(
     force: bool,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Has a package written beside its place, checked, and moved there; see `emit`.
+    """Has a package written beside its place, checked, and moved there.
+
+    So a folder is either complete or not there.
 
     Args:
         write: writes all files into the folder that it is given.
@@ -129,7 +90,7 @@ def write_package(
     tell: Progress,
     example: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes the files of a package into an empty folder; see `emit`."""
+    """Writes the files of a package into an empty folder, the report apart."""
     graph = plan.known_graph
     tell("writing the stages")
     facts = CodeFacts.of(graph)
@@ -155,7 +116,6 @@ def write_package(
     copy_runtime(gpipe_compiler.runtime, folder / "runtime")
     real = graph.example if example is None else example
     write_weights(graph, stages, folder / "weights", tell, real)
-    write_report(plan, folder / "report.html")
 
 
 def own_files(graph: Graph) -> dict[str, str]:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.cluster import Device, is_host
-from gpipe_compiler.memory.devices import Layout, device_memories
 from gpipe_compiler.options import AnyOptimizer, RematChoice
 from gpipe_compiler.passes.cut.device_order import slot_orders
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import CandidateBuilder
+from gpipe_compiler.planner.memory.devices import Layout, device_memories
 from gpipe_compiler.planner.predict import Candidate, shared
 
 _ROUNDS = 3

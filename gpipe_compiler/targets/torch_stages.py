@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 
 import torch
 
-from gpipe_compiler.codegen.package import Progress, emit, write_package
+from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import ModelError, Notice
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
@@ -33,6 +33,7 @@ from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
+from gpipe_compiler.targets.torch_package import emit, write_reported
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.large_models import validate_shortened, why_not_materialised
 from gpipe_compiler.validate.launching import Launch
@@ -123,7 +124,7 @@ class TorchStages:
             reference_of(self.found.subject, plan, self.options.seed)
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        write_package(plan, folder, self.found.subject.hooks, progress, self._example)
+        write_reported(plan, folder, self.found.subject.hooks, progress, self._example)
 
     def validate(self, plan: Plan, folder: Path) -> Validation | str:
         subject, options = self.found.subject, self.options

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.codegen.facts import CodeFacts
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.ir import ModuleCall
 from gpipe_compiler.ir.contents import is_under
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.targets.torch_package import emit
 
 
 class Feed(nn.Module):

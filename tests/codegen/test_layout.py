@@ -34,11 +34,11 @@ from gpipe_compiler.codegen.layout import (
     tuple_of,
 )
 from gpipe_compiler.codegen.names import RESERVED, Identifiers, identifier
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import ByMode, FunctionCall, MethodCall, Mode, Ref
+from gpipe_compiler.targets.torch_package import emit
 
 words = st.text("abcxyz_.0", min_size=1, max_size=30)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.targets.torch_package import emit
 
 CLASSES = 20
 OF_CLASS = torch.linspace(0.5, 2.4, CLASSES)

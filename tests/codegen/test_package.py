@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gpipe_compiler.codegen import package
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.targets.torch_package import emit
 
 FILES = {
     "README.md",

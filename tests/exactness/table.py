@@ -17,9 +17,9 @@ from train_packages import REMATS, train_all
 from training_cases import BATCH, CASES, MICROBATCHES, Case, Trained, train_plain
 
 from gpipe_compiler.cluster import Cluster, Device, Link
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.targets.torch_package import emit
 
 STAGES = (1, 2, 4)
 

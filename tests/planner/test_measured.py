@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import CompileOptions, plan, trace
 from gpipe_compiler.compile import compile as compile_package
 from gpipe_compiler.errors import ValidationError
@@ -17,6 +16,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.planner import measured as clocking
 from gpipe_compiler.planner.measured import Start, time_step
+from gpipe_compiler.targets.torch_package import emit
 
 
 def planned():

@@ -56,7 +56,7 @@ def graph() -> Graph:
 
 
 def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
-    """As the search has it: what devices truly take is told in `tests/memory`."""
+    """As the search has it: what devices truly take is told in `tests/planner/memory`."""
     device = dataclasses.replace(DEFAULT_HOST, memory=memory)
     planner = Planner(graph, Cluster.of(device, LINK))
     return planner.plan(planner.choose(stages, M, policy), policy, exact_memory=False)

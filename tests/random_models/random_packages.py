@@ -24,7 +24,6 @@ from random_models import LOSS_FUNCTIONS, RandomModel, Recipe, call_of
 
 import gpipe_compiler.runtime.train.command  # noqa: F401  # the runtime of every package here, whole
 from gpipe_compiler.cluster import local_cluster
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
@@ -41,6 +40,7 @@ from gpipe_compiler.planner.planner import make_plan
 from gpipe_compiler.planner.planning import pipeline_devices
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
+from gpipe_compiler.targets.torch_package import emit
 
 _COUNTER = itertools.count()
 

@@ -22,7 +22,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.runtime.spec import OptimizerKind
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from live_memory import Case, count
 
 SLACK = 512

@@ -9,13 +9,13 @@ import pytest
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.compile import plan, trace_subject
 from gpipe_compiler.frontend.source import load
-from gpipe_compiler.memory.devices import UPDATE
 from gpipe_compiler.options import Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category
+from gpipe_compiler.planner.memory.devices import UPDATE
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def planned(example: str, stages: int, microbatches: int) -> Plan:

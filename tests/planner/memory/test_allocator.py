@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.memory import allocator
-from gpipe_compiler.memory.allocator import CachingAllocator, footprint
+from gpipe_compiler.planner.memory import allocator
+from gpipe_compiler.planner.memory.allocator import CachingAllocator, footprint
 
 KIB, MIB = 2**10, 2**20
 

@@ -11,9 +11,9 @@ from hand_traces import players
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_compiler.memory.job import DeviceJob
-from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.memory.storages import Own, SharedBuffer
+from gpipe_compiler.planner.memory.job import DeviceJob
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import Own, SharedBuffer
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.choosing import devices_for, orders_for, placement_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind

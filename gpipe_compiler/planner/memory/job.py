@@ -6,9 +6,14 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.memory.storages import ActionDelta, ActionDeltas, RefCounts, SharedBuffer
 from gpipe_compiler.passes.allocation_trace import BlockKind
 from gpipe_compiler.plan.memory_curve import Curve, Sizes
+from gpipe_compiler.planner.memory.storages import (
+    ActionDelta,
+    ActionDeltas,
+    RefCounts,
+    SharedBuffer,
+)
 from gpipe_compiler.runtime.core.wiring import ActionStep, StageWiring
 from gpipe_compiler.runtime.schedule.actions import Action, Compute, SharedSum
 from gpipe_compiler.runtime.spec import Remat

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gpipe_compiler.memory.job import DeviceJob, StageMemory
-from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.memory.storages import ActionDeltas
 from gpipe_compiler.passes.allocation_trace import (
     AllocationTrace,
     BlockKind,
@@ -18,6 +15,9 @@ from gpipe_compiler.passes.allocation_trace import (
     StorageEvent,
     StorageLife,
 )
+from gpipe_compiler.planner.memory.job import DeviceJob, StageMemory
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import ActionDeltas
 from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import steps_of, wire
 from gpipe_compiler.runtime.schedule import lower

@@ -12,11 +12,6 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.holders import grown, holders_at
-from gpipe_compiler.memory.job import DeviceJob, MemoryRun, StageMemory
-from gpipe_compiler.memory.reserved import Held, footprint_of
-from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.memory.storages import ActionDeltas
 from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
@@ -28,6 +23,11 @@ from gpipe_compiler.plan.memory_curve import (
     MemoryPoint,
     PeakHolder,
 )
+from gpipe_compiler.planner.memory.holders import grown, holders_at
+from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun, StageMemory
+from gpipe_compiler.planner.memory.reserved import Held, footprint_of
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import ActionDeltas
 from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower

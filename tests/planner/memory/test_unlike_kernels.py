@@ -19,7 +19,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.passes.fakes import lstm_workspace_bytes
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from live_memory import Case, count
 
 ALLOWED = 0.005

@@ -9,9 +9,6 @@ from __future__ import annotations
 import pytest
 from hand_traces import GRADIENT, KEPT, TEMPORARY, VALUE, WEIGHT_GRADIENT, players
 
-from gpipe_compiler.memory.job import MemoryRun
-from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.memory.storages import Own, SharedBuffer
 from gpipe_compiler.plan.memory_curve import (
     CATEGORIES,
     Category,
@@ -19,6 +16,9 @@ from gpipe_compiler.plan.memory_curve import (
     MemoryPoint,
     PeakHolder,
 )
+from gpipe_compiler.planner.memory.job import MemoryRun
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import Own, SharedBuffer
 from gpipe_compiler.runtime.schedule.choosing import orders_for
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gpipe_compiler.memory.job import (
+from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StorageEvent
+from gpipe_compiler.plan.memory_curve import Category, Curve
+from gpipe_compiler.planner.memory.job import (
     DeviceJob,
     InFlight,
     MemoryRun,
@@ -19,7 +21,7 @@ from gpipe_compiler.memory.job import (
     counted,
     is_counted,
 )
-from gpipe_compiler.memory.storages import (
+from gpipe_compiler.planner.memory.storages import (
     ActionDelta,
     ActionDeltas,
     Listener,
@@ -28,8 +30,6 @@ from gpipe_compiler.memory.storages import (
     SharedBuffer,
     gradient_of,
 )
-from gpipe_compiler.passes.allocation_trace import AllocationTrace, BlockKind, StorageEvent
-from gpipe_compiler.plan.memory_curve import Category, Curve
 from gpipe_compiler.runtime.core.wiring import ActionStep, GradientPart, Need, last_backwards
 from gpipe_compiler.runtime.schedule.actions import (
     Compute,

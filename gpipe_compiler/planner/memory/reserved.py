@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpipe_compiler.memory.allocator import CachingAllocator, Footprint
-from gpipe_compiler.memory.job import DeviceJob
-from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.memory.storages import Own, SharedBuffer
+from gpipe_compiler.planner.memory.allocator import CachingAllocator, Footprint
+from gpipe_compiler.planner.memory.job import DeviceJob
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import Own, SharedBuffer
 
 _STEPS = 2
 """Steps that are played: in the second, the optimizer has what it remembers from step to step."""

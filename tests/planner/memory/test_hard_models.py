@@ -19,15 +19,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import local_cluster
-from gpipe_compiler.codegen.package import emit
 from gpipe_compiler.compile import trace
 from gpipe_compiler.options import Policy
 from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import OptimizerKind
+from gpipe_compiler.targets.torch_package import emit
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from live_memory import Case, count
 
 WIDTH, BATCH, MICROBATCHES = 32, 8, 2

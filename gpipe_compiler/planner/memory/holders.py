@@ -12,11 +12,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.memory.job import DeviceJob, MemoryRun
-from gpipe_compiler.memory.simulator import MemorySimulator
-from gpipe_compiler.memory.storages import PLACE, Own, SharedBuffer
 from gpipe_compiler.passes.allocation_trace import BlockKind, Growth
 from gpipe_compiler.plan.memory_curve import Category, Curve, PeakHolder
+from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import PLACE, Own, SharedBuffer
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 
 _GRADIENTS = "gradients of parameters"
