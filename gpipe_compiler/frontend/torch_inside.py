@@ -72,6 +72,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.utils": ("_device",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
     "torch.utils._pytree": (
+        "TreeSpec",
         "tree_flatten",
         "tree_leaves",
         "tree_map",
