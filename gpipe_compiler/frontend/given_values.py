@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -18,7 +19,13 @@ from gpipe_compiler.runtime.spec import GivenValue
 
 
 class _Unusable:
-    """Stands for a value: whatever is done with it raises."""
+    """Stands for a value: whatever is done with it raises, and so does what any object can do."""
+
+    def _used(self, *_: object) -> Any:
+        raise TypeError("this value is used")
+
+    __eq__ = __ne__ = __hash__ = __bool__ = __str__ = __repr__ = __format__ = _used
+    __class__ = property(_used)  # which isinstance() asks for
 
 
 def given_values(subject: Subject) -> tuple[GivenValue, ...]:
@@ -29,15 +36,22 @@ def given_values(subject: Subject) -> tuple[GivenValue, ...]:
         ModelError: for an object that cannot be told from others of its class.
     """
     call = {"args": tuple(subject.args), "kwargs": dict(subject.kwargs)}
+    passed = (
+        GivenValue(path, _told(subject, "the example inputs hold", item))
+        for path, item in values_of(call)
+    )
+    return (*passed, *_defaults(subject), *_of_target(subject))
+
+
+def _told(subject: Subject, where: str, item: object) -> str:
     try:
-        passed = [GivenValue(path, text) for path, text in values_of(call)]
+        return as_text(item)
     except TypeError as error:
         raise ModelError(
-            f"the example inputs hold an object that no later call's can be compared with: {error}",
+            f"{where} an object that no later call's can be compared with: {error}",
             location=line_of_forward(subject.model),
             hint="pass what the model uses of it: tensors, numbers, strings",
         ) from error
-    return (*passed, *_defaults(subject), *_of_target(subject))
 
 
 def _defaults(subject: Subject) -> Iterator[GivenValue]:
@@ -49,24 +63,26 @@ def _defaults(subject: Subject) -> Iterator[GivenValue]:
         return
     for name, parameter in signature.parameters.items():
         may_be_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if name in passed or not may_be_named or parameter.default in (parameter.empty, None):
+        default = parameter.default
+        if name in passed or not may_be_named or default is parameter.empty or default is None:
             continue
         with contextlib.suppress(TypeError):
-            yield GivenValue(("kwargs", name), as_text(parameter.default))
+            yield GivenValue(("kwargs", name), as_text(default))
 
 
 def _of_target(subject: Subject) -> Iterator[GivenValue]:
     """The values in the target that the loss uses: one that it does not use may be any."""
     if not subject.training or subject.loss_fn is None:
         return
-    held = [(path, text) for path, text in values_of(subject.target) if text != "None"]
-    if not held:
+    plain = [(path, item) for path, item in values_of(subject.target) if item is not None]
+    if not plain:
         return
     model = isolated(subject.model).train()
     with torch.no_grad(), torch.random.fork_rng(devices=()):
-        output = model(*subject.args, **subject.kwargs)
-        for path, text in held:
+        own = subject.with_example(torch.clone)
+        output = model(*own.args, **own.kwargs)
+        for path, item in plain:
             try:
-                subject.loss_fn(output, with_item(subject.target, path, _Unusable()))
+                subject.loss_fn(output, with_item(own.target, path, _Unusable()))
             except Exception:  # noqa: BLE001  (whatever the user's code raises, it has used it)
-                yield GivenValue(("target", *path), text)
+                yield GivenValue(("target", *path), _told(subject, "the target holds", item))

@@ -18,15 +18,11 @@ _READABLE = 100
 """The longest text, in characters, that stays as it is."""
 
 
-def values_of(call: object) -> Iterator[tuple[Path, str]]:
-    """What is no tensor in a nest of tuples, lists and dicts, with the way to it; see `as_text`.
-
-    Raises:
-        TypeError: for an object that cannot be told from others of its class.
-    """
-    for path, item in leaves_of(call):
+def values_of(nest: object) -> Iterator[tuple[Path, object]]:
+    """What is no tensor in a nest of tuples, lists and dicts, with the way to it."""
+    for path, item in leaves_of(nest):
         if not isinstance(item, torch.Tensor):
-            yield path, as_text(item)
+            yield path, item
 
 
 def as_text(value: object) -> str:

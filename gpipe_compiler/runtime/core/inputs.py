@@ -11,7 +11,7 @@ import torch
 from ..errors import UsageError
 from ..sizes import Dim, Expression, Size, Sizes, sizes_in, value_at
 from ..spec import Input, PipelineSpec
-from .given import values_of
+from .given import as_text, values_of
 from .nest import tensors_of
 from .request import Values
 
@@ -164,9 +164,15 @@ def bind(
 def _check_values(call: Mapping[str, object], spec: PipelineSpec) -> None:
     """Raises UsageError for a value of Python's that the stages do not hold."""
     held = {given.path: given.text for given in spec.given}
-    for path, text in values_of(call):
+    for path, item in values_of(call):
+        if path[0] == "target" and path not in held:
+            continue
+        try:
+            text = as_text(item)
+        except TypeError as error:
+            text = f"an object that nothing can be compared with ({error})"
         compiled = held.get(path, "None")
-        if text == compiled or (path[0] == "target" and path not in held):
+        if text == compiled:
             continue
         raise UsageError(
             f"{spec.name}: {describe_path(path)} is {text}, and the model was compiled "
