@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.probing import DISTINCT, repeated
-from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.quiet import quiet
@@ -128,13 +127,12 @@ def settles_in_eval(subject: Subject) -> bool:
     model = with_other_weights(isolated(subject.model).eval())
     if model is None:
         return False
-    signature = read_signature(subject, on_meta=False)
-    args, kwargs, _ = signature.rebuild([tensor.clone() for tensor in signature.examples])
     try:
         with torch.no_grad(), torch.random.fork_rng(), quiet():
-            model(*args, **kwargs)
+            own = subject.with_example(torch.clone)
+            model(*own.args, **own.kwargs)
             before = [parameter.clone() for parameter in model.parameters()]
-            model(*args, **kwargs)
+            model(*own.args, **own.kwargs)
     except Exception:  # noqa: BLE001  # whatever the user's code raises
         return False
     return all(map(torch.equal, before, model.parameters()))

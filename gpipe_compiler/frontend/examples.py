@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
 from gpipe_compiler.frontend.subject import SizeNames
 from gpipe_compiler.frontend.user_code import line_of_forward
+from gpipe_compiler.runtime.core.nest import leaves_of, tensors_of
 
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of one call."""
@@ -145,21 +146,9 @@ def _a(thing: object) -> str:
     return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
-def leaves(nest: object, path: str) -> Iterator[tuple[str, object]]:
-    """The leaves of nested tuples, lists and dicts, each with its path for messages."""
-    if isinstance(nest, (tuple, list)):
-        for index, item in enumerate(nest):
-            yield from leaves(item, f"{path}[{index}]")
-    elif isinstance(nest, Mapping):
-        for key, item in nest.items():
-            yield from leaves(item, f"{path}[{key!r}]")
-    else:
-        yield path, nest
-
-
 def tensors(nest: object) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts, in order."""
-    return [leaf for _, leaf in leaves(nest, "") if isinstance(leaf, torch.Tensor)]
+    return [tensor for _, tensor in tensors_of(nest)]
 
 
 def _holds_tensors(leaf: object) -> bool:
@@ -174,7 +163,8 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
         ModelError: for any of these.
     """
     found = False
-    for path, leaf in leaves(nest, ""):
+    for keys, leaf in leaves_of(nest):
+        path = "".join(f"[{key!r}]" for key in keys)
         if isinstance(leaf, torch.Tensor):
             found = True
             if leaf.is_nested:

@@ -20,7 +20,6 @@ PACKS = "with enable_nested_tensor=False an nn.TransformerEncoder packs nothing"
 
 _forward = nn.TransformerEncoder.forward
 
-
 _NEVER = -1e4
 """What is added to the score of a position that the softmax is to give nothing, or less than it."""
 
@@ -42,6 +41,7 @@ def _evaluated(
     src_key_padding_mask: torch.Tensor | None = None,
     is_causal: bool | None = None,
 ) -> torch.Tensor:
+    """As torch's own `forward`, but for nested tensors."""
     padding = src_key_padding_mask
     if padding is None or mask is not None or src.dim() != 3 or not _packs(encoder):
         return _forward(encoder, src, mask, padding, is_causal)
