@@ -225,6 +225,8 @@ class Recorder(TorchFunctionMode):
         versions = [tensor._version for tensor in given]
         made = AT_SYMBOLS.get(func, func)(*args, **kwargs)
         changed = _changed_since(given, versions)
+        if _writes_lists(func):
+            changed = list(tensors_in(args[0]))
         if func is torch.Tensor.size:
             self._sizes.asked(self.tensors.known(args[0]), args[0])
         if not changed and not given and func in _DATA:
@@ -399,6 +401,13 @@ def _changed_since(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> 
     """Those that were written to since they had these versions."""
     pairs = zip(tensors, versions, strict=True)
     return [tensor for tensor, version in pairs if tensor._version != version]
+
+
+@cache
+def _writes_lists(func: Any) -> bool:
+    """Whether a function writes to a list of tensors, which versions of fake ones do not show."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
