@@ -114,7 +114,7 @@ class OpWatch:
         """Notes an aten op."""
         notes = self._notes
         results = tensors_in(returned)
-        self._add_written(func, args, kwargs)
+        notes.written.update(map(storage_key, tensors_in(written_by(func, args, kwargs))))
         if draws(func, args, kwargs):
             notes.drawn.append(tuple(results[0].shape))
         meant = [t for t in results if t is results[0] or t.dtype.is_floating_point]
@@ -130,20 +130,6 @@ class OpWatch:
             if key not in self.own and key not in self._sizes:
                 self._add_made(key, tensor.untyped_storage())
 
-    def _add_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written: list[object] = []
-        if func in _UNDECLARED:
-            positions, flag = _UNDECLARED[func]
-            if args[flag]:
-                written = [args[position] for position in positions]
-        elif func._schema.is_mutable:
-            for position, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    by_position = position < len(args) and not argument.kwarg_only
-                    written.append(args[position] if by_position else kwargs.get(argument.name))
-        if written:
-            self._notes.written.update(map(storage_key, tensors_in(written)))
-
     def _add_made(self, key: int, storage: torch.UntypedStorage) -> None:
         size = self._sizes[key] = storage.nbytes()
         self._made.add(key)
@@ -156,6 +142,20 @@ class OpWatch:
             self._held -= size
 
         self._ends[key] = weakref.ref(storage, gone)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[object]:
+    """The arguments of an aten op that it writes to, in nests."""
+    if func in _UNDECLARED:
+        positions, flag = _UNDECLARED[func]
+        return [args[position] for position in positions] if args[flag] else []
+    written: list[object] = []
+    if func._schema.is_mutable:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                by_position = position < len(args) and not argument.kwarg_only
+                written.append(args[position] if by_position else kwargs.get(argument.name))
+    return written
 
 
 def _numbers(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

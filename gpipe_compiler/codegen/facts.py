@@ -14,6 +14,7 @@ from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.random_ops import first_numbers, numbers_of, shared_draws
 from gpipe_compiler.passes.saved_tensors import OpRun, runs_of
+from gpipe_compiler.passes.written_once import written_once
 from gpipe_compiler.runtime.sizes import Dim, Expression
 
 
@@ -40,6 +41,7 @@ class CodeFacts:
             what they draw has no batch dimension.
         randoms_in_eval: those that run in eval mode.
         mixing: the ops in which samples meet.
+        once: the states that are written without looking at samples.
         runs: what each op takes of memory.
     """
 
@@ -49,6 +51,7 @@ class CodeFacts:
     randoms: Mapping[str, tuple[bool, ...]]
     randoms_in_eval: Mapping[str, tuple[bool, ...]]
     mixing: frozenset[str]
+    once: frozenset[str]
     runs: Mapping[str, OpRun]
 
     @classmethod
@@ -60,6 +63,7 @@ class CodeFacts:
             shared_draws(graph),
             shared_draws(graph, training=False),
             mixing_ops(graph),
+            written_once(graph),
             runs_of(graph),
         )
 

@@ -91,6 +91,7 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
         methods=methods,
         renamed=renamed_table(state),
         writes=(),
+        once=(),
         segments=(),
         initial=initial_text,
     )

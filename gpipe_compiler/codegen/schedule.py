@@ -252,7 +252,7 @@ def _module(
     """A `StageSpec`, with what the file of its module says by name."""
     tables = {
         table: RawText(f"{file}.{table.upper()}")
-        for table in ("renamed", "initial", "writes", "segments")
+        for table in ("renamed", "initial", "writes", "once", "segments")
         if getattr(source, table, None)
     }
     records.imports.name(".", file)

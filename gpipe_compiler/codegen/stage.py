@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
@@ -48,6 +48,7 @@ class StageSource:
         initial: by the model's names, how the state of a model without weights begins.
         writes: the stage's own names of the buffers that training writes to, or of modules for
             all their buffers.
+        once: the same of those that a forward writes to without looking at samples.
         segments: of the methods that run again in the backward, the buffers of `writes` that each
             reads or writes.
         mixes: whether samples meet in it.
@@ -65,6 +66,7 @@ class StageSource:
     random_in_eval: Randoms
     initial: Mapping[str, Steps]
     writes: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
     mixes: bool = False
     segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -172,8 +174,11 @@ class _Draft:
         imports.name("torch", "nn")
         written = _bodies(blocks, own.methods, self.losses)
         buffers = _buffers(graph, state.originals)
-        changed = _written(facts, self.ops, buffers) if plan.training else ()
+        changed: tuple[str, ...] = ()
+        if plan.training:
+            changed = _written(facts, self.ops, buffers, facts.effects.written_states)
         writes = outermost(changed, buffers)
+        once = outermost(_written(facts, self.ops, buffers, facts.once), buffers)
         held: dict[str, tuple[str, ...]] = {}
         for label, ops in self.run_again.items():
             touched = {name for op in ops for name in facts.effects.states_of(graph, op)}
@@ -194,7 +199,8 @@ class _Draft:
             constructor=constructor,
             methods=methods,
             renamed=renamed_table(state),
-            writes=_writes_lines(writes),
+            writes=_names_lines("WRITES", writes),
+            once=_names_lines("ONCE", once),
             segments=segments_lines(held),
             initial=initial_text,
         )
@@ -211,6 +217,7 @@ class _Draft:
             random_in_eval=facts.random_ops(self.ops, training=False),
             initial=initial,
             writes=writes,
+            once=once,
             mixes=plan.training and any(op.name in facts.mixing for op in self.ops),
             segments=held,
         )
@@ -245,17 +252,19 @@ def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:
     return {o: model for o, model in own.items() if model not in trained}
 
 
-def _written(facts: CodeFacts, ops: Sequence[Op], buffers: Mapping[str, str]) -> tuple[str, ...]:
-    """The buffers, by a stage's own names, that its ops write to."""
+def _written(
+    facts: CodeFacts, ops: Sequence[Op], buffers: Mapping[str, str], among: Collection[str]
+) -> tuple[str, ...]:
+    """The buffers among some states, by a stage's own names, that its ops write to."""
     written = {name for op in ops for name in facts.effects.state_writes.get(op.name, ())}
-    return tuple(own for own, model in buffers.items() if model in written)
+    return tuple(own for own, model in buffers.items() if model in written and model in among)
 
 
-def _writes_lines(writes: Sequence[str]) -> list[str]:
-    if not writes:
+def _names_lines(table: str, owns: Sequence[str]) -> list[str]:
+    if not owns:
         return []
-    names = [name(quote(own)) for own in writes]
-    return lay_out(tuple_of(names, exploded=len(names) > 1), prefix="WRITES = ")
+    names = [name(quote(own)) for own in owns]
+    return lay_out(tuple_of(names, exploded=len(names) > 1), prefix=f"{table} = ")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ class Category(Enum):
     """What memory is for. Every storage counts in one."""
 
     WEIGHTS = "weights"
-    """Parameters, buffers and constants, with the copies that autocast casts of them."""
+    """Parameters, buffers and constants, with the copies that autocast casts of them,
+    and that micro-batches begin with, of what a mini-batch changes once."""
     GRADIENTS = "gradients"
     """Of parameters."""
     OPTIMIZER = "optimizer"

@@ -21,6 +21,7 @@ from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.remat import FEW, MANY
+from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.constrain import constrain
@@ -111,7 +112,7 @@ class CandidateBuilder:
         whole: frozenset[str] = frozenset()
         exact = policy.batchnorm is BatchNorm.EXACT and graph.loss is not None
         if exact and setting.microbatches > 1:
-            whole = mixing_ops(graph) | facts.effects.state_writes.keys()
+            whole = mixing_ops(graph) | sample_writers(graph).keys()
         problem = problem_of(facts, costs[1:], policy.counted_optimizer)
         seconds = tuple({n: op.forward_s for n, op in cost.ops.items()} for cost in costs)
         most = FEW if work < WORK else MANY

@@ -203,6 +203,8 @@ class StageSpec:
             them stands for the number of a layer.
         writes: the buffers and frozen parameters, by own names, that a forward in training mode
             writes to; a module stands for all of its.
+        once: those of what a forward writes to in either mode, as there, that it writes without
+            looking at samples, so that a mini-batch changes them once.
         mixes: whether a sample's result in training mode depends on the other samples of its
             micro-batch, as with BatchNorm.
         remat: what is kept between forward and backward, as planned.
@@ -222,6 +224,7 @@ class StageSpec:
     shared_in_eval: tuple[int, ...] = ()
     initial: Mapping[str, Steps] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
+    once: tuple[str, ...] = ()
     mixes: bool = False
     remat: Remat = Remat.NONE
     segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -231,6 +234,11 @@ class StageSpec:
         """The stage's own state names to the model's canonical ones."""
         names = _own_names(self.module)  # type: ignore[arg-type]  # a class can be hashed
         return {own: self.named(own) for own in names}
+
+    @property
+    def writes_samples(self) -> bool:
+        """Whether training writes to anything for each micro-batch anew."""
+        return not set(self.writes) <= set(self.once)
 
     def named(self, own: str) -> str:
         return self.renamed.get(own, own)

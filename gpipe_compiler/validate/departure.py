@@ -15,7 +15,7 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.dry_run import tensors_in
-from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import Leaf
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ComparedKind, compare, flat_tensors
@@ -124,7 +124,7 @@ def departure(
     cause = "it takes the samples of a batch together"
     if writer := _writer(graph, op):
         op = writer
-        states = ", ".join(sorted(effects(graph).state_writes[op.name]))
+        states = ", ".join(sorted(sample_writers(graph)[op.name]))
         cause = f"{op.name} writes to {states} for each micro-batch"
     elif op is not None:
         cause = f"{op.name} gives another result for a micro-batch than for its share of the batch"
@@ -165,7 +165,7 @@ def _writer(graph: Graph, parted: Op | None) -> Op | None:
         parted: the op at which they do. Where it makes scalars alone, these may be means that are
             put together by their weights.
     """
-    written = effects(graph).state_writes
+    written = sample_writers(graph)
     scalars = parted is None or not any(graph.values[name].shape for name in parted.outputs)
     return next((op for op in graph.ops if op.name in written), None) if scalars else None
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -198,10 +198,37 @@ class Outputs:
 
 
 @torch.no_grad()
-def evaluate(entry: Entry, calls: Sequence[ModelCall], precision: Precision) -> list[Outputs]:
-    """What each call gives, without gradients; the state is afterwards what it was."""
+def evaluate(
+    entry: Entry,
+    calls: Sequence[ModelCall],
+    precision: Precision,
+    once: Collection[str] = (),
+) -> list[Outputs]:
+    """What each call gives, without gradients; the state is afterwards what it was.
+
+    Args:
+        once: as in `train_step`.
+    """
+    begin = _beginning(entry.model, once)
+    found = []
     with state_restored(entry.model):
-        return [_evaluated(entry, call, precision) for call in calls]
+        for call in calls:
+            begin()
+            found.append(_evaluated(entry, call, precision))
+    return found
+
+
+def _beginning(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
+    """Makes some of the model's state what it is now."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    before = {name: state[name].detach().clone() for name in names if name in state}
+
+    @torch.no_grad()
+    def begin() -> None:
+        for name, tensor in before.items():
+            state[name].copy_(tensor)
+
+    return begin
 
 
 def _evaluated(entry: Entry, call: ModelCall, precision: Precision) -> Outputs:
@@ -215,13 +242,19 @@ def _evaluated(entry: Entry, call: ModelCall, precision: Precision) -> Outputs:
 
 
 def train_step(
-    entry: Entry, calls: Sequence[ModelCall], precision: Precision, *, deferred: bool = False
+    entry: Entry,
+    calls: Sequence[ModelCall],
+    precision: Precision,
+    once: Collection[str] = (),
+    *,
+    deferred: bool = False,
 ) -> Tensors:
     """Loss, gradients, buffers and weights of one step of plain PyTorch.
 
     A term whose share is 0 may be nan, and does not count.
 
     Args:
+        once: the state that all calls change once: each begins with it as it is now.
         deferred: whether running statistics change once, by those of all calls.
     """
     statistics = MiniBatchStatistics(entry.model)
@@ -231,7 +264,9 @@ def train_step(
     }
     gradients: dict[str, torch.Tensor] = {}
     losses = []
+    begin = _beginning(entry.model, once)
     for call in calls:
+        begin()
         terms = call.terms(entry, precision) if call.terms else ()
         with contextlib.ExitStack() as around:
             around.enter_context(activations_kept())

@@ -31,6 +31,7 @@ from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.written_once import sample_writers, written_once
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
@@ -172,6 +173,10 @@ class _Work:
         return self.plan.precision is not Precision.FP32 or bool(lower_types(self.graph))
 
     @property
+    def _once(self) -> frozenset[str]:
+        return written_once(self.graph)
+
+    @property
     def is_shown_by_package(self) -> bool:
         """Whether a package that gives what the mini-batch in one piece does, in eval mode and for
         a step, shows that micro-batches come to it.
@@ -184,7 +189,7 @@ class _Work:
             return False
         if not self.plan.training:
             return True
-        touchy = mixing_ops(graph) | frozenset(effects(graph).state_writes)
+        touchy = mixing_ops(graph) | frozenset(sample_writers(graph))
         return not touchy and self._modes_agree(apart=random_ops(graph))
 
     def _modes_agree(self, *, apart: Collection[str]) -> bool:
@@ -212,7 +217,7 @@ class _Work:
             return {ComparedKind.OUTPUT: found.whole.outputs}, notes
         entry = self._entry(training=False)
         calls = self._calls(entry, draws)
-        parts = evaluate(entry, calls, self.plan.precision)
+        parts = evaluate(entry, calls, self.plan.precision, self._once)
         # For its shapes, and what has no batch dimension.
         call = ModelCall(self.batch.whole(), draws.seeded(0))
         (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
@@ -227,7 +232,7 @@ class _Work:
         draws = Draws.of(self.graph, self.seed, training=True)
         if noted:
             return self._loop(draws, self.plan.precision), ()
-        touchy = mixing_ops(self.graph) | frozenset(effects(self.graph).state_writes)
+        touchy = mixing_ops(self.graph) | frozenset(sample_writers(self.graph))
         if len(self.batch.sizes) == 1 or (touchy and self.plan.batchnorm is BatchNorm.EXACT):
             call = ModelCall(self.batch.whole(), draws.seeded(0))
             return train_step(self._entry(training=True), [call], self.plan.precision), ()
@@ -309,7 +314,7 @@ class _Work:
         """The micro-batches and the whole, without gradients and in 32 bits."""
         entry = self._entry(training=training)
         calls = self._calls(entry, draws)
-        parts = evaluate(entry, calls, Precision.FP32)
+        parts = evaluate(entry, calls, Precision.FP32, self._once)
         found = Both(parts[0], parts, self.batch.sizes, self.shares, self.rounded)
         for inner in (False, True) if len(parts) > 1 else ():
             call = all_at_once(self.batch, draws, calls, inner=inner)
@@ -349,7 +354,7 @@ class _Work:
         entry = self._entry(training=True)
         calls = self._calls(entry, draws)
         deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
-        return train_step(entry, calls, precision, deferred=deferred)
+        return train_step(entry, calls, precision, self._once, deferred=deferred)
 
     def _departs_later(self, draws: Draws) -> UnsplittableError | None:
         """The error for a step that is that of its micro-batches with the first weights alone.

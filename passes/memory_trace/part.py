@@ -33,7 +33,7 @@ class GraphPart:
         outputs: the values they hand on, the loss not among them.
         returned: those of the outputs for which gradients come back.
         segments: runs of ops that are recomputed in the backward, as ranges of positions.
-        writes: the buffers that they write to in training.
+        writes: the buffers and frozen parameters that they write to in training.
         loss: the value that is the loss, where it is made here.
         draws: whether any op draws random numbers.
         calls: the positions of the ops of each call of a module, inner ones first. A call holds

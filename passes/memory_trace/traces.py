@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, StateKind, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
 from gpipe_compiler.ir.blocks import Body, calls_in
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
@@ -122,9 +122,7 @@ class MemoryTraces:
             returned=tuple(name for name in handed if name in returned),
             segments=tuple(_range([position[name] for name in segment]) for segment in segments),
             writes=tuple(
-                dict.fromkeys(
-                    name for name in written if graph.state[name].kind is not StateKind.PARAMETER
-                )
+                dict.fromkeys(name for name in written if not graph.state[name].requires_grad)
             ),
             loss=loss,
             draws=any(name in self._random_ops for name in ops),

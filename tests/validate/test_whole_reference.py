@@ -35,7 +35,16 @@ class Two(nn.Module):
 class Calls(Two):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.state.add_(1)  # of calls
+            self.state.add_(1)
+        return super().forward(x)
+
+
+class Fades(Two):
+    """A count of samples that fades with every call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state.mul_(0.5).add_(len(x))  # fading
         return super().forward(x)
 
 
@@ -143,7 +152,14 @@ class NormedOrdered(Normed):
 class NormedCalls(Normed):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.state.add_(1)  # of calls, beside BatchNorm
+            self.state.add_(1)
+        return super().forward(x)
+
+
+class NormedFades(Normed):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.state.mul_(0.5).add_(len(x))  # fading, beside BatchNorm
         return super().forward(x)
 
 
@@ -183,7 +199,7 @@ def line_of(code: str) -> int:
 
 
 REFUSED = {
-    "calls": (Calls, "writes to state for each micro-batch", "# of calls"),
+    "fading": (Fades, "writes to state for each micro-batch", "# fading"),
     "average": (Average, "takes the samples of a batch together in training", "# over samples"),
     "order": (Ordered, "draws for pairs of samples", "# another sample"),
 }
@@ -201,7 +217,7 @@ def test_what_micro_batches_do_not_come_to_is_refused(name: str, tmp_path: Path)
     assert "--microbatches 1" in raised.value.hint
 
 
-@pytest.mark.parametrize("name", ["calls", "average"])
+@pytest.mark.parametrize("name", ["fading", "average"])
 def test_what_is_accepted_is_held_against_micro_batches(name: str, tmp_path: Path) -> None:
     made = compiled(REFUSED[name][0](), tmp_path, per_microbatch=True)
 
@@ -210,8 +226,11 @@ def test_what_is_accepted_is_held_against_micro_batches(name: str, tmp_path: Pat
     assert "compared with the plain loop of micro-batches" in " ".join(made.validation.notes)
 
 
-def test_writes_that_add_up_are_exact(tmp_path: Path) -> None:
-    made = compiled(Samples(), tmp_path)
+@pytest.mark.parametrize("model", [Samples, Calls])
+def test_writes_that_add_up_or_look_at_no_samples_are_exact(
+    model: type[nn.Module], tmp_path: Path
+) -> None:
+    made = compiled(model(), tmp_path)
 
     assert made.validation is not None
     assert made.validation.passed
@@ -219,7 +238,7 @@ def test_writes_that_add_up_are_exact(tmp_path: Path) -> None:
 
 
 def test_writes_for_each_call_are_exact_in_one_piece(tmp_path: Path) -> None:
-    made = compiled(Calls(), tmp_path, batchnorm=BatchNorm.EXACT)
+    made = compiled(Fades(), tmp_path, batchnorm=BatchNorm.EXACT)
 
     assert made.validation is not None
     assert made.validation.passed
@@ -241,7 +260,7 @@ def test_batchnorm_over_micro_batches_is_said(tmp_path: Path) -> None:
     [
         (NormedAverage, "# beside BatchNorm"),
         (NormedOrdered, ""),
-        (NormedCalls, "# of calls, beside BatchNorm"),
+        (NormedFades, "# fading, beside BatchNorm"),
     ],
 )
 def test_nothing_hides_beside_batchnorm(
@@ -256,7 +275,7 @@ def test_nothing_hides_beside_batchnorm(
         assert caught.value.location.line == line_of(line)
 
 
-@pytest.mark.parametrize("model", [NormedSamples, NormedByFunction])
+@pytest.mark.parametrize("model", [NormedSamples, NormedCalls, NormedByFunction])
 def test_what_samples_come_to_stands_beside_batchnorm(
     model: type[nn.Module], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
+from gpipe_compiler.passes.written_once import written_once
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.memory_curve import (
     CATEGORIES,
@@ -235,6 +236,7 @@ class SimulatedPipeline:
         held = Held(
             always=(
                 *(graph.state[name].bytes for name in sorted(names)),
+                *self._copies(names),
                 *(self.layout.workspace,) * count,
                 base.get(Category.BOUNDARY, 0),
             ),
@@ -247,7 +249,8 @@ class SimulatedPipeline:
         own = list(self.jobs[device].stages)
         names = {name for stage in own for name in self.layout.stages[stage].state}
         found = {
-            Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names),
+            Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)
+            + sum(self._copies(names)),
             Category.WORKSPACES: self._workspaces(own),
         }
         if self.graph.loss is not None:
@@ -259,6 +262,11 @@ class SimulatedPipeline:
                 for source in self.graph.inputs
             )
         return found
+
+    def _copies(self, names: Collection[str]) -> list[int]:
+        """Bytes of what micro-batches begin with in place of what a mini-batch changes once."""
+        once = written_once(self.graph) if self.layout.microbatches > 1 else frozenset()
+        return [self.graph.state[name].bytes for name in sorted(once.intersection(names))]
 
     def _workspaces(self, stages: Sequence[int]) -> int:
         """Of the matrix library, which has one for each thread: backwards have their own."""
@@ -278,7 +286,8 @@ class SimulatedPipeline:
 
     def _state_bytes(self, stage: int) -> int:
         """The weights of a stage and what the optimizer remembers of them."""
-        weights = sum(self.graph.state[name].bytes for name in self.layout.stages[stage].state)
+        names = self.layout.stages[stage].state
+        weights = sum(self.graph.state[name].bytes for name in names) + sum(self._copies(names))
         return weights + (self._update([stage]).remembered if self.graph.loss is not None else 0)
 
 

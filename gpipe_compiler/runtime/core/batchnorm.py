@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from .recompute import Copies, WrittenBuffers
+from .written import Copies, WrittenBuffers
 
 Gather = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """The tensors (float64, one dimension) of all replicas, in their order, given this replica's."""

@@ -25,12 +25,12 @@ from .options import ExecutionOptions, refuse_left_out, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
-from .recompute import WrittenBuffers, undone_in_error
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
 from .topology import Topology
 from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
 from .wiring import inputs_for, makers, output_leaves
+from .written import WrittenBuffers, undone_in_error
 
 
 class Execution:

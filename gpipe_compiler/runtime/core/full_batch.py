@@ -1,10 +1,10 @@
 """Joint stages: a mini-batch in micro-batches whose BatchNorm is that of the whole mini-batch.
 
 A stage in which a sample's result depends on the others of its batch, or whose forward writes to
-buffers, cannot work micro-batch by micro-batch and come to what the model makes of the mini-batch.
-With `--batchnorm exact` it is joint: it waits for all micro-batches, runs once on all of them
-together, and gives the results out as micro-batches again; its backward likewise. The stages before
-and after it stay pipelined.
+buffers what samples come to, cannot work micro-batch by micro-batch and come to what the model
+makes of the mini-batch. With `--batchnorm exact` it is joint: it waits for all micro-batches, runs
+once on all of them together, and gives the results out as micro-batches again; its backward
+likewise. The stages before and after it stay pipelined.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ BatchDims = Mapping[str, int | None]
 def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[int]:
     """The stages that are joint in training with exact BatchNorm.
 
-    Those that mix samples or write to buffers. If there are any in a model that draws random
-    numbers, every stage is: a joint stage draws for the mini-batch at once, other stages would for
-    each micro-batch, and the masks would depend on the cut.
+    Those that mix samples, or write to buffers for each micro-batch anew. If there are any in a
+    model that draws random numbers, every stage is: a joint stage draws for the mini-batch at once,
+    other stages would for each micro-batch, and the masks would depend on the cut.
 
     Args:
         replicas: of the pipeline, which share every mini-batch.
@@ -35,7 +35,7 @@ def joint_stages(stages: Sequence[StageSpec], replicas: int = 1) -> frozenset[in
         UsageError: when several replicas have joint stages: none sees the whole mini-batch.
     """
     found = joint_of(
-        [stage.mixes or bool(stage.writes) for stage in stages],
+        [stage.mixes or stage.writes_samples for stage in stages],
         random=any(stage.random_ops or stage.random_in_eval for stage in stages),
     )
     if found and replicas > 1:
@@ -51,7 +51,8 @@ def joint_of(whole: Sequence[bool], *, random: bool) -> frozenset[int]:
     """The stages that are joint.
 
     Args:
-        whole: for every stage, whether it mixes samples or writes to buffers.
+        whole: for every stage, whether it mixes samples, or writes to buffers for each
+            micro-batch anew.
         random: whether any stage draws random numbers.
     """
     if not any(whole):

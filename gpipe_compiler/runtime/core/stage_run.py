@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,10 +17,11 @@ from .loss_weights import terms_of
 from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
 from .random import OverDraws, SeededRandom
-from .recompute import Received, SegmentContext, Segments, WrittenBuffers, unwritten
+from .recompute import Received, SegmentContext, Segments, unwritten
 from .request import RunRequest, StepRequest, Values
 from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
+from .written import WrittenBuffers, WrittenOnce
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class StageRun:
         self._deferred: DeferredStatistics | None = None
         if options.batchnorm is BatchNorm.DEFERRED:
             self._deferred = DeferredStatistics(module, stage.spec.renamed)
+        self._once = stage.spec.once if request.microbatches > 1 else ()
         trains = any(parameter.requires_grad for parameter in module.parameters())
         gradients = trains or any(need.gradient for need in stage.needs)
         self._recomputes = gradients and options.remat[stage.index] is Remat.FULL
@@ -106,7 +108,11 @@ class StageRun:
 
     @cached_property
     def _written(self) -> WrittenBuffers:
-        return WrittenBuffers(self._module, self._stage.spec.writes)
+        return WrittenBuffers(self._module, self._stage.spec.writes, self._once)
+
+    @cached_property
+    def _written_once(self) -> WrittenOnce:
+        return WrittenOnce(self._module, self._once)
 
     def forward(
         self, microbatch: int, received: Sequence[torch.Tensor], *, waits: bool
@@ -117,6 +123,7 @@ class StageRun:
             received: a tensor for each of the stage's needs.
             waits: whether another micro-batch comes before its backward (`schedule.waiting`).
         """
+        self._written_once.begin()
         if not self._training:
             return self._compute(microbatch, received, again=False)
         if waits and self._recomputes:
@@ -126,7 +133,7 @@ class StageRun:
         else:
             # Where the backward is split, its second part may wait though its first one does not.
             apart = waits or self._stage.split
-            with self._written.apart() if apart else contextlib.nullcontext():
+            with self._apart() if apart else contextlib.nullcontext():
                 found = self._compute(microbatch, received, again=False)
             self._kept[microbatch] = self._graph(found)
         outputs = {name: output.detach() for name, output in found.outputs.items()}
@@ -138,7 +145,9 @@ class StageRun:
         kept = self._kept.pop(microbatch)
         if isinstance(kept, BackwardGraph):
             return kept
-        with self._written.replaced(kept.state):
+        self._written_once.begin()
+        apart = self._written_once.apart() if self._stage.split else contextlib.nullcontext()
+        with self._written.replaced(kept.state), apart:
             return self._graph(self._compute(microbatch, kept.arguments, again=True))
 
     def backward(
@@ -166,6 +175,11 @@ class StageRun:
     def weight(self, microbatch: int) -> None:
         """The second part of a backward that is split. Once only."""
         self._weights.pop(microbatch).run()
+
+    @contextlib.contextmanager
+    def _apart(self) -> Iterator[None]:
+        with self._written.apart(), self._written_once.apart():
+            yield
 
     def _graph(self, found: Computed) -> BackwardGraph:
         roots = {

@@ -22,6 +22,7 @@ from ..core.random import SeededRandom, seed_in_eval
 from ..core.request import Values
 from ..core.weights import Weights, build_stage
 from ..core.wiring import inputs_for, most_work, output_leaves
+from ..core.written import WrittenOnce
 from ..spec import BatchNorm, LossSpec, PipelineSpec, Precision
 from .comparison import ComparedKind, Tensors, flat_tensors
 
@@ -86,8 +87,18 @@ class _Stages:
         """What the stages hand out in eval mode, micro-batch by micro-batch."""
         for module in self.modules:
             module.eval()
+        once = self._once()
+        found = []
         with torch.no_grad(), kept_buffers(self.modules):
-            return [self._forward(0, part, None, {})[0] for part in parts]
+            for part in parts:
+                for written in once:
+                    written.begin()
+                found.append(self._forward(0, part, None, {})[0])
+        return found
+
+    def _once(self) -> list[WrittenOnce]:
+        pairs = zip(self.modules, self.spec.stages, strict=True)
+        return [WrittenOnce(module, stage.once) for module, stage in pairs if stage.once]
 
     def train(
         self, loss: LossSpec, parts: Sequence[Values], weights: Sequence[Sequence[float]]
@@ -109,7 +120,10 @@ class _Stages:
             }
         scale = LOSS_SCALE if self.options.precision is Precision.FP16 else 1.0
         total = torch.zeros((), device=self.device)
+        once = self._once()
         for microbatch, (part, own) in enumerate(zip(parts, weights, strict=True)):
+            for written in once:
+                written.begin()
             _, terms = self._forward(microbatch, part, loss, deferred)
             weighed = zip(terms, own, strict=True)
             weighted = [term.reshape(()) * weight for term, weight in weighed if weight]

@@ -145,9 +145,10 @@ def test_which_stages_are_joint():
     """Those that mix or write; all of them as soon as something is random; none by themselves."""
     plain, mixing = StageSpec(nn.Identity, (), ()), StageSpec(nn.Identity, (), (), mixes=True)
     writing = StageSpec(nn.Identity, (), (), writes=("count",))
+    counting = StageSpec(nn.Identity, (), (), writes=("count",), once=("count",))
     random = StageSpec(nn.Identity, (), (), random_ops=(0,))
 
-    assert joint_stages((plain, mixing, plain, writing)) == {1, 3}
+    assert joint_stages((plain, mixing, counting, writing)) == {1, 3}
     assert joint_stages((plain, mixing, random)) == {0, 1, 2}
     assert joint_stages((plain, random)) == frozenset()
     assert joint_stages((plain, random), replicas=2) == frozenset()

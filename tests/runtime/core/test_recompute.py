@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.core.recompute import WrittenBuffers
+from gpipe_compiler.runtime.core.written import WrittenBuffers
 from gpipe_compiler.runtime.errors import StageError
 from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec
 

@@ -1,0 +1,155 @@
+"""State that goes on once a mini-batch: what forward writes to without looking at samples.
+
+Such as a counter of calls, the vectors of a power iteration, a teacher that follows its student.
+Each micro-batch comes to the same there, from the state before the mini-batch, so the runtime lets
+each begin with that, and what they leave behind is what one forward of the mini-batch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.fakes import HostFakes
+from gpipe_compiler.passes.observe import observed
+from gpipe_compiler.passes.op_watch import written_by
+
+_OF_BATCHNORM = "num_batches_tracked"
+"""What `--batchnorm` decides about, with the running statistics."""
+
+
+def written_once(graph: Graph) -> frozenset[str]:
+    """The buffers and frozen parameters that are written without looking at samples.
+
+    Nor at how many there are: it runs at the graph's batch size and at twice that, and what a
+    kernel is given besides tensors has to be the same.
+    """
+    return graph.once("written_once", lambda: _written_once(graph))
+
+
+def sample_writers(graph: Graph) -> Mapping[str, frozenset[str]]:
+    """Op -> the states that each micro-batch makes it write to; ops without any are left out."""
+    once = written_once(graph)
+    writes = effects(graph).state_writes.items()
+    return {op: states - once for op, states in writes if not states <= once}
+
+
+def _written_once(graph: Graph) -> frozenset[str]:
+    writes = effects(graph).state_writes
+    normalising = {
+        name
+        for name, op in observed(graph).ops.items()
+        if name in writes and any("batch_norm" in kernel.name for kernel in op.kernels)
+    }
+    trained = {name for name, state in graph.state.items() if state.requires_grad}
+    found = {
+        name
+        for name in effects(graph).written_states - trained
+        if name.rpartition(".")[2] != _OF_BATCHNORM
+    }.difference(*(writes[op] for op in normalising))
+    for training in (True, False) if graph.loss is not None else (False,):
+        if found:
+            found &= _without_samples(graph, found, training=training)
+    return frozenset(found)
+
+
+def _without_samples(graph: Graph, names: Collection[str], *, training: bool) -> set[str]:
+    """Those of some states that are not written, or without looking at samples, in one mode."""
+    try:
+        once, twice = (_Kernels.of(graph, size, training) for size in (1, 2))
+    except ModelError:  # which the graph raises at other sizes
+        return set()
+    if len(once.runs) != len(twice.runs):
+        return set()
+    sized = [one.given != other.given for one, other in zip(once.runs, twice.runs, strict=True)]
+    written = effects(graph).written_states
+    carried = {once.states[name] for name in written if name not in names}
+    found = set(names)
+    while True:
+        seen = once.inputs | carried
+        for run, differs in zip(once.runs, sized, strict=True):
+            if not seen.isdisjoint(run.read) or (differs and not run.views):
+                seen.update(run.made)
+        again = {name for name in found if once.states[name] in seen}
+        if not again:
+            return found
+        found -= again
+        carried |= {once.states[name] for name in again}
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A kernel that ran, with the storages that it read and that it made or wrote.
+
+    Attributes:
+        given: what it was given besides tensors, and the shapes of these.
+    """
+
+    read: frozenset[int]
+    made: frozenset[int]
+    given: str
+    views: bool
+
+
+class _Kernels:
+    """The kernels of a dry run.
+
+    Attributes:
+        inputs: the storages of what has samples.
+        states: that of each state.
+    """
+
+    def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
+        self.runs: list[_Run] = []
+        self.inputs: set[int] = set()
+        self.states = {name: storage_key(tensor) for name, tensor in states.items()}
+        self._alive: list[torch.UntypedStorage] = []  # for keys to stay their own
+
+    @classmethod
+    def of(cls, graph: Graph, times: int, training: bool) -> _Kernels:
+        """The kernels of a run of so many times the graph's batch."""
+        fakes = HostFakes()
+        run = DryRun.of(graph, training=training, mode=fakes)
+        kernels = cls(run.states)
+        with fakes.watched(kernels._saw):
+            values = run.run(times * graph.batch_size)
+        for source in graph.inputs:
+            if source.batched:
+                kernels.inputs.update(map(storage_key, tensors_in(values[source.name])))
+        return kernels
+
+    def _saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: object
+    ) -> None:
+        results = tensors_in(returned)
+        made = [*results, *tensors_in(written_by(func, args, kwargs))]
+        read = tensors_in((args, kwargs))
+        self._alive.extend(tensor.untyped_storage() for tensor in results)
+        self.runs.append(
+            _Run(
+                frozenset(map(storage_key, read)),
+                frozenset(map(storage_key, made)),
+                repr((func, _described(args), _described(kwargs), _described(results))),
+                bool(func.is_view),
+            )
+        )
+
+
+def _described(item: object) -> object:
+    """The same, with shapes in place of tensors."""
+    match item:
+        case torch.Tensor():
+            return tuple(item.shape)
+        case tuple() | list():
+            return [_described(inner) for inner in item]
+        case Mapping():
+            return {key: _described(inner) for key, inner in item.items()}
+        case _:
+            return item
