@@ -189,6 +189,8 @@ def _pipeline(
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
         "alone": {training: where(rule) for training, rule in graph.alone.items()},
+        "fused": graph.fused,
+        "packs": graph.packs,
         "several": takes_several(graph),
         "group": _group(graph),
         "limits": tuple(sample_limits(graph)),

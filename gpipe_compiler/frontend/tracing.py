@@ -12,6 +12,7 @@ from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceEr
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
+from gpipe_compiler.frontend.fused_layers import fused_layers, packing_encoder
 from gpipe_compiler.frontend.given_values import given_values
 from gpipe_compiler.frontend.host_draws import decided_by_draws
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
@@ -57,7 +58,11 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
     except (TraceError, IllegalGraphError) as error:
         drawn = decided_by_draws(subject) if DECIDES_BY_VALUES in error.problem else None
         raise drawn or _untraceable(error, subject.model) from error
-    return _with_modules(graph, subject.model).replace(given=given_values(subject))
+    return _with_modules(graph, subject.model).replace(
+        given=given_values(subject),
+        fused=fused_layers(graph, subject.model),
+        packs=packing_encoder(graph, subject.model),
+    )
 
 
 def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Graph:

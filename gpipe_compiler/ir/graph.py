@@ -31,7 +31,7 @@ _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
-        *("untried_in_pieces", "alone", "left_out", "given"),
+        *("untried_in_pieces", "alone", "left_out", "given", "fused", "packs"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -96,6 +96,10 @@ class Graph:
         untried_in_pieces: the first of those in the graph for which none was tried in pieces.
         alone: by mode (training or not), the rule by which the model computes something else of one
             sample than this graph.
+        fused: by mode, the name and line of a layer that torch computes as one kernel on a CPU:
+            under autocast it gives other numbers than its ops.
+        packs: the same of an encoder that packs what is padded in eval mode without autocast;
+            "" for none.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         given: the values of Python's in the example call.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
@@ -126,6 +130,8 @@ class Graph:
     untried: SampleRule | None = None
     untried_in_pieces: SampleRule | None = None
     alone: Mapping[bool, SampleRule] = field(default_factory=dict)
+    fused: Mapping[bool, str] = field(default_factory=dict)
+    packs: str = ""
     whole_batch: str = ""
     given: tuple[GivenValue, ...] = ()
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -330,6 +330,9 @@ class PipelineSpec:
         limits: of the samples in a mini-batch, where one of any number could not be tried.
         alone: by mode (training or not), the line by which the model computes something else of
             one sample than the stages.
+        fused: by mode, the name and line of a layer that torch computes as one kernel on a CPU:
+            under autocast it gives other numbers than the stages.
+        packs: the same of an encoder that packs what is padded in eval mode without autocast.
         several: whether one sample is not computed as in a larger batch, so that micro-batches have
             two or more.
         group: the samples that no two micro-batches may share.
@@ -361,6 +364,8 @@ class PipelineSpec:
     requires: tuple[Requirement, ...] = ()
     limits: tuple[SampleLimit, ...] = ()
     alone: Mapping[bool, str] = field(default_factory=dict)
+    fused: Mapping[bool, str] = field(default_factory=dict)
+    packs: str = ""
     several: bool = False
     group: SampleGroup = NO_GROUP
     left_out: str = ""

@@ -26,7 +26,7 @@ from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.inputs import even_sizes
-from gpipe_compiler.runtime.core.precision import autocast
+from gpipe_compiler.runtime.core.precision import autocast, layers_by_ops
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, flat_tensors
 from gpipe_compiler.runtime.train.plain_stages import LOSS_SCALE
@@ -211,11 +211,17 @@ def evaluate(
     """
     begin = _beginning(entry.model, once)
     found = []
-    with state_restored(entry.model):
+    with state_restored(entry.model), _as_planned(precision):
         for call in calls:
             begin()
             found.append(_evaluated(entry, call, precision))
     return found
+
+
+def _as_planned(precision: Precision) -> contextlib.AbstractContextManager[None]:
+    """Under autocast the model computes as on the devices of a plan: torch's kernels of encoder
+    layers are those of a CPU alone."""
+    return contextlib.nullcontext() if precision is Precision.FP32 else layers_by_ops()
 
 
 def _beginning(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
@@ -273,6 +279,7 @@ def train_step(
             around.enter_context(call.around)
             around.enter_context(statistics.microbatch() if deferred else contextlib.nullcontext())
             around.enter_context(autocast(precision, device_of(entry.model)))
+            around.enter_context(_as_planned(precision))
             returned = entry(*call.inputs)[0]
         pairs = zip(terms or (returned,), call.shares, strict=True)
         weighted = [term.reshape(()) * share for term, share in pairs if share]

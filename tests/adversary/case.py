@@ -83,6 +83,8 @@ class Case:
             are compared with each other, and only eval mode against the model.
         rounding: whether gradients may differ by what the model's own rounding moves them, for
             models whose conditioning is not the case's to choose.
+        by_ops: whether the judge has PyTorch compute encoder layers by their ops, and not as one
+            kernel.
         hooks: what else the file offers, such as `loss_function`.
         expect: None for exact.
         quick: whether `make test` runs it.
@@ -104,6 +106,7 @@ class Case:
     as_evaluated: bool = False
     random: bool = False
     rounding: bool = False
+    by_ops: bool = False
     hooks: Mapping[str, object] = field(default_factory=dict)
     expect: Refused | RefusedAtStep | None = None
     quick: bool = False

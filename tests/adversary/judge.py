@@ -456,6 +456,7 @@ def _numbered(items: list[torch.Tensor | None]) -> dict[str, torch.Tensor | None
 def judge(case: Any, package: Any, reference: str) -> Verdict:
     """Everything that a case asks for."""
     verdict = Verdict()
+    torch.backends.mha.set_fastpath_enabled(not case.by_ops)
     for arguments in case.ways():
         manner = ", ".join(f"{k}={v}" for k, v in arguments.items()) or "as compiled"
         with package.Pipeline(**arguments) as pipe:

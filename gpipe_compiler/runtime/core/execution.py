@@ -21,7 +21,7 @@ from .input_gradients import give_back, wanted_of
 from .inputs import BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
-from .options import ExecutionOptions, refuse_left_out, refuse_parts
+from .options import ExecutionOptions, refuse_fused, refuse_left_out, refuse_parts
 from .outputs import as_returned, join, rebuild
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
@@ -59,7 +59,7 @@ class Execution:
         self._spec = spec
         self._topology = topology
         self._stages = stages
-        self._precision = options.precision
+        self._options = options
         self._programs = programs
         self._weigher = weigher
         self._reducer = reducer
@@ -104,6 +104,10 @@ class Execution:
         written = self._written if args.training else ()
         with self._in_step(), undone_in_error(written):
             return self._run(args)
+
+    def refuse_fused(self, *, training: bool) -> None:
+        """As that of the options."""
+        refuse_fused(self._spec, self._options, self._topology.devices, training=training)
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -229,6 +233,7 @@ class Execution:
                 may_be_empty=replicas > 1,
             )
             refuse_parts(self._spec, len(bound.samples))
+            self.refuse_fused(training=training)
             refuse_alone(self._spec.name, self._spec.alone.get(training, ""), bound.samples)
             together = max if bound.listed else sum
             samples, parts = together(bound.samples or (0,)), len(bound.samples)
@@ -279,7 +284,7 @@ class Execution:
             for inbox in inboxes:
                 inbox.put(None)
 
-        with run_of_devices(self._precision):
+        with run_of_devices(self._options.precision):
             results = self._workers.run(tasks, abort)
         if self._topology.replicas > 1:
             share_buffers(self._topology.peers, written(self._spec, self._stages.modules))
@@ -311,7 +316,7 @@ class Execution:
         if training not in self._dtypes:
             kind = self._topology.world.device.type
             self._dtypes[training] = crossing_dtypes(
-                self._spec, self._precision, kind, training=training
+                self._spec, self._options.precision, kind, training=training
             )
         return self._dtypes[training]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
+
+import torch
 
 from ..errors import UsageError
 from ..spec import BatchNorm, PipelineSpec, Precision, Remat
@@ -100,6 +103,37 @@ def refuse_parts(spec: PipelineSpec, parts: int) -> None:
             f"{spec.name} takes a mini-batch in one piece, not in {parts}: {spec.whole_batch}",
             hint="run it with microbatches=1 (--microbatches 1) and data_parallel=1, or accept at "
             "compile time with --per-microbatch that every micro-batch is taken by itself",
+        )
+
+
+def refuse_fused(
+    spec: PipelineSpec,
+    options: ExecutionOptions,
+    devices: Iterable[torch.device],
+    *,
+    training: bool,
+) -> None:
+    """Makes sure that plain PyTorch in this process has the numbers of the stages under autocast.
+
+    Raises:
+        UsageError: naming the line of an encoder that it computes otherwise.
+    """
+    if options.precision is Precision.FP32:
+        return
+    if spec.packs and not training:
+        raise UsageError(
+            "in fp32 PyTorch packs what is padded, as these stages do, and under autocast it does "
+            f"not, or fails: {spec.packs}",
+            hint="make the encoder with enable_nested_tensor=False; or evaluate in fp32",
+        )
+    line = spec.fused.get(training, "")
+    on_cpu = any(device.type == "cpu" for device in devices)
+    if line and on_cpu and torch.backends.mha.get_fastpath_enabled():
+        raise UsageError(
+            "under autocast on a CPU PyTorch computes an encoder layer as one kernel, which keeps "
+            f"in 16 bits what these stages keep in 32: {line}",
+            hint="call torch.backends.mha.set_fastpath_enabled(False), here or in the model's file "
+            "before it is compiled: PyTorch then computes what the stages do; or use fp32",
         )
 
 

@@ -62,6 +62,17 @@ def autocast(
     return torch.autocast(device.type, dtype)
 
 
+@contextlib.contextmanager
+def layers_by_ops() -> Iterator[None]:
+    """Lets PyTorch compute encoder layers by their ops, as stages do, and not as one kernel."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def no_weight(argument: torch.Tensor, precision: Precision) -> torch.Tensor:
     """A stage's argument that needs a gradient, as autocast is to see it: as no leaf of the graph.
 

@@ -16,6 +16,7 @@ import torch
 from .. import checkpoint
 from ..checkpoint.progress import seed_all
 from ..core.pipeline import Pipeline
+from ..core.precision import layers_by_ops
 from ..core.topology import replicas_by_default
 from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
@@ -60,7 +61,8 @@ def main(
         arguments = parser_for(spec).parse_args(argv)
         command = _Command(spec, directory, weights, hooks, arguments)
         try:
-            return command.reporting(command.run)
+            with layers_by_ops():
+                return command.reporting(command.run)
         except KeyboardInterrupt:
             print("\nstopped", file=sys.stderr)
             return INTERRUPTED

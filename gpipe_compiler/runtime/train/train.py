@@ -90,6 +90,8 @@ class _Training:
         self.hooks = hooks
         self.options = options
         self.signals = signals
+        if hooks.eval_data is not None:
+            pipe.execution.refuse_fused(training=False)  # now, not after the first pass
         self.batches: Batches | None = None
         self._taken: list[Batch] = []
         self._started = 0.0

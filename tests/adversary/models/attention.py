@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, ONE_PIECE_BF16, Case, Refused, RefusedAtStep
+from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -284,9 +284,35 @@ CASES = (
         "encoder_in_bf16",
         lambda: encoder_layers(batch_first=True),
         features,
+        options="--mode infer",
+        manners=FP32_ONLY[:1],
+        expect=RefusedAtStep(
+            lambda: features(8),
+            ("autocast on a CPU", "layers.0"),
+            way_out=("set_fastpath_enabled(False)", "fp32"),
+            arguments={"precision": "bf16"},
+        ),
+    ),
+    Case(
+        "encoder_by_ops_in_bf16",
+        lambda: encoder_layers(batch_first=True),
+        features,
         square,
         features,
-        manners=(ONE_PIECE_BF16,),
+        by_ops=True,
+    ),
+    Case(
+        "packed_in_bf16",
+        lambda: Padded(packing=True),
+        with_padding,
+        options="--mode infer",
+        manners=FP32_ONLY[:1],
+        expect=RefusedAtStep(
+            lambda: with_padding(8),
+            ("packs what is padded", "attention.py"),
+            way_out=("enable_nested_tensor=False",),
+            arguments={"precision": "bf16"},
+        ),
     ),
     Case(
         "sequence_first",
