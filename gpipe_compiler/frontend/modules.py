@@ -82,20 +82,18 @@ def is_plain(module: nn.Module) -> bool:
         return False
     if not cls.__module__.startswith("torch.nn.modules.") or isinstance(module, CONTAINERS):
         return False
-    if "forward" in vars(module) or any(
-        getattr(module, hooks)
-        for hooks in (
-            "_forward_hooks",
-            "_forward_pre_hooks",
-            "_backward_hooks",
-            "_backward_pre_hooks",
-        )
-    ):
+    if "forward" in vars(module) or has_hooks(module):
         return False
     children = dict(module.named_children())
     if isinstance(module, nn.MultiheadAttention):
         return type(children.pop("out_proj", None)).__name__ == "NonDynamicallyQuantizableLinear"
     return not children
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module is more than its forward."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, hooks) for hooks in kinds)
 
 
 def _signature(cls: type[nn.Module]) -> Iterator[inspect.Parameter]:

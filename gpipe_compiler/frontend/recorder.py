@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
+from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import (
     has_tensors,
     is_literal,
@@ -340,8 +341,8 @@ class Recorder(TorchFunctionMode):
         path = self._paths.get(id(module))
         if not path:
             return own(module, *args, **kwargs)
-        # A model may lend a module other parameters than its own, and change its mode.
-        own_state = self._own.get(path) == _identities(module)
+        # A model may lend a module other parameters than its own, change its mode, and hook on it.
+        own_state = self._own.get(path) == _identities(module) and not has_hooks(module)
         if own_state and self._training[path] is module.training and self._takes(args, kwargs):
             return self._leaf(path, own, module, args, kwargs)
         kind = f"{type(module).__module__}.{type(module).__qualname__}"

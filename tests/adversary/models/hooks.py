@@ -200,6 +200,22 @@ class CountingHook(Two):
         return self.last(self.middle(hidden).tanh())
 
 
+class HooksWhileItRuns(Two):
+    """A layer that is called under a hook which this call registers, and again without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        handles = (
+            self.middle.register_forward_hook(lambda m, given, made: made * 0.5),
+            self.middle.register_forward_pre_hook(lambda m, given: (given[0].clamp(-0.5, 0.5),)),
+            self.middle.register_full_backward_pre_hook(lambda m, got: (got[0] * 2,)),
+        )
+        hooked = self.middle(x)
+        for handle in handles:
+            handle.remove()
+        return self.last(hooked + self.middle(x))
+
+
 def with_changed_gradients() -> nn.Module:
     """By hooks of modules, one after another, of tensors that others read too."""
     model = TensorHook()
@@ -433,6 +449,7 @@ CASES = (
     simple("writing", WritingHook, expect=Refused(("writes into the gradient",), ("return",))),
     simple("counting", CountingHook, expect=Refused(("a tensor of the model",), ("return",))),
     simple("of_others", with_gradients_of_others, expect=Refused(("of others",), ("backward",))),
+    simple("registered_while_it_runs", HooksWhileItRuns),
     simple("checkpoint", lambda: Checkpointed(False)),
     simple("checkpoint_reentrant", lambda: Checkpointed(True)),
     simple("checkpoint_sequential", Sequentially),
