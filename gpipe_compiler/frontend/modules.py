@@ -22,6 +22,7 @@ from gpipe_compiler.ir.interpret import construct
 
 _RECURRENT = (nn.RNN, nn.LSTM, nn.GRU)
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_OWN = "gpipe_compiler."
 _BY_KEYWORD = frozenset({"dim", "kernel_size", "mode", "inplace", "size"})
 """Arguments that are written by keyword even where they come first or are required."""
 
@@ -91,9 +92,10 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of a module is more than its forward."""
+    """Whether a call of a module is more than its forward, but for what a trace hangs on it."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, hooks) for hooks in kinds)
+    found = (hook for kind in kinds for hook in getattr(module, kind).values())
+    return any(not str(getattr(hook, "__module__", "")).startswith(_OWN) for hook in found)
 
 
 def _signature(cls: type[nn.Module]) -> Iterator[inspect.Parameter]:
