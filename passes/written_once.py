@@ -29,7 +29,7 @@ def written_once(graph: Graph) -> frozenset[str]:
     """The buffers and frozen parameters that are written without looking at samples.
 
     Nor at how many there are: it runs at the graph's batch size and at twice that, and what a
-    kernel is given besides tensors has to be the same.
+    kernel is given besides tensors has to be the same. None where each micro-batch is a call.
     """
     return graph.once("written_once", lambda: _written_once(graph))
 
@@ -42,6 +42,8 @@ def sample_writers(graph: Graph) -> Mapping[str, frozenset[str]]:
 
 
 def _written_once(graph: Graph) -> frozenset[str]:
+    if graph.one_by_one:
+        return frozenset()
     writes = effects(graph).state_writes
     normalising = {
         name

@@ -102,6 +102,7 @@ class Graph:
             "" for none.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         given: the values of Python's in the example call.
+        one_by_one: whether each micro-batch is accepted as a call of the model by itself.
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
         kept: one for all graphs that are made of one another.
@@ -134,6 +135,7 @@ class Graph:
     packs: str = ""
     whole_batch: str = ""
     given: tuple[GivenValue, ...] = ()
+    one_by_one: bool = False
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
     kept: KeptRuns = field(default_factory=KeptRuns, repr=False)

@@ -75,6 +75,8 @@ class TorchStages:
         if graph.loss is not None:
             over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
             graph = graph.replace(loss=over)
+        if options.per_microbatch:
+            graph = graph.replace(one_by_one=True)
         options, words = _with_optimizer(options, graph, found.subject)
         planner = planner_of(graph, options)
         return cls(options, found, planner, words, launch)
