@@ -119,7 +119,7 @@ class _Stages:
                 for index, (module, stage) in enumerate(pairs)
             }
         scale = LOSS_SCALE if self.options.precision is Precision.FP16 else 1.0
-        total = torch.zeros((), device=self.device)
+        losses: list[torch.Tensor] = []
         once = self._once()
         for microbatch, (part, own) in enumerate(zip(parts, weights, strict=True)):
             for written in once:
@@ -128,10 +128,13 @@ class _Stages:
             weighed = zip(terms, own, strict=True)
             weighted = [term.reshape(()) * weight for term, weight in weighed if weight]
             if weighted:
-                torch.autograd.backward(torch.stack(weighted).sum() * scale)
-                total = total + torch.stack(weighted).sum().detach()
+                whole = torch.stack(weighted).sum()
+                torch.autograd.backward(whole * scale)
+                losses.append(whole.detach())
         for statistics in deferred.values():
             statistics.commit()
+        # Of the type of its terms, as the pipeline gives it.
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
         return {ComparedKind.LOSS: {"loss": total}, **self._state(scale)}
 
     def _state(self, scale: float) -> Tensors:

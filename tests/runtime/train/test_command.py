@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 
 import pytest
 import torch
-from tiny_pipelines import SAMPLES, WIDTH, data_for, norm_spec, skip_spec, tied_spec
+from tiny_pipelines import SAMPLES, WIDTH, Skip3, data_for, norm_spec, skip_spec, tied_spec
 from torch.distributed.run import get_args_parser
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
@@ -184,6 +185,23 @@ def test_check(package, capsys):
     """The pipeline is compared with its own stages in a row."""
     assert main(skip_spec(), package, package / "weights", argv=["check"]) == 0
     assert "gradient" in capsys.readouterr().out
+
+
+class InSixteenBits(Skip3):
+    def loss(self, y, target):
+        return y.square().mean()
+
+
+def test_check_of_a_loss_of_16_bits(package, capsys):
+    """It is held to the rounding of its type: micro-batches are summed up in it."""
+    spec = skip_spec()
+    last = dataclasses.replace(spec.stages[-1], module=InSixteenBits)
+    spec = dataclasses.replace(spec, stages=(*spec.stages[:-1], last))
+
+    # The gradients of what several stages read are summed up in another order.
+    main(spec, package, package / "weights", argv=["check", "--precision", "bf16"])
+
+    assert re.search(r"loss .* 6e-02 +ok", capsys.readouterr().out)
 
 
 def test_nested_inputs_and_no_weights(tmp_path, capsys):
