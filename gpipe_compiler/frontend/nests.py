@@ -74,5 +74,39 @@ def numbered(index: Any) -> Any:
     return index
 
 
+def widened(index: Any) -> tuple[Any, int] | None:
+    """What stands in brackets with a row of one number in place of a tensor that is a number, which
+    torch reads; and the dimension of that row in what is taken. None where there is none, or more.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    numbers = [place for place, item in enumerate(items) if _is_number(item)]
+    if len(numbers) != 1 or any(map(_is_advanced, items)):
+        return None
+    place = numbers[0]
+    if any(item is Ellipsis for item in items[:place]):
+        return None
+    dim = sum(item is None or isinstance(item, slice) for item in items[:place])
+    return (*items[:place], items[place].unsqueeze(0), *items[place + 1 :]), dim
+
+
+def at_number(name: str, index: Any, dim: int, tensor: torch.Tensor, *value: Any) -> Any:
+    """What stands in brackets, of a place that a tensor says: torch would read its number."""
+    if name == "__getitem__":
+        return tensor[index].select(dim, 0)
+    (given,) = value
+    has_row = isinstance(given, torch.Tensor) and given.dim() > 0
+    return tensor.__setitem__(index, given.unsqueeze(dim) if has_row and dim else given)
+
+
+def _is_number(item: object) -> bool:
+    wholes = (torch.int8, torch.int16, torch.int32, torch.int64)
+    return isinstance(item, torch.Tensor) and item.dim() == 0 and item.dtype in wholes
+
+
+def _is_advanced(item: object) -> bool:
+    """Whether something in brackets is more than one place or a stretch of them."""
+    return isinstance(item, list) or (isinstance(item, torch.Tensor) and not _is_number(item))
+
+
 def _is_fake(item: object) -> bool:
     return isinstance(item, FakeTensor)

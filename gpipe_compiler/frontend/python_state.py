@@ -41,7 +41,7 @@ class _Place:
 
 
 PythonState: TypeAlias = Mapping[str, object]
-"""By what it is called: numbers and words, sizes of containers, which tensor."""
+"""By what it is called: numbers, words, sizes of containers, which tensor and its version."""
 
 _FAR = 1_000_003
 """Calls after which a counter is looked at."""
@@ -53,8 +53,7 @@ _MOST_ENTRIES = 1000
 
 
 def python_state(model: nn.Module, loss_fn: object) -> PythonState:
-    """What forward and a loss can read besides tensors at the moment, parameters and buffers
-    apart."""
+    """What forward and a loss can read at the moment, the model's parameters and buffers apart."""
     return {name: _seen(place.value) for name, place in _places(model, loss_fn).items()}
 
 
@@ -63,7 +62,7 @@ def _seen(value: object) -> object:
         return value
     if isinstance(value, list | dict | set | deque):
         return type(value), len(value)
-    return id(value) if isinstance(value, torch.Tensor) else type(value)
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else type(value)
 
 
 def _places(model: nn.Module, loss_fn: object) -> dict[str, _Place]:
@@ -74,6 +73,8 @@ def _places(model: nn.Module, loss_fn: object) -> dict[str, _Place]:
     modules = dict(model.named_modules(prefix="self"))
     if isinstance(loss_fn, nn.Module):
         modules |= loss_fn.named_modules(prefix="loss_fn")
+        for name, buffer in loss_fn.named_buffers(prefix="loss_fn"):
+            found[name] = _Place(buffer, type(loss_fn).forward, lambda _: None)
     for prefix, module in modules.items():
         classes |= dict.fromkeys(type(module).__mro__)
         for name, value in vars(module).items():
@@ -221,8 +222,8 @@ def _remembers(keys: Sequence[str], places: Mapping[str, _Place], forward: objec
         f"another call of the model on the same batch gives another result: {what} decides what "
         "it computes, and a stage has one value of it",
         location=definition(reader),
-        hint="keep it in a buffer (register_buffer) that forward writes in place, or set it "
-        "outside of forward",
+        hint="keep it in a buffer of the model (register_buffer) that forward writes in place, or "
+        "set it outside of forward",
     )
 
 

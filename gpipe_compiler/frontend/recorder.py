@@ -25,11 +25,13 @@ from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_devic
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import (
+    at_number,
     has_tensors,
     is_literal,
     map_tensors,
     numbered,
     tensors_in,
+    widened,
 )
 from gpipe_compiler.frontend.opened import OPENED
 from gpipe_compiler.frontend.position import Position
@@ -165,6 +167,8 @@ class Recorder(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__"):
             with self:  # what is asked of a tensor in brackets is asked of it by itself
                 args = args[0], numbered(args[1]), *args[2:]
+                if (found := widened(args[1])) is not None:
+                    return at_number(name, *found, *args[:1], *args[2:])
         if has_tensors((args[1:], kwargs)):
             args, kwargs = sized(name, args, kwargs)
         if func in OPENED:

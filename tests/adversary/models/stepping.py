@@ -109,6 +109,40 @@ class Decays(nn.Module):
         return self.last(self.first(x).tanh() + x @ self.average)
 
 
+class Scheduled(Two):
+    """A counter says the place in a table, of the middle dimension too, and where to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+        self.register_buffer("table", torch.linspace(0, 2, 40).view(5, 8))
+        self.register_buffer("norms", torch.zeros(2, 4))
+        self.register_buffer("last_ones", torch.zeros(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.norms[1, self.step % 4] = self.middle.weight.detach().norm()
+            self.last_ones[self.step % 4] = self.middle.bias.detach()
+            self.norms[:, self.step % 4] += torch.ones(2)
+            self.step += 1
+        hidden = (
+            self.body(x) * self.table[self.step.clamp(max=4)] + self.last_ones[-1 - self.step % 4]
+        )
+        return self.last(hidden + self.table[:, self.step % 8].sum()) + self.norms.mean()
+
+
+class CountsInTheLoss(nn.Module):
+    """A loss that warms up by its own calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:  # refused: counts_in_the_loss
+        self.step += 1
+        return F.cross_entropy(output, target) * (self.step / 4).clamp(max=1)
+
+
 class Checkpointed(Decays):
     """What reads the average runs again in the backward."""
 
@@ -226,6 +260,15 @@ CASES = (
     simple("decays_in_every_manner", Decays, manners=MANNERS),
     simple("checkpointed", Checkpointed, manners=MANNERS),
     Case("counts_always", CountsAlways, rows, options="--mode infer"),
+    simple("scheduled", Scheduled),
+    Case(
+        "counts_in_the_loss",
+        Two,
+        rows,
+        CountsInTheLoss(),
+        classes,
+        expect=Refused(("loss_fn.step", "forward changes"), ("a buffer of the model",)),
+    ),
     simple("beside_samples", BesideSamples),
     simple(
         "of_samples_seen",
