@@ -375,14 +375,15 @@ class CandidateBuilder:
                 self.cuts[key] = self._opening_less(asked, setting, found)
             found = self.cuts[key]
         if problem.values is not self.problem.values:
-            found = cut(self.problem, setting, hint=found.stage_of, search=False)
+            found = cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
         elif self.again:
-            plain = cut(self.problem, setting, hint=found.stage_of, search=False)
+            plain = cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
             found = dataclasses.replace(plain, lower_bound_s=found.lower_bound_s, proved=False)
         return self._cut_so(found, recompute)
 
     def _opening_less(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
-        return cut_inside(problem, setting, self.facts.modules, best, self.inside, work=self.work)
+        modules, share = self.facts.modules, self.inside
+        return cut_inside(problem, setting, modules, best, share, work=self.work, known=self.known)
 
     def _cut_so(self, found: Cut, recompute: tuple[bool, ...]) -> Candidate:
         pairs = zip(self.problem.nodes, found.stage_of, strict=True)
@@ -391,7 +392,7 @@ class CandidateBuilder:
         widened = with_asked(self.facts, self.problem, table)
         if widened is not self.problem:
             setting = dataclasses.replace(self.setting, recompute=recompute)
-            exact = cut(widened, setting, hint=found.stage_of, search=False)
+            exact = cut(widened, setting, hint=found.stage_of, search=False, known=self.known)
             best = found.proved and exact.fits and exact.objective_s <= found.objective_s
             found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
         optimizer = self.policy.counted_optimizer

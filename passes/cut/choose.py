@@ -18,7 +18,7 @@ from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, slot_orders
-from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.ground import Ground, Known
 from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes, topological_orders
 from gpipe_compiler.passes.cut.problem import CutProblem
@@ -126,7 +126,7 @@ def cut(
     ground = (known or Known()).of(
         problem,
         stages,
-        memory=any(math.isfinite(slot.memory) for slot in setting.slots),
+        memory=setting.limited,
         updates=any(slot.update_s_per_byte or slot.update_latency_s for slot in setting.slots),
     )
     graph = ground.graph
@@ -155,8 +155,8 @@ class _Cutter:
         problem, graph = ground.problem, ground.graph
         self.ground, self.problem, self.graph = ground, problem, graph
         self.setting, self.work = setting, work
-        repeats, held = recomputing(setting)
-        again = np.array([float(count > 0) for count in repeats])
+        timing = ground.known.timing(setting)
+        repeats, held, again = timing.repeats, timing.held, timing.again
         m, shared = setting.microbatches, len(set(setting.placement)) < setting.stages
         line = setting.kind in (None, ScheduleKind.GPIPE) and not shared
         counted = again
@@ -171,7 +171,7 @@ class _Cutter:
         )
         self.simple_s = simple_bound(graph, setting, best)
         self.complete = complete
-        evaluator = CutEvaluator(problem, setting, again)
+        evaluator = CutEvaluator(problem, setting, timing)
         total_s = float(graph.least_s.sum())
         self.solver = Solver(setting, evaluator, device_orders, repeats, total_s, work)
 

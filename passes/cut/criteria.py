@@ -102,7 +102,7 @@ class Rounds(Criterion):
     microbatches: int
     stages: int
     again: Floats
-    beam: int = 10_000
+    beam: int
 
     def initial(self) -> Floats:
         return np.zeros(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,32 +46,51 @@ class CutScore:
         return max(self.excess), value
 
 
-def recomputing(setting: CutSetting) -> tuple[tuple[int, ...], tuple[Load, ...]]:
-    """For every stage, how many micro-batches it computes again; and what every device holds of
-    micro-batches, none where memory does not matter."""
-    asked = setting.recompute or (False,) * setting.stages
-    repeats = [0] * setting.stages
-    for action in recomputed(setting.orders):
-        repeats[action.stage] += asked[action.stage]
-    limited = any(math.isfinite(slot.memory) for slot in setting.slots)
-    again = [stage for stage, asks in enumerate(asked) if asks]
-    return tuple(repeats), loads(setting.orders, again) if limited else ()
+@dataclass(frozen=True)
+class Timing:
+    """What follows from a schedule and from which stages recompute, whatever the stages take.
+
+    Attributes:
+        repeats: for every stage, how many micro-batches it computes again.
+        held: what every device holds of micro-batches; nothing where memory does not matter.
+        steps: seconds of a step from those of its stages.
+    """
+
+    repeats: tuple[int, ...]
+    held: tuple[Load, ...]
+    steps: Steps
+
+    @classmethod
+    def of(cls, setting: CutSetting, steps: Steps | None = None) -> Timing:
+        """That of a setting.
+
+        Args:
+            steps: of its schedule, where they are known.
+        """
+        asked = setting.recompute or (False,) * setting.stages
+        repeats = [0] * setting.stages
+        for action in recomputed(setting.orders) if any(asked) else ():
+            repeats[action.stage] += asked[action.stage]
+        again = [stage for stage, asks in enumerate(asked) if asks]
+        held = loads(setting.orders, again) if setting.limited else ()
+        return cls(tuple(repeats), held, steps or Steps(setting.orders))
+
+    @property
+    def again(self) -> Floats:
+        """For every stage, 1 where it computes anything again, else 0."""
+        return np.array([float(count > 0) for count in self.repeats])
 
 
 class CutEvaluator:
-    """Judges cuts of one problem in one setting.
+    """Judges cuts of one problem in one setting."""
 
-    Args:
-        again: for every stage, 1 where it recomputes anything, else 0.
-    """
-
-    def __init__(self, problem: CutProblem, setting: CutSetting, again: Floats) -> None:
+    def __init__(self, problem: CutProblem, setting: CutSetting, timing: Timing) -> None:
         self.problem = problem
         self.setting = setting
         self.objective = setting.objective
         self.split = setting.splits_backward
-        self.again = again
-        self.steps = Steps(setting.orders)
+        self.again = timing.again
+        self.steps = timing.steps
         nodes = tuple(Seconds(n.forward_s, n.backward_s, n.weight_s) for n in problem.nodes)
         self._kinds = (nodes, *problem.other_kinds)
 

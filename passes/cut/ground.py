@@ -12,9 +12,11 @@ from functools import cached_property
 
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.evaluator import Timing
 from gpipe_compiler.passes.cut.frontier import frontier
 from gpipe_compiler.passes.cut.orders import Places, down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Space
 
 MOST = 500
@@ -37,10 +39,13 @@ class Known:
     Attributes:
         swept: the places that sweeps have found, by the form of the graph and the devices. They
             are good places for other times of the same ops as well.
+        timings: of the settings so far, by what they follow from; of those that differ in what
+            recomputes alone, the steps are the same.
     """
 
     grounds: dict[Hashable, Ground] = field(default_factory=dict)
     swept: dict[Hashable, Collection[int]] = field(default_factory=dict)
+    timings: dict[Hashable, dict[Hashable, Timing]] = field(default_factory=dict)
 
     def of(self, problem: CutProblem, stages: int, *, memory: bool, updates: bool) -> Ground:
         """The ground of a problem.
@@ -58,6 +63,16 @@ class Known:
             found = Ground(checked, contract(checked, stages), stages, self)
             self.grounds[key] = found
         return found
+
+    def timing(self, setting: CutSetting) -> Timing:
+        """That of a setting."""
+        schedule = setting.kind, setting.placement, setting.microbatches
+        alike = self.timings.setdefault(schedule, {})
+        key = setting.recompute, setting.limited
+        if key not in alike:
+            steps = next((timing.steps for timing in alike.values()), None)
+            alike[key] = Timing.of(setting, steps)
+        return alike[key]
 
 
 @dataclass(eq=False)

@@ -13,13 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
-import numpy as np
-
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, slot_orders
-from gpipe_compiler.passes.cut.evaluator import CutEvaluator, recomputing
+from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.ground import Known
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
 from gpipe_compiler.passes.cut.orders import down_sets
@@ -51,6 +49,7 @@ def cut_inside(
     share: float,
     *,
     work: int = WORK,
+    known: Known | None = None,
 ) -> Cut:
     """The cut that opens the fewest modules among those that are good enough; the best of these.
 
@@ -60,10 +59,11 @@ def cut_inside(
     Args:
         best: of all cuts of the problem, in the same setting.
         share: such as 0.03.
+        work, known: as of `cut`.
     """
     if share <= 0 or not opened(modules, best.stage_of):
         return best
-    inside = _Inside(problem, setting, modules, best, share, work // QUICK)
+    inside = _Inside(problem, setting, modules, best, share, work // QUICK, known or Known())
     everything = _all_cuts(inside.problem, setting.stages)
     found = inside.closed() if everything is None else inside.judged(everything)
     if found is best:
@@ -87,25 +87,25 @@ class _Inside:
         best: Cut,
         share: float,
         work: int,
+        known: Known,
     ) -> None:
-        limited = any(math.isfinite(slot.memory) for slot in setting.slots)
         plain = problem.forward_only() if setting.kind is None else problem
-        self.problem = relevant(plain.check(), memory=limited, updates=True)
+        self.problem = relevant(plain.check(), memory=setting.limited, updates=True)
         self.asked, self.setting, self.modules = problem, setting, modules
         self.best, self.work = best, work
         self.limit_s = best.objective_s * (1 + share + CLOSE)
         self.room = max(best.excess_bytes, default=0)
-        self.known, self.left = Known(), TRIES
+        # What has modules whole is not met again: only the timings outlive the search.
+        self.known, self.left = Known(timings=known.timings), TRIES
 
     # --- all cuts ----------------------------------------------------------------------------
 
     def judged(self, cuts: Sequence[tuple[int, ...]]) -> Cut:
         """The best of those that open the least."""
-        repeats, held = recomputing(self.setting)
-        again = np.array([float(count > 0) for count in repeats])
-        evaluator = CutEvaluator(self.problem, self.setting, again)
+        timing = self.known.timing(self.setting)
+        evaluator = CutEvaluator(self.problem, self.setting, timing)
         device_orders = [
-            DeviceOrder.of(self.setting, slots, held, again)
+            DeviceOrder.of(self.setting, slots, timing.held, timing.again)
             for slots in slot_orders(self.setting)[0]
         ]
         by_openness = sorted((openness(self.modules, stage_of), stage_of) for stage_of in cuts)

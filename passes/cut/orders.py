@@ -7,8 +7,10 @@ tells from a given one.
 from __future__ import annotations
 
 import bisect
+import functools
 import heapq
 import itertools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ from gpipe_compiler.cluster import NO_LINK
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
-from gpipe_compiler.passes.cut.space import Integers, bits
+from gpipe_compiler.passes.cut.space import Booleans, Integers, bits
 
 NEAREST = 2
 """Moves out of a down-set, with a little more and a little less work, beside each one into it."""
@@ -223,6 +225,8 @@ class Places:
     graph: Contracted
     rows: tuple[OrderPrefixes, ...]
     _after: list[list[int]]
+    _edges: tuple[Integers, Integers]
+    """The nodes before and after every edge."""
     _units: Integers
     _cost: Integers
     _ends: Integers
@@ -244,10 +248,12 @@ class Places:
         cost = np.rint(np.minimum(np.array(cost_s) * unit, MOST_COST)).astype(np.int64)
         orders = topological_orders(graph)
         rows = tuple(OrderPrefixes.of(graph, order, units, cost) for order in orders)
+        edges = [(source, node) for node, before in enumerate(graph.before) for source in before]
+        sources, targets = np.array(edges, dtype=np.int64).reshape(-1, 2).T
         ends = [[n for n in (v.producer, *v.consumers) if n != GRAPH_INPUT] for v in graph.values]
         first = np.cumsum([0, *map(len, ends)])[:-1]
         flat = np.array(list(itertools.chain.from_iterable(ends)), dtype=np.int64)
-        return cls(graph, rows, graph.after(), units, cost, flat, first)
+        return cls(graph, rows, graph.after(), (sources, targets), units, cost, flat, first)
 
     def everywhere(self, most: int) -> set[int]:
         """This number of all of them, as bit masks."""
@@ -259,8 +265,7 @@ class Places:
         Args:
             share: of all work, how wide the ranges are about those of the masks.
         """
-        work = self._members(masks) @ self._units
-        return self._about(work.tolist(), share, most)
+        return self._about(self._work(masks), share, most)
 
     def beside(self, masks: Sequence[int], most: int) -> set[int]:
         """Down-sets that are one move away from one of these (`_neighbours`), this many.
@@ -272,10 +277,10 @@ class Places:
         for mask in masks:
             near = sorted(self._neighbours(mask))
             if len(near) > each:
-                least = sorted(near, key=lambda other: (mask ^ other).bit_count())
-                chosen = np.argsort(self._merit(near, mask), kind="stable")[: each // 2]
-                near = [near[index] for index in chosen.tolist()]
-                near += least[: each // 2]
+                moved = [mask ^ other for other in near]
+                fewest = sorted(range(len(near)), key=lambda index: moved[index].bit_count())
+                chosen = np.argsort(self._merit(moved, mask), kind="stable")[: each // 2]
+                near = [near[index] for index in (*chosen.tolist(), *fewest[: each // 2])]
             found.update(near)
         return found
 
@@ -286,12 +291,15 @@ class Places:
         either direction there are at most `MOVES`, those of the fewest nodes.
         """
         graph = self.graph
-        outside = ~mask & ((1 << graph.size - graph.last) - 1)
-        into = list(_moves(outside, graph.before, self._after))
-        out = [nodes for nodes, _ in _moves(mask, self._after, graph.before)]
+        inside = bits([mask], graph.size)[0]
+        outside = ~inside
+        outside[graph.size - graph.last :] = False
+        sources, targets = self._edges
+        into = list(_moves(outside, graph.before, self._after, (sources, targets)))
+        back = _moves(inside, self._after, graph.before, (targets, sources))
+        out = [nodes for nodes, _ in back]
         found = {mask ^ nodes for nodes in out}
-        work_out = (self._members(out) @ self._units).tolist()
-        work_in = (self._members([nodes for nodes, _ in into]) @ self._units).tolist()
+        work_out, work_in = self._work(out), self._work([nodes for nodes, _ in into])
         lighter = sorted(zip(work_out, range(len(out)), strict=True))
         for (nodes, needed), work in zip(into, work_in, strict=True):
             grown = mask | nodes
@@ -302,21 +310,43 @@ class Places:
                     found.add(grown ^ out[index])
         return found
 
-    def _merit(self, near: Sequence[int], mask: int) -> Integers:
-        """The less the better, up to what is the same for all."""
-        members = self._members([mask, *near])
-        changed = (members != members[0]).any(axis=0)
-        merit = np.abs((members - members[0]) @ self._units)
-        for index in np.flatnonzero(np.logical_or.reduceat(changed[self._ends], self._first)):
-            value = self.graph.values[index]
-            made = True if value.producer == GRAPH_INPUT else members[:, value.producer] > 0
-            inside = (members[:, list(value.consumers)] > 0).all(axis=1)
-            merit += self._cost[index] * (made & ~inside)
-        return np.asarray(merit[1:])
+    def _work(self, sets: Sequence[int]) -> list[int]:
+        """Of sets of nodes, the computing in each, in shares of `WHOLE`."""
+        nodes, member = _columns(sets)
+        work: list[int] = (member.astype(np.int64) @ self._units[nodes]).tolist()
+        return work
 
-    def _members(self, masks: Sequence[int]) -> Integers:
-        """1 for every node that a down-set holds: shape (down-sets, nodes)."""
-        return bits(masks, self.graph.size).astype(np.int64)
+    def _merit(self, moved: Sequence[int], mask: int) -> Integers:
+        """How much down-sets cross and differ in work: the less the better.
+
+        What is the same for all does not count.
+
+        Args:
+            moved: the nodes that tell each of them from the down-set `mask`.
+        """
+        graph = self.graph
+        nodes, moves = _columns(moved)
+        before = bits([mask], graph.size)[0]
+        merit = np.abs(moves @ np.where(before[nodes], -self._units[nodes], self._units[nodes]))
+        column = np.full(graph.size, -1)
+        column[nodes] = np.arange(len(nodes))
+        crosses = np.logical_or.reduceat(column[self._ends] >= 0, self._first)
+        for index in np.flatnonzero(crosses):
+            value = graph.values[index]
+
+            def member(node: int) -> Booleans:
+                at = column[node]
+                return np.asarray(before[node] ^ moves[:, at] if at >= 0 else before[node])
+
+            made = True if value.producer == GRAPH_INPUT else member(value.producer)
+            users = list(value.consumers)
+            stay = [user for user in users if column[user] < 0]
+            inside = before[stay].all()
+            for user in users:
+                if column[user] >= 0:
+                    inside = inside & member(user)
+            merit += self._cost[index] * (made & ~inside)
+        return np.asarray(merit)
 
     def _about(self, middles: Sequence[float], share: float, most: int) -> set[int]:
         found: set[int] = set()
@@ -330,19 +360,35 @@ class Places:
         return found
 
 
+def _columns(sets: Sequence[int]) -> tuple[Integers, Booleans]:
+    """The nodes that lie in any of these sets; whether each set holds them: (sets, nodes)."""
+    together = functools.reduce(operator.or_, sets, 0)
+    if not together:
+        return np.zeros(0, dtype=np.int64), np.zeros((len(sets), 0), dtype=np.bool_)
+    low = (together & -together).bit_length() - 1
+    member = bits([nodes >> low for nodes in sets], together.bit_length() - low)
+    held = np.flatnonzero(member.any(axis=0))
+    return held + low, member[:, held]
+
+
 def _moves(
-    movable: int, needs: Sequence[Collection[int]], needed: Sequence[Collection[int]]
+    movable: Booleans,
+    needs: Sequence[Collection[int]],
+    needed: Sequence[Collection[int]],
+    edges: tuple[Integers, Integers],
 ) -> Iterator[tuple[int, int]]:
     """Nodes with all of the movable ones that they need, and all that these need, as bit masks.
 
     The `MOVES` smallest sets, the smallest first.
 
     Args:
-        movable: nodes, as a bit mask.
+        movable: which nodes are.
         needs: of every node, those that must move before it; `needed`: the other way round.
+        edges: the same, as the first and the second node of all pairs.
     """
+    first, second = edges
+    missing = np.bincount(second[movable[first]], minlength=len(movable))
     sets: dict[int, tuple[int, int]] = {}
-    missing: dict[int, int] = {}
 
     def ready_with(node: int) -> tuple[int, int, int, int]:
         nodes, needing = 1 << node, 0
@@ -353,19 +399,14 @@ def _moves(
                 needing |= sets[other][1]
         return nodes.bit_count(), node, nodes, needing
 
-    first = (node for node in range(len(needs)) if movable >> node & 1)
-    ready = []
-    for node in first:
-        missing[node] = sum(movable >> other & 1 for other in needs[node])
-        if not missing[node]:
-            ready.append(ready_with(node))
+    ready = [ready_with(node) for node in np.flatnonzero(movable & (missing == 0)).tolist()]
     heapq.heapify(ready)
     while ready and len(sets) < MOVES:
         _, node, nodes, needing = heapq.heappop(ready)
         sets[node] = nodes, needing
         yield nodes, needing
         for other in needed[node]:
-            if other in missing:
+            if movable[other]:
                 missing[other] -= 1
                 if not missing[other]:
                     heapq.heappush(ready, ready_with(other))

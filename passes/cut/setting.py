@@ -122,6 +122,11 @@ class CutSetting:
             raise PlanError(str(error)) from error
 
     @property
+    def limited(self) -> bool:
+        """Whether any device's memory is."""
+        return any(math.isfinite(slot.memory) for slot in self.slots)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the gradients of parameters are made by actions of their own."""
         return self.kind is not None and splits_backward(self.kind)

@@ -39,6 +39,9 @@ SMALL = 16
 GLANCE = 400
 """Labels per stage in a first search for a good cut of 1F1B."""
 
+MOST_ROUNDS, ROUNDS_IN_ALL = 10_000, 500_000
+"""In a second one; and in that of all stages together."""
+
 IMPROVED = 12
 """Orders of devices, the most promising ones, on which a first cut is bettered."""
 
@@ -252,7 +255,8 @@ class Solver:
         if found.all_seen:
             return found.bound_s
         space.limit(self.longest_stage())
-        rounds = Rounds(self._m, stages, again)
+        beam = max(GLANCE, min(MOST_ROUNDS, ROUNDS_IN_ALL // stages))
+        rounds = Rounds(self._m, stages, again, beam)
         return max(found.bound_s, self._search(space, device_order, bounds, rounds).bound_s)
 
     def _prove_longest(self, space: Space, device_order: DeviceOrder, bounds: BoundTables) -> float:

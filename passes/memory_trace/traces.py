@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
-from gpipe_compiler.ir.blocks import Body, calls_in
+from gpipe_compiler.ir.blocks import Body, Turn, calls_in
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import OpForms
@@ -127,7 +128,7 @@ class MemoryTraces:
             loss=loss,
             draws=any(name in self._random_ops for name in ops),
         )
-        return dataclasses.replace(part, calls=calls_of(part))
+        return dataclasses.replace(part, calls=_calls(part, self._call_sizes))
 
     def _form(self, part: GraphPart) -> Hashable:
         """All that the traces of a part depend on: equal for parts that differ in names alone."""
@@ -196,6 +197,10 @@ class MemoryTraces:
         return self.graph.loss is not None and self.graph.values[name].requires_grad
 
     @cached_property
+    def _call_sizes(self) -> Mapping[Turn, int]:
+        return Counter(_turns(self.graph.ops))
+
+    @cached_property
     def _observed(self) -> ObservedRun:
         return observed(self.graph, self.batch_size)
 
@@ -242,27 +247,31 @@ def _range(positions: Sequence[int]) -> range:
 # --- calls of modules -----------------------------------------------------------------------------
 
 
-def calls_of(part: GraphPart) -> tuple[range, ...]:
-    """For every call of a module that is written as one, the positions of its ops."""
+def _calls(part: GraphPart, sizes: Mapping[Turn, int]) -> tuple[range, ...]:
+    """For every call of a module that is written as one, the positions of its ops.
+
+    Args:
+        sizes: of every call of a module, how many ops of the whole graph are in it.
+    """
     graph = part.graph
     if not graph.module_classes:
         return ()
-    here = {op.name for op in part.ops}
-    absent = {
-        (path, op.turn(path))
-        for op in graph.ops
-        if op.name not in here
-        for path in prefixes(op.module)
-    }
+    here = Counter(_turns(part.ops))
+    parted = {call for call, count in here.items() if count < sizes[call]}
     modules = dict.fromkeys(op.call.module for op in part.ops if isinstance(op.call, ModuleCall))
     contents = Contents(graph, tuple(modules), part.states)
     paths = [path for path in graph.module_classes if path in contents.holders]
-    methods = Methods(contents, list(_bodies(part)), paths, absent)
+    methods = Methods(contents, list(_bodies(part)), paths, parted)
     (found,) = find_blocks([methods], shape_values(graph))
     place = {op.name: position for position, op in enumerate(part.ops)}
     calls = (call for parts in found.bodies for call in calls_in(parts))
     places = ([place[op.name] for op in call.ops] for call in calls)
     return tuple(range(ops[0], ops[-1] + 1) for ops in places)
+
+
+def _turns(ops: Iterable[Op]) -> Iterator[Turn]:
+    """The calls of modules around each op."""
+    return ((path, op.turn(path)) for op in ops for path in prefixes(op.module))
 
 
 def _bodies(part: GraphPart) -> Iterator[Body]:
