@@ -18,7 +18,7 @@ from gpipe_compiler.passes.cut.choose import Cut, cut
 from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, slot_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
-from gpipe_compiler.passes.cut.ground import Known
+from gpipe_compiler.passes.cut.ground import Known, most_places
 from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
@@ -33,6 +33,9 @@ MOST_CUTS = 4_000
 
 TRIES = 16
 """Cuts with some modules whole, at most."""
+
+TRIED = 1_600_000
+"""Places to cut, times stages, in all of them that are searched, about; one is in any case."""
 
 QUICK = 20
 """A cut whose modules are mostly whole may compute this many times less than others."""
@@ -96,7 +99,9 @@ class _Inside:
         self.limit_s = best.objective_s * (1 + share + CLOSE)
         self.room = max(best.excess_bytes, default=0)
         # What has modules whole is not met again: only the timings outlive the search.
-        self.known, self.left = Known(timings=known.timings), TRIES
+        self.known = Known(timings=known.timings)
+        self.left = TRIES
+        self.searches = max(1, TRIED // (most_places(setting.stages) * setting.stages))
 
     # --- all cuts ----------------------------------------------------------------------------
 
@@ -154,7 +159,7 @@ class _Inside:
         for depth in sorted({module.depth for module in self.modules}, key=_rank):
             outer = [m for m in self.modules if _rank(m.depth) <= _rank(depth)]
             pending = [[m for m in opened(outer, found.stage_of) if m.depth == depth]]
-            while pending and self.left:
+            while pending and self.left and self.searches:
                 some = pending.pop()
                 left_open = [m for m in opened(outer, found.stage_of) if m not in some]
                 better = self._whole([m for m in outer if m not in left_open]) if some else None
@@ -179,6 +184,7 @@ class _Inside:
             found = cut(problem, self.setting, work=self.work, known=self.known)
         except PlanError:  # fewer parts than stages
             return None
+        self.searches -= 1
         fits = max(found.excess_bytes, default=0) <= self.room
         return found if fits and found.objective_s <= self.limit_s else None
 
