@@ -18,6 +18,7 @@ from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its 
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.passes.fakes import lstm_workspace_bytes
+from tests.helpers.processors import lstm_in_16_bits
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from live_memory import Case, count
@@ -25,10 +26,7 @@ from live_memory import Case, count
 ALLOWED = 0.005
 """The share by which a prediction may be off here."""
 
-DTYPES = [torch.float32]
-"""Those that oneDNN's LSTM computes in on this processor; in others torch has no such kernel."""
-if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    DTYPES.append(torch.bfloat16)
+DTYPES = [torch.float32, *([torch.bfloat16] if lstm_in_16_bits() else [])]
 
 ONEDNN = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch runs LSTMs without oneDNN"
