@@ -96,6 +96,7 @@ def cut(
     prove: bool = False,
     search: bool = True,
     known: Known | None = None,
+    within_s: float = math.inf,
 ) -> Cut:
     """The best cut found into stages that are not empty.
 
@@ -111,11 +112,12 @@ def cut(
         prove: whether to find out how far from the best the cut is, whatever that takes.
         search: whether to look for any cut beside the hint.
         known: what other cuts have found out about the same problems.
+        within_s: what the objective may be; it is looked for where no bound is above that.
 
     Raises:
         UsageError: for no stages or no micro-batches.
-        PlanError: when the problem has fewer parts than stages, is none, or constraints contradict
-            each other.
+        PlanError: when the problem has fewer parts than stages, is none, constraints contradict
+            each other, or all cuts are seen at once to take longer than `within_s`.
     """
     stages, microbatches = setting.stages, setting.microbatches
     if stages < 1 or microbatches < 1:
@@ -137,7 +139,10 @@ def cut(
             f"{len(problem.nodes)} ops can be cut into" + ", pinned and split as is asked" * asked,
             hint=f"ask for at most {graph.parts}" + ", or pin and split less" * asked,
         )
-    return _Cutter(ground, setting, work).best(hint, prove=prove, search=search)
+    cutter = _Cutter(ground, setting, work)
+    if cutter.simple_s > within_s:
+        raise PlanError(f"no cut takes less than {cutter.simple_s} s")
+    return cutter.best(hint, prove=prove, search=search)
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,8 +181,14 @@ class _Inside:
             last_alone=self.asked.last_alone or beside_last,
         )
         try:
-            found = cut(problem, self.setting, work=self.work, known=self.known)
-        except PlanError:  # fewer parts than stages
+            found = cut(
+                problem,
+                self.setting,
+                work=self.work,
+                known=self.known,
+                within_s=self.limit_s,
+            )
+        except PlanError:  # too few parts for the stages, or too large ones
             return None
         self.searches -= 1
         fits = max(found.excess_bytes, default=0) <= self.room
