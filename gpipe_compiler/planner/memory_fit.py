@@ -63,9 +63,9 @@ def choose_exactly(builder: CandidateBuilder) -> Exact:
     if first.candidate.prediction.anywhere_s is None:
         return _chosen(builder, first)[0]
     anywhere = builder.anywhere()
-    start = _exact(anywhere, anywhere.choose(choice))
+    start = _exact(anywhere, anywhere.choose(choice), first)
     best, limits = _chosen(anywhere, start)
-    closed = _exact(builder, _limited(builder, limits).closed(best.candidate, choice))
+    closed = _exact(builder, _limited(builder, limits).closed(best.candidate, choice), first, best)
     best_s = best.candidate.prediction.objective_s
     good = [
         exact
@@ -159,7 +159,11 @@ def remeasured(
     return dataclasses.replace(plan, prediction=prediction)
 
 
-def _exact(builder: CandidateBuilder, candidate: Candidate) -> Exact:
+def _exact(builder: CandidateBuilder, candidate: Candidate, *known: Exact) -> Exact:
+    """A candidate with the memory of its devices, which one of those known may have as well."""
+    for other in known:
+        if other.candidate.runs_as(candidate):
+            return dataclasses.replace(other, candidate=candidate)
     facts, setting = builder.facts_of(candidate), builder.setting
     stages: tuple[Stage, ...] = candidate.stages
     first = builder.cluster.devices[candidate.found.slots[0]]

@@ -39,6 +39,15 @@ class Candidate:
         """Which stages recompute more than the model itself does."""
         return tuple(not stage.written for stage in self.stages)
 
+    def runs_as(self, other: Candidate) -> bool:
+        """Whether the same devices do the same as those of the other."""
+        return (self.stages, self.orders, self.joint, self.found.slots) == (
+            other.stages,
+            other.orders,
+            other.joint,
+            other.found.slots,
+        )
+
     def bounded_by(self, other: Candidate) -> Candidate:
         """The same, of which no more is known than the lower bound of the other."""
         known = dataclasses.replace(
