@@ -9,6 +9,7 @@ from functools import cached_property
 from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
 from gpipe_compiler.passes.effects import Effects, Pair, around_writes, written_memory
+from gpipe_compiler.passes.left_out_types import types_left_open
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
       written: `passes.shapes`);
     - all ops that touch a parameter or buffer that some op writes;
     - an op with the readers of a value that cannot cross a boundary: no tensor, or a tensor that
-      does not split into micro-batches;
+      does not split into micro-batches, or is of another type where layers are left out;
+    - the ops of a layer that may be left out at random: no stage is to wait for what another one
+      does not make, nor to give a gradient to what is not run;
     - an op of one mode with the readers of its values, as a boundary is the same in both modes;
     - the ops that serve only the loss.
 
@@ -80,14 +83,21 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
         last = max(memory.writers, key=order.__getitem__)
         ties.append(Tie(frozenset(memory.bound), last, "it writes in place what they touch"))
         precedence.extend(around_writes(memory))
+    open_types = types_left_open(graph, graph.precision)
     for op in kept:
-        stays = next((name for name in op.outputs if _stays(graph, name)), None)
+        stays = next((n for n in op.outputs if n in open_types or _stays(graph, n)), None)
         if op.mode is not Mode.ALWAYS or stays is not None:
             readers = {
                 reader.name for name in op.outputs for reader in graph.consumers.get(name, ())
             }
             why = f"its result {stays} cannot be sent" if stays else "it runs in one mode alone"
             ties.append(Tie(frozenset({op.name, *readers - set(duplicable)}), op.name, why))
+    layers: dict[str, list[str]] = {}
+    for op in kept:
+        layers.setdefault(op.layer, []).append(op.name)
+    for label in filter(None, layers):
+        names = layers[label]
+        ties.append(Tie(frozenset(names), names[-1], "they are a layer that may be left out"))
     loss_only = [name for name in order if name in graph.loss_only]
     if loss_only:
         ties.append(Tie(frozenset(loss_only), loss_only[-1], "they serve only the loss"))

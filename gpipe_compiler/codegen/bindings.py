@@ -32,10 +32,13 @@ from gpipe_compiler.ir import (
     Mode,
     ModuleCall,
     Op,
+    Ref,
     RegionCall,
     Result,
     ValueKind,
 )
+from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.left_out import may_leave_out
 from gpipe_compiler.ir.ops import result_names
 from gpipe_compiler.runtime.sizes import Dim
 
@@ -153,7 +156,10 @@ class Bindings:
         reader = self.uses.reader.get(value)
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
-        if isinstance(reader.call, RegionCall) or runs_again(op.call) or loop_begun(reader):
+        layer = may_leave_out(reader.call)  # which is called, again or not, where it is not
+        if isinstance(reader.call, RegionCall) or loop_begun(reader):
+            return False
+        if runs_again(op.call) and not layer:
             return False
         if value in self.dels.releases.asked or self.dels.ending(position):
             return False
@@ -165,6 +171,8 @@ class Bindings:
             part = reader is ops[position + 1] and self._is_part(value, reader, position)
             if part and not self._outlived(op, position, value):
                 return True
+        if layer:
+            return reader.call.args[1] == Ref(value) and not self._outlived(op, position, value)
         run = runs[op.name]
         spelled = run.nested and runs[reader.name] is run
         if spelled or not self._ends(value, position, ops):
@@ -222,13 +230,20 @@ class Bindings:
         return any(value in self.uses.count for value in result_names(result))
 
     def _changed(self, op: Op, position: int) -> str | None:
-        """The name for a tensor in another type or shape: its own, if nothing reads it again."""
-        source = cast_by(op.call) or reshaped_by(op.call)
+        """The name for a tensor in another type or shape: its own, if nothing reads it again.
+
+        And for what a layer makes that may be left out: that of what it was given.
+        """
+        layer = may_leave_out(op.call)
+        source = next(value_names(op.call.args[2])) if layer else cast_by(op.call)
+        source = source or reshaped_by(op.call)
         if source is None:
             return None
         variable = self.writer.variables[source].flat
         if not variable.isidentifier() or not isinstance(op.result, str):
             return None
+        if layer:
+            return variable
         held = self.variables.holder(source) == variable  # a region's own are not held here
         if held and self.variables.free(variable, position):
             return variable

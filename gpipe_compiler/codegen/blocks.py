@@ -118,16 +118,16 @@ class StageBlocks:
 
     def with_calls(self, index: int, method: Method) -> Method:
         """A method of the stage with calls of blocks in place of their ops."""
-        ops = self.calls.ops(self.blocks.bodies[index], method.returns, self.file)
+        parts = self.blocks.bodies[index]
+        ops, draws = self.calls.ops(parts, method.returns, self.file), self.calls.draws(parts)
         read = {value for op in ops for value in op.inputs}.union(method.returns)
         given = tuple(item for item in method.given if item.value in read)
-        looped = self._loops.looped(ops, method.returns)
-        return dataclasses.replace(method, ops=looped, given=given)
+        looped = self._loops(draws).looped(ops, method.returns)
+        return dataclasses.replace(method, ops=looped, given=given, draws=draws)
 
-    @property
-    def _loops(self) -> LoopFinder:
+    def _loops(self, draws: Mapping[str, int]) -> LoopFinder:
         functions = self.calls.functions
-        return LoopFinder(self.facts.graph, functions, self.holders, self.peaks.worth)
+        return LoopFinder(self.facts.graph, functions, self.holders, self.peaks.worth, draws)
 
     @property
     def places(self) -> Mapping[str, str]:
@@ -271,8 +271,9 @@ class StageBlocks:
         states = (outer_argument(name) for name in outer_states(self.contents, first))
         root = module_path(first.path)
         local = [self._local(op, root, names) for op in ops]
+        draws = self.calls.draws(first.parts)
         method = Method(
-            self._loops.looped(local, first.outputs),
+            self._loops(draws).looped(local, first.outputs),
             (*(first.inputs[index] for index in passed), *states),
             first.outputs,
             self.facts.multiples,
@@ -282,6 +283,7 @@ class StageBlocks:
                 if value in read
             ),
             {**names_of, **inside},
+            draws,
         )
         return method, passed
 

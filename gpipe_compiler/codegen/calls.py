@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,30 @@ class Calls:
         # Blocks read sizes for themselves: what only they ask for is left out.
         return without_unread(ops, returns, lambda op: makes_only(op, self.facts.templates))
 
+    def draws(self, parts: Sequence[Part]) -> dict[str, int]:
+        """How many random ops those parts run that are of layers that may be left out.
+
+        By the ops that `ops` makes of them.
+        """
+        facts = self.facts
+
+        def count(ops: Iterable[Op]) -> int:
+            drawn = [
+                (facts.randoms.get(op.name, ()), facts.randoms_in_eval.get(op.name, ()))
+                for op in ops
+                if op.layer
+            ]
+            return sum(max(map(len, pair)) for pair in drawn)
+
+        found = {}
+        for number, part in enumerate(parts):
+            if isinstance(part, Op):
+                found[part.name] = count((part,))
+            else:
+                own = part.path if part.path in self.helpers else f"{part.path}({number})"
+                found[own] = count(part.ops)
+        return {own: number for own, number in found.items() if number}
+
     def _without_defaults(self, made: Call) -> Call:
         """A call of a module of torch without the keywords that its `forward` has by default."""
         if not isinstance(made, ModuleCall) or not made.kwargs:
@@ -120,7 +144,8 @@ class Calls:
     ) -> Op:
         result: Result = (outputs[0] if len(outputs) == 1 else outputs) if outputs else None
         line, around = line_of_call(self.facts.graph, block)
-        return Op(f"{block.path}({number})", made, result, line, around, block.mode)
+        own, layer = f"{block.path}({number})", layer_of(block)
+        return Op(own, made, result, line, around, block.mode, layer=layer)
 
     def _arguments(self, block: BlockCall) -> tuple[Ref | StateRef, ...]:
         passed = self.written[id(self.block_of(block))].passed
@@ -142,7 +167,8 @@ class Calls:
             numbers[own] = number if known is None else RawText(known)
         result: Result = call.outputs[0] if len(call.outputs) == 1 else call.outputs
         made = ModuleCall(call.path, arguments, numbers)
-        return Op(call.path, made, result, helper.site, module_path(call.path), call.mode)
+        around, layer = module_path(call.path), layer_of(call)
+        return Op(call.path, made, result, helper.site, around, call.mode, layer=layer)
 
     def block_of(self, call: BlockCall) -> BlockClass:
         return self.blocks.of_path[call.path]
@@ -150,6 +176,12 @@ class Calls:
     def place(self, place: str, root: str) -> str:
         """An expression of the stage in a method of the module at `root`."""
         return "self" + place.removeprefix(self.holders[root].place)
+
+
+def layer_of(call: BlockCall) -> str:
+    """The layer, of those left out at random, that all of a call is part of."""
+    layers = {op.layer for op in call.ops}
+    return layers.pop() if len(layers) == 1 else ""
 
 
 def relative(op: Op, root: str) -> Op:

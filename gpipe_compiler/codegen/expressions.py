@@ -210,6 +210,9 @@ class ExpressionWriter:
         if choice.train is False and choice.evaluation is True:
             return Expression("not self.training", Binding.NOT)
         train, evaluation = self.argument(choice.train), self.argument(choice.evaluation)
+        if choice.evaluation is False and isinstance(choice.train, Ref):
+            both = f"self.training and {train.within(Binding.NOT)}"
+            return Expression(both, Binding.CONDITIONAL)
         if train.flat == evaluation.flat:
             return train
         text = f"{train.within(Binding.NOT)} if self.training else {evaluation.flat}"

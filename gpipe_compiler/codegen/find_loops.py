@@ -55,12 +55,14 @@ class LoopFinder:
         holders: the modules of the stage by their paths.
         worth: the storages that are worth letting go of; those of the last rounds are added that
             stand for others.
+        draws: as in the method.
     """
 
     graph: Graph
     functions: Mapping[str, str]
     holders: Mapping[str, ModuleNode]
     worth: set[int]
+    draws: Mapping[str, int]
 
     def looped(self, ops: Sequence[Op], returns: Collection[str]) -> tuple[Op, ...]:
         """Ops of a method, with loops in place of what repeats."""
@@ -109,6 +111,8 @@ class LoopFinder:
             structure(arguments),
             tuple(map(form_of, leaves(arguments))),
             len(op.outputs),
+            self.draws.get(op.name),
+            bool(op.layer),
         )
 
     def holds(self, path: str) -> bool:

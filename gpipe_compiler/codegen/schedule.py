@@ -27,6 +27,7 @@ from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
+from gpipe_compiler.passes.left_out_types import types_left_open
 from gpipe_compiler.passes.loss_counts import per_sample
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.limits import NO_GROUP
@@ -39,6 +40,7 @@ from gpipe_compiler.runtime.spec import (
     LossSpec,
     LossTerm,
     PipelineSpec,
+    Precision,
     Remat,
     SampleGroup,
     SampleLimit,
@@ -185,7 +187,7 @@ def _pipeline(
         "batchnorm": plan.batchnorm,
         "precision": plan.precision,
         "replicas": plan.replicas,
-        "unlike": graph.unlike,
+        "unlike": {**_open_types(plan, graph), **graph.unlike},
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
         "alone": {training: where(rule) for training, rule in graph.alone.items()},
@@ -260,6 +262,17 @@ def _module(
     records.imports.name(".", file)
     module = RawText(f"{file}.{class_name}")
     return records.record(StageSpec, {"module": module, **values, **tables})
+
+
+def _open_types(plan: Plan, graph: Graph) -> dict[Precision, str]:
+    """The precisions in which stages would be sent another type where layers are left out."""
+    sent = {crossing.value for crossing in plan.crossings}
+    others = (other for other in Precision if other not in (*graph.unlike, plan.precision))
+    return {
+        other: "where it leaves layers out, values of another type are sent"
+        for other in others
+        if not sent.isdisjoint(types_left_open(graph, other))
+    }
 
 
 def _outputs(graph: Graph) -> Argument:

@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from gpipe_compiler.codegen.functions import BINARY
+from gpipe_compiler.codegen.layout import Binding
 from gpipe_compiler.codegen.loops import loop_begun, loop_ended
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.variables import END
 from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref, RegionCall
 from gpipe_compiler.ir.arguments import choices, value_names
+from gpipe_compiler.ir.left_out import may_leave_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,24 @@ class Uses:
         """The position up to which something has to be there that is read at one: all rounds."""
         around = (end for start, end in self.loops if start < position < end)
         return next(around, position)
+
+    @staticmethod
+    def is_condition(op: Op, count: Mapping[str, int], reader: Mapping[str, Op]) -> bool:
+        """Whether an op compares numbers, for a single op to leave out a layer in training.
+
+        Args:
+            count, reader: of values.
+        """
+        value, made = op.result, op.call
+        if op.mode is not Mode.TRAIN or not isinstance(value, str) or count.get(value) != 1:
+            return False
+        compares = isinstance(made, FunctionCall) and BINARY.get(made.function, ("", None))[1]
+        choice = reader[value].call.args[:1]
+        return (
+            compares is Binding.COMPARISON
+            and may_leave_out(reader[value].call)
+            and choice == (ByMode(Ref(value), False),)
+        )
 
     @classmethod
     def of(cls, ops: Sequence[Op], returns: Sequence[str], asked: Collection[str] = ()) -> Uses:
@@ -67,7 +88,8 @@ class Uses:
             count[value] = count.get(value, 0) + 1
             last[value] = END
         for op in reversed(ops):
-            if is_attribute(op.call) and not set(asked).issuperset(op.outputs):
+            written = is_attribute(op.call) or cls.is_condition(op, count, reader)
+            if written and not set(asked).issuperset(op.outputs):
                 for value in op.inputs:
                     last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
         begun = [position for position, op in enumerate(ops) if loop_begun(op)]

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend import padded_encoder
-from gpipe_compiler.frontend.casts import QUESTIONS
+from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import asking_frame, is_users, location
 from gpipe_compiler.frontend.opened import asking
@@ -162,7 +162,8 @@ def _asking(
 ) -> Callable[[torch.Tensor], Any]:
     def ask(tensor: torch.Tensor, unless: torch.Tensor | None = None) -> Any:
         frame = asking_frame(sys._getframe(1), beyond_torch=name == _PACKED)
-        if not is_users(frame.f_code.co_filename) or passing_at(frame) is not None:
+        others = not is_users(frame.f_code.co_filename) or passing_at(frame) is not None
+        if others or is_decision(tensor):
             return own(tensor)
         return answer(own, _Asked(name, tensor, frame, unless))
 

@@ -23,13 +23,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.deciding import QUESTIONS
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.frontend.modules import is_plain
 from gpipe_compiler.frontend.recorder import recording
-
-QUESTIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")
-"""Methods of a tensor that give Python its values; what they come to is no matter of types."""
 
 READS = "gpipe_compiler_reads"
 """Key of node.meta: numbers of the events that read the type of the node's value."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
+from gpipe_compiler.frontend.deciding import deciding
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.modules import turned_into_batchnorm
@@ -102,9 +103,13 @@ class Entry(nn.Module):
         known: what a run of the model has told.
         must: dimensions of inputs that the model may not fix, such as `input_ids.1`.
         sizes: what is noted of sizes while it is traced with some of them free.
+        keeps: as in the subject.
+        left_out, notes: as for `deciding`.
     """
 
     sizes: NotedSizes | None = None
+    notes: Callable[[torch.Tensor], None] | None = None
+    left_out: Collection[int] = ()
 
     def __init__(self, subject: Subject, training: bool, reduces: bool) -> None:
         super().__init__()
@@ -121,7 +126,7 @@ class Entry(nn.Module):
         self.has_loss = subject.training
         self.name = subject.name
         self.signature = signature
-        self.must = subject.free.must
+        self.must, self.keeps = subject.free.must, subject.keeps
         self.states = states
         known: Probe | None = subject.probes.get(training)
         if known is None or (reduces and known.reduction is None):
@@ -160,7 +165,8 @@ class Entry(nn.Module):
         if self.sizes is not None:
             self.sizes.begin(inputs, must=bool(self.must))
         args, kwargs, target = self.signature.rebuild(inputs)
-        output = self.model(*args, **kwargs)
+        with deciding(self.keeps, self.left_out, self.notes):
+            output = self.model(*args, **kwargs)
         if self.sizes is not None:
             settle_numbers(output, self.structure, self._samples_in(inputs))
         leaves = pick(output, self.known.structure)

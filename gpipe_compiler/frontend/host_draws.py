@@ -11,16 +11,15 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import ModelError, SourceLocation, TraceError
+from gpipe_compiler.frontend.both_ways import decided_by_draws
+from gpipe_compiler.frontend.deciding import Decisions
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, location
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.runtime.core.random import may_draw
 
 _TRIES = 24
 """Runs with other numbers, of a model that draws: what it skips may be rare."""
@@ -151,58 +150,27 @@ def _line_of_change(run: Callable[[], object]) -> SourceLocation | None:
     return found[0] if found else location(*last) if last else None
 
 
-_DECIDES = frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("__bool__", "__float__", "__int__", "__index__", "item", "tolist")
-)
-"""Methods by which Python is given the numbers of a tensor."""
+def keeps_layers(subject: Subject) -> tuple[TraceError, bool | None] | None:
+    """Why a model cannot be traced as it is that lets a draw of torch decide what it runs.
 
-
-class _Decisions(TorchFunctionMode):
-    """Notes where Python is given numbers that follow from draws of torch, and from no input.
-
-    Attributes:
-        line: the first.
+    And what Python is to be told for all layers to run: with what more is run; None where a draw
+    gives Python other numbers than those that it decides by. Nothing for any other model.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line: SourceLocation | None = None
-        self._drawn: dict[int, torch.Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one function of torch."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        drawn = all(id(tensor) in self._drawn for tensor in given)
-        if func in _DECIDES and drawn and self.line is None:
-            self.line = calling_line()
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and drawn and (given or may_draw(func)):
-            self._drawn[id(made)] = made
-        return made
-
-
-def decided_by_draws(subject: Subject) -> TraceError | None:
-    """Why a model cannot be traced that lets a draw of torch decide what it runs.
-
-    None for any other.
-    """
-    entry = make_entry(subject, training=True)
-    if not subject.training or entry.states.on_meta:
+    if not subject.training:
         return None
-    entry.model = isolated(entry.model).train()
-    try:
-        with torch.random.fork_rng(), torch.no_grad(), _Decisions() as decisions:
-            entry(*entry.signature.samples(2))
-    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
-        return None
-    if decisions.line is None:
-        return None
-    return TraceError(
-        "the model draws numbers by torch to decide in Python what it runs, as LayerDrop does: a "
-        "stage would hold what one draw led to",
-        location=decisions.line,
-        hint="set the chance to 0 (layerdrop=0.0), or draw for every sample and choose by "
-        "torch.where, as stochastic depth does; for inference alone --mode infer takes the model "
-        "as it is",
-    )
+    ways: dict[bool, Decisions] = {}
+    for keeps in (False, True):
+        entry = make_entry(subject, training=True)
+        entry.model = isolated(entry.model).train()
+        way = ways[keeps] = Decisions(lambda _, keeps=keeps: keeps)  # type: ignore[misc]  # bound at once
+        followed = True
+        try:
+            with torch.random.fork_rng(), torch.no_grad(), way:
+                entry(*entry.signature.samples(2))
+        except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
+            followed = False
+        if way.line is None:
+            return None
+        if way.others is not None or not followed:
+            return decided_by_draws(way.line), None
+    return decided_by_draws(ways[True].line), ways[True].calls > ways[False].calls

@@ -19,7 +19,7 @@ from torch import fx, nn
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.modules import rebuild
-from gpipe_compiler.frontend.position import CHECKPOINT, REGIONS, local_path
+from gpipe_compiler.frontend.position import CHECKPOINT, LAYER, REGIONS, local_path
 from gpipe_compiler.frontend.simplify_graph import simplify_graph
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.ir import (
@@ -184,6 +184,7 @@ class _Lowering:
             module_of(node),
             checkpoint=str(node.meta.get(CHECKPOINT, "")),
             turns=_turns_of(node),
+            layer=str(node.meta.get(LAYER, "")),
             origin=node,
         )
 

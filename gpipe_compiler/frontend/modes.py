@@ -38,6 +38,7 @@ from gpipe_compiler.ir import (
     ops_within,
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.ir.left_out import may_leave_out
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import map_result, with_arguments
 from gpipe_compiler.ir.sizes import in_order
@@ -115,13 +116,31 @@ class _Merging:
     def _one_sided(self, op: Op, mode: Mode) -> Op:
         self.different = True
         if mode is Mode.TRAIN:
-            return dataclasses.replace(op, mode=mode)
+            return self._in_both(op) or dataclasses.replace(op, mode=mode)
         result = self._renamed(op.result)
         name = result if isinstance(result, str) else self._free(op.name)
         call = with_arguments(op.call, self._ours)
         if isinstance(call, RegionCall):
             call = dataclasses.replace(call, body=self._renamed_body(call.body))
         return dataclasses.replace(op, name=name, call=call, result=result, mode=mode)
+
+    def _in_both(self, op: Op) -> Op | None:
+        """What may leave a layer out in training alone, as an op that in eval mode never does.
+
+        So readers of what the layer makes read one value in both modes. None for any other op.
+        """
+        if not may_leave_out(op.call):
+            return None
+        left_out, *read = op.call.args
+        known = {*self._values.values()}
+        if not all(isinstance(value, Ref) and value.name in known for value in read):
+            return None
+        made, _ = value_names(read)
+        for theirs, ours in self._values.items():
+            if ours == made:
+                self._values[theirs] = op.outputs[0]
+        call = dataclasses.replace(op.call, args=(ByMode(left_out, False), *read))
+        return dataclasses.replace(op, call=call)
 
     def _free(self, name: str) -> str:
         """A name for something of eval mode alone."""

@@ -145,6 +145,7 @@ _FUNCTION_NAMES: Mapping[str, str] = {
     "getitem": "item",
     "truediv": "div",
     "floordiv": "floor_div",
+    "unless": "layer_out",
     **{f"i{name}": name for name in ("add", "sub", "mul", "pow", "and", "or", "xor", "mod")},
     "itruediv": "div",
 }

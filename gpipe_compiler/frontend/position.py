@@ -19,6 +19,9 @@ REGIONS = "gpipe_compiler_regions"
 CHECKPOINT = "gpipe_compiler_checkpoint"
 """Key of node.meta: number of the outermost checkpoint that the node was made in."""
 
+LAYER = "gpipe_compiler_layer"
+"""Key of node.meta: number of the layer, of those left out at random, that the node is part of."""
+
 _MODEL = "model"
 
 

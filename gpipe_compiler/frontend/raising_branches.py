@@ -47,6 +47,8 @@ def checks_passed() -> Iterator[None]:
             found = passing(asking_frame(sys._getframe(1)))
         return of_tensor(tensor) if found is None else found
 
+    tensor_is_true.__name__ = of_tensor.__name__  # by which modes know it
+
     def size_is_true(size: torch.SymBool) -> bool:
         frame = sys._getframe(1)
         asks = is_users(frame.f_code.co_filename) and free_unbacked_symbols(size)

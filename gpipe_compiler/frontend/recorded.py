@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -16,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
+from gpipe_compiler.frontend.both_ways import draw_on_host, write_both_ways
 from gpipe_compiler.frontend.branches_taken import (
     answered,
     answers_of,
@@ -102,14 +104,16 @@ def record_mode(
             )
         with ambient(lower_dtype(precision), kind_of(entry)):
             trace = _trace(entry, lower_dtype(precision), free)
+            trace = _both_ways(trace, entry, lower_dtype(precision), free)
             return RecordedMode(trace, entry, only_in(precision))
     trace = _trace(entry, None, free)
     if not trace.watch.looks:
-        return RecordedMode(trace, entry, SAME)
+        return RecordedMode(_both_ways(trace, entry, None, free), entry, SAME)
     found = account(entry, gradients=trace.gradients)
     if found.asked:
         trace = _trace(entry, torch.float32, free)
-    return RecordedMode(trace, entry, found)
+    asked = torch.float32 if found.asked else None
+    return RecordedMode(_both_ways(trace, entry, asked, free), entry, found)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,17 @@ class _Trace:
     free: FreePlaces
     sizes: NotedSizes
     gradients: bool
+
+
+def _both_ways(
+    trace: _Trace, entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces
+) -> _Trace:
+    """The trace, with what happens where layers are left out at random."""
+    if trace.recorder.decisions:
+        write_both_ways(entry, trace.recorder, lambda: _trace(entry, autocast_to, free).recorder)
+    elif entry.keeps is not None:
+        draw_on_host(trace.recorder.graph)
+    return trace
 
 
 def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _Trace:
@@ -322,7 +337,8 @@ def _record(
                 for name, (own, lent) in state.items():
                     recorder.tensors.lend(name, own, lent)
                 recorder.follow({path: m for path, m in entry.named_modules() if path}, leaves)
-                with recorder, watch.watching(), plain_types(entry.modules()):
+                noted = mock.patch.object(entry, "notes", recorder.decides)
+                with recorder, watch.watching(), plain_types(entry.modules()), noted:
                     returned = entry(*inputs)
                 _refuse_new_state(entry)
             recorder.finish(returned)

@@ -86,6 +86,7 @@ class Recorder(TorchFunctionMode):
         event: number of the call that is being made.
         gradients_asked: the first of the user's lines that were told that autograd records.
         guessed: whether something was taken to be so that a run on the example can tell.
+        decisions: the nodes, of no other use, at which Python is told what follows from draws.
     """
 
     def __init__(self, *, gradients: bool = True) -> None:
@@ -101,6 +102,7 @@ class Recorder(TorchFunctionMode):
         self.event: int | None = None
         self.gradients_asked: SourceLocation | None = None
         self.guessed = False
+        self.decisions: list[fx.Node] = []
         self._sizes = SizeNodes(self.graph, self.position)
         self.tensors = TensorNodes(self.graph, self._sizes)
         self._paths: dict[int, str] = {}
@@ -312,6 +314,12 @@ class Recorder(TorchFunctionMode):
         arguments = self.argument(condition), line
         self._create("call_function", require, arguments, {}, None, effect=True)
 
+    def decides(self, condition: torch.Tensor) -> None:
+        """Notes that Python is told what follows from draws."""
+        arguments = (self.argument(condition),)
+        made = self._create("call_function", decided, arguments, {}, None, effect=True)
+        self.decisions.append(made)
+
     def _create(
         self, kind: str, target: Any, args: Any, kwargs: Any, made: Any, effect: bool = False
     ) -> fx.Node:
@@ -394,12 +402,24 @@ class Recorder(TorchFunctionMode):
             self.is_on = before
 
     def finish(self, returned: Any) -> None:
-        """Ends the graph, without what nothing reads and has no effect."""
+        """Ends the graph, without what nothing reads and has no effect.
+
+        Where Python decides by draws, what was recorded stays: another way may read it.
+        """
         self.graph.output(self.argument(returned))
+        if not self.decisions:
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Drops what nothing reads and has no effect."""
         for node in reversed(list(self.graph.nodes)):
             used = node.users or node.op in ("placeholder", "output")
             if not used and not node.meta.get(EFFECT):
                 self.graph.erase_node(node)
+
+
+def decided(_condition: object) -> None:
+    """Marks in a recorded graph where Python decides by a draw."""
 
 
 def _changed_since(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:

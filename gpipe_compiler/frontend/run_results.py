@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.state import copied, isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.ir.left_out import with_all_layers
 from gpipe_compiler.runtime.core.nest import tensors_of
 
 SEED = 20260
@@ -101,6 +102,8 @@ def run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -
         for name, tensor in graph.tensors.items()
     }
     leaves, inputs = inputs_of(entry, batch, double=double)
+    if entry.keeps is not None:
+        graph = with_all_layers(graph)
     interpreter = Interpreter(graph, tensors, entry.training)
     torch.manual_seed(SEED)
     # Graphs name no device: what they create goes where the model is.

@@ -156,6 +156,8 @@ class Subject:
         batch_dims: by the name of an input, its dimension that is the batch, or None where all
             samples share it. What is not in it is found out (`frontend/batch_dims.py`).
         free: the dimensions of inputs that are to stay free, beside the batch.
+        keeps: for a model that leaves layers out at random, what Python is told for a layer to run;
+            all run then in every run of an entry. None where it decides by itself.
         probes: what entries have found out by running the model, by its mode. A changed copy of a
             subject begins with none.
     """
@@ -175,6 +177,7 @@ class Subject:
     initial: Mapping[str, Steps] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     free: Wish = Wish()
+    keeps: bool | None = None
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
 
     def fixed(self) -> Subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +15,7 @@ from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
 from gpipe_compiler.frontend.fused_layers import fused_layers, packing_encoder
 from gpipe_compiler.frontend.given_values import given_values
-from gpipe_compiler.frontend.host_draws import decided_by_draws
+from gpipe_compiler.frontend.host_draws import keeps_layers
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
@@ -56,13 +57,36 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
     try:
         graph = graph or trace_whole(subject, precision)
     except (TraceError, IllegalGraphError) as error:
-        drawn = decided_by_draws(subject) if DECIDES_BY_VALUES in error.problem else None
-        raise drawn or _untraceable(error, subject.model) from error
+        drawn = keeps_layers(subject) if DECIDES_BY_VALUES in error.problem else None
+        if drawn is None:
+            raise _untraceable(error, subject.model) from error
+        graph = _with_both_ways(subject, precision, *drawn)
     return _with_modules(graph, subject.model).replace(
         given=given_values(subject),
         fused=fused_layers(graph, subject.model),
         packs=packing_encoder(graph, subject.model),
     )
+
+
+def _with_both_ways(
+    subject: Subject, precision: Precision, refusal: TraceError, keeps: bool | None
+) -> Graph:
+    """The graph of a model that leaves layers out at random.
+
+    Args:
+        keeps: as `keeps_layers` finds it.
+    """
+    if keeps is None:
+        raise refusal
+    try:
+        graph = trace_whole(dataclasses.replace(subject, keeps=keeps), precision)
+    except (TraceError, IllegalGraphError) as error:
+        if error.problem.startswith(refusal.problem.partition(":")[0]):
+            raise
+        lines = {where and (where.file, where.line) for where in (error.location, refusal.location)}
+        asks = DECIDES_BY_VALUES in error.problem and len(lines) == 1
+        raise refusal if asks else _untraceable(error, subject.model) from error
+    return graph.replace(keeps=keeps)
 
 
 def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Graph:

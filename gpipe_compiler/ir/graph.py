@@ -31,7 +31,7 @@ _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
-        *("untried_in_pieces", "alone", "left_out", "given", "fused", "packs"),
+        *("untried_in_pieces", "alone", "left_out", "given", "fused", "packs", "keeps"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -103,6 +103,7 @@ class Graph:
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         given: the values of Python's in the example call.
         one_by_one: whether each micro-batch is accepted as a call of the model by itself.
+        keeps: what Python is told where it decides by a draw, for a layer to run (`ir.left_out`).
         repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
         kept: one for all graphs that are made of one another.
@@ -136,6 +137,7 @@ class Graph:
     whole_batch: str = ""
     given: tuple[GivenValue, ...] = ()
     one_by_one: bool = False
+    keeps: bool = False
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
     kept: KeptRuns = field(default_factory=KeptRuns, repr=False)

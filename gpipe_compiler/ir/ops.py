@@ -174,6 +174,8 @@ class Op:
             outside.
         turns: of the modules around that are called several times, by path, how many calls came
             before; those that are called once may be absent.
+        layer: that it is part of, of those that are left out at random (`ir.left_out`), numbered as
+            the model decides; "" outside.
         origin: the frontend's own node (a torch.fx.Node), for messages only.
     """
 
@@ -185,6 +187,7 @@ class Op:
     mode: Mode = Mode.ALWAYS
     checkpoint: str = ""
     turns: tuple[tuple[str, int], ...] = ()
+    layer: str = ""
     origin: object = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[type[Op], tuple[object, ...]]:

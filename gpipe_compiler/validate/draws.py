@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gpipe_compiler.frontend.deciding import Decisions
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.dry_run import like_strides
 from gpipe_compiler.passes.random_ops import first_numbers, numbers_of, random_ops, shared_draws
@@ -33,12 +35,16 @@ class Draws:
         numbers: of its random ops, in their order.
         shared: those that draw once for all micro-batches.
         ops: the op of the graph that each of `numbers` belongs to.
+        keeps: as in the graph.
+        layers: how many random ops each layer runs that may be left out, by its number.
     """
 
     seed: int
     numbers: tuple[int, ...]
     shared: frozenset[int]
     ops: tuple[str, ...]
+    keeps: bool = False
+    layers: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph, seed: int, *, training: bool) -> Draws:
@@ -54,10 +60,16 @@ class Draws:
             numbers,
             frozenset(number for number, alike in zip(numbers, shared, strict=True) if alike),
             tuple(name for name in drawing for _ in known[name]),
+            graph.keeps,
+            dict(
+                Counter(
+                    int(op.layer) for op in graph.ops if op.layer for _ in known.get(op.name, ())
+                )
+            ),
         )
 
     def seeded(self, microbatch: int) -> contextlib.AbstractContextManager[object]:
-        """Around one call of the model, on one micro-batch; nothing where it draws nothing."""
+        """Around one call of the graph, on one micro-batch; nothing where it draws nothing."""
         if not self.numbers:  # torch compiles nothing, flex attention neither, inside of a mode
             return contextlib.nullcontext()
         return SeededRandom(self.seed, 0, microbatch, self.numbers, self.shared)
@@ -79,12 +91,47 @@ class ApartError(Exception):
         self.inside = inside
 
 
-class DrawsOfOne(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own base
-    """Around the model's call on one micro-batch: notes what its random ops are called with."""
+class DrawsOfModel(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own base
+    """Around one call of the model.
+
+    Where it leaves a layer out, what that would have drawn is passed over: the graph draws it.
+    """
 
     def __init__(self, draws: Draws, microbatch: int) -> None:
         super().__init__(draws.seed, 0, microbatch, draws.numbers, draws.shared)
+        self.draws = draws
+        self._layers = itertools.count()
+        self._decisions = Decisions(self._decide)
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        if self.draws.layers:
+            self._decisions.__enter__()  # type: ignore[no-untyped-call]  # torch's own
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.draws.layers:
+            self._decisions.__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's own
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]  # torch's own
+
+    def _decide(self, asked: torch.Tensor) -> bool:
+        answer, layer = bool(asked), next(self._layers)
+        if answer is not self.draws.keeps:
+            self.pass_over(self.draws.layers.get(layer, 0))
+        return answer
+
+
+class DrawsOfOne(DrawsOfModel):  # type: ignore[no-untyped-call]  # torch's own base
+    """Around the model's call on one micro-batch: notes what its random ops are called with."""
+
+    def __init__(self, draws: Draws, microbatch: int) -> None:
+        super().__init__(draws, microbatch)
         self.calls: list[_Described] = []
+
+    def pass_over(self, count: int) -> None:
+        """Leaves out this many random ops that come next."""
+        super().pass_over(count)
+        self.calls.extend([(None, ())] * count)
 
     def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Notes the call, and runs it."""
@@ -93,7 +140,7 @@ class DrawsOfOne(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
         return super().draw(number, func, args, kwargs)
 
 
-class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own base
+class DrawsOfAll(DrawsOfModel):  # type: ignore[no-untyped-call]  # torch's own base
     """Around the model's call on the whole mini-batch.
 
     Args:
@@ -114,9 +161,8 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
         *,
         inner: bool,
     ) -> None:
-        super().__init__(draws.seed, 0, 0, draws.numbers, draws.shared)
+        super().__init__(draws, 0)
         self.flattened = False
-        self._draws = draws
         self._calls = calls
         self._sizes = sizes
         self._inner = inner
@@ -196,7 +242,7 @@ class DrawsOfAll(SeededRandom):  # type: ignore[no-untyped-call]  # torch's own 
 
     def _apart(self, reason: str, *, inside: bool = False) -> ApartError:
         position = self.position - 1
-        names = self._draws.ops
+        names = self.draws.ops
         return ApartError(names[position] if position < len(names) else "", reason, inside=inside)
 
 

@@ -15,6 +15,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, may_be_tried
 from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
+from gpipe_compiler.ir.left_out import with_all_layers
 from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.passes.batch_rules import all_rules, counting_in_loss, taken_together
 from gpipe_compiler.passes.selections import takes_by_number
@@ -198,7 +199,8 @@ def values_of(
     given = inputs_of(graph, rows, samples)
     if training:
         given = {name: double(tensor) for name, tensor in given.items()}
-    return Interpreter(graph, states, training=training).run(given, keep=keep)
+    runs = Interpreter(with_all_layers(graph), states, training=training)
+    return runs.run(given, keep=keep)
 
 
 def inputs_of(graph: Graph, rows: Sequence[int], samples: int) -> dict[str, torch.Tensor]:

@@ -36,6 +36,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .left_out import passed_on
+
 _GLOBAL_GENERATOR = threading.Lock()
 """Held while a process-wide generator is reseeded for one op; stages run on several threads."""
 
@@ -157,6 +159,10 @@ class SeededRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         seed, step, _ = self.key
         return mix(seed, step, number) if number in self.shared else mix(*self.key, number)
 
+    def pass_over(self, count: int) -> None:
+        """Leaves out this many random ops that come next."""
+        self.position += count
+
     def again(self, position: int) -> SeededRandom:
         """The same numbers once more, from the random op at `position` on."""
         same = SeededRandom(*self.key, self.numbers, self.shared)
@@ -180,6 +186,9 @@ class OverDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
+        if func is passed_on:
+            self.random.pass_over(*args[1:])
+            return func(args[0], **keywords)
         if not may_draw(func):
             return func(*args, **keywords)
         if func in _DRAW_ONCE and _GLOBAL_GENERATOR.acquire(blocking=False):

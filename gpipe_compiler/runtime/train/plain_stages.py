@@ -18,7 +18,7 @@ from ..core.options import ExecutionOptions
 from ..core.outputs import join, rebuild
 from ..core.pipeline import Pipeline
 from ..core.precision import autocast
-from ..core.random import SeededRandom, seed_in_eval
+from ..core.random import OverDraws, SeededRandom, seed_in_eval
 from ..core.request import Values
 from ..core.weights import Weights, build_stage
 from ..core.wiring import inputs_for, most_work, output_leaves
@@ -180,7 +180,7 @@ class _Stages:
             with contextlib.ExitStack() as around:
                 if index in deferred:
                     around.enter_context(deferred[index].forward(again=False))
-                around.enter_context(random)
+                around.enter_context(OverDraws(random))
                 around.enter_context(autocast(self.options.precision, self.device))
                 returned = module(*(values[name] for name in stage.inputs))
                 single = len(stage.outputs) == 1

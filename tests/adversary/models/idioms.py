@@ -158,10 +158,58 @@ class Dropped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            if self.training and self.draw() < 0.5:  # refused: dropped_by_torch
+            if self.training and self.draw() < 0.5:
                 continue
             x = x + layer(x).tanh()
         return self.head(x)
+
+
+class ShowsDropped(Dropped):
+    """The same, with what every layer has made, or has been left out of, among the outputs."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = [x]
+        for layer in self.layers:
+            dropout_probability = torch.rand([])
+            skip_the_layer = self.training and dropout_probability < 0.5
+            if not skip_the_layer:
+                x = x + layer(x).tanh()
+            seen.append(x)
+        return {"logits": self.head(x), "seen": torch.stack(seen, 1)}
+
+
+class ChangesDropped(nn.Module):
+    """Goes another way where it leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand([]) < 0.5:  # refused: changed_by_torch
+                x = 0.5 * x
+                continue
+            x = x + layer(x).tanh()
+        return self.head(x)
+
+
+def without_dropped(
+    model: nn.Module, inputs: Tensor, output: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """With the layers that have changed something."""
+    seen, x = [inputs], inputs
+    for number, layer in enumerate(model.layers):
+        before, after = output["seen"].detach()[:, number : number + 2].unbind(1)
+        if not torch.equal(before, after):
+            x = x + layer(x).tanh()
+        seen.append(x)
+    return {"logits": model.head(x), "seen": torch.stack(seen, 1)}
+
+
+def of_logits(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output["logits"], target)
 
 
 class Penalises(Two):
@@ -374,11 +422,21 @@ CASES = (
     simple("reentrant_inference", lambda: Checkpointed(True), options="--mode infer"),
     simple("dropped_by_random", lambda: Dropped(by_random), expect=HOST),
     simple("dropped_by_numpy", lambda: Dropped(by_numpy), expect=HOST),
-    simple(
+    Case(
         "dropped_by_torch",
-        lambda: Dropped(by_torch),
+        lambda: ShowsDropped(by_torch),
+        rows,
+        of_logits,
+        classes,
+        replay=without_dropped,
+        manners=FP32_ONLY,
+    ),
+    simple(
+        "changed_by_torch",
+        ChangesDropped,
         expect=Refused(("by torch to decide in Python", "LayerDrop"), ("layerdrop=0.0",)),
     ),
+    simple("dropped_unseen", lambda: Dropped(by_torch), random=True),
     simple("dropped_inference", lambda: Dropped(by_torch), options="--mode infer"),
     simple("never_dropped", lambda: Dropped(lambda: 0.5 + random.random())),
     Case(
