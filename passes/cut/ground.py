@@ -14,7 +14,8 @@ from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import Timing
 from gpipe_compiler.passes.cut.frontier import frontier
-from gpipe_compiler.passes.cut.orders import Places, down_sets
+from gpipe_compiler.passes.cut.orders import down_sets
+from gpipe_compiler.passes.cut.places import Places
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Space

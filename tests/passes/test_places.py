@@ -11,7 +11,8 @@ from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.contract import Contracted, contract
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.evaluator import Timing
-from gpipe_compiler.passes.cut.orders import WHOLE, Places, down_sets
+from gpipe_compiler.passes.cut.orders import down_sets
+from gpipe_compiler.passes.cut.places import WHOLE, Places
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.runtime.spec import ScheduleKind
