@@ -65,13 +65,13 @@ def built(dropout: float) -> Encoder:
     return Encoder(dropout)
 
 
-def compiled(model: Encoder, folder: Path, precision: Precision = Precision.FP32) -> Path:
+def compiled(model: Encoder, folder: Path, microbatches: int = 4, **options: Any) -> Path:
     """A package in two stages of two layers each, which is validated."""
     x, target = batch(0)
     subject = Subject("left_out", model, (x,), target=target, loss_fn=F.cross_entropy)
     asked = Constraints(split_at=("layers.2",))
-    options = CompileOptions(2, 4, precision=precision, constraints=asked)
-    made = compile(subject, options, folder / "left_out")
+    wished = CompileOptions(2, microbatches, constraints=asked, **options)
+    made = compile(subject, wished, folder / "left_out")
     assert made.validation is not None
     assert made.validation.passed
     return folder / "left_out"
@@ -162,7 +162,7 @@ def test_no_stage_is_sent_another_type(tmp_path: Path) -> None:
     with pytest.raises(module.runtime.errors.UsageError, match="values of another type are sent"):
         module.Pipeline(precision="bf16")
     with pytest.raises(GPipeCompilerError, match="cannot be cut apart"):
-        compiled(Narrow(), tmp_path / "bf16", Precision.BF16)
+        compiled(Narrow(), tmp_path / "bf16", precision=Precision.BF16)
 
 
 def steps(package: Path, **manner: str) -> list[dict[str, Tensor | None]]:
@@ -187,6 +187,12 @@ def test_recomputing_changes_no_bit(drops: Path) -> None:
                 assert tensor is other, name
             else:
                 assert torch.equal(tensor, other), name
+
+
+@pytest.mark.parametrize("manner", [{"microbatches": 1}, {"loss_over_batch": True}], ids=str)
+def test_a_mini_batch_in_one_piece(manner: dict[str, Any], tmp_path: Path) -> None:
+    """The model leaves out what its package does, and draws beyond it what its package draws."""
+    compiled(built(0.1), tmp_path, **manner)
 
 
 def test_all_layers_run_in_eval_mode(drops: Path) -> None:

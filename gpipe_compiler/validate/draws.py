@@ -74,6 +74,10 @@ class Draws:
             return contextlib.nullcontext()
         return SeededRandom(self.seed, 0, microbatch, self.numbers, self.shared)
 
+    def of_model(self) -> contextlib.AbstractContextManager[object]:
+        """Around one call of the model, on one micro-batch that is all of the mini-batch."""
+        return DrawsOfModel(self, 0) if self.numbers else contextlib.nullcontext()
+
 
 class ApartError(Exception):
     """What an op draws for a mini-batch is not what its micro-batches draw put together.

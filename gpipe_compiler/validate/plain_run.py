@@ -174,7 +174,7 @@ def all_at_once(
     if not made:
         return ModelCall(batch.whole(), contextlib.nullcontext())
     if len(batch.sizes) == 1:
-        return ModelCall(batch.whole(), DrawsOfOne(draws, 0))
+        return ModelCall(batch.whole(), draws.of_model())
     return ModelCall(batch.whole(), DrawsOfAll(draws, made, batch.sizes, inner=inner))
 
 

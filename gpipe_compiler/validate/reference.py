@@ -219,7 +219,7 @@ class _Work:
         calls = self._calls(entry, draws)
         parts = evaluate(entry, calls, self.plan.precision, self._once)
         # For its shapes, and what has no batch dimension.
-        call = ModelCall(self.batch.whole(), draws.seeded(0))
+        call = ModelCall(self.batch.whole(), draws.of_model())
         (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
         return {ComparedKind.OUTPUT: joined(parts, self.batch.sizes, whole)}, notes
 
@@ -234,7 +234,7 @@ class _Work:
             return self._loop(draws, self.plan.precision), ()
         touchy = mixing_ops(self.graph) | frozenset(sample_writers(self.graph))
         if len(self.batch.sizes) == 1 or (touchy and self.plan.batchnorm is BatchNorm.EXACT):
-            call = ModelCall(self.batch.whole(), draws.seeded(0))
+            call = ModelCall(self.batch.whole(), draws.of_model())
             return train_step(self._entry(training=True), [call], self.plan.precision), ()
         layers = touchy & batchnorm_ops(self.graph, self.subject.model)
         if layers:
