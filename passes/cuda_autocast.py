@@ -48,7 +48,7 @@ _LOWER = frozenset(
         *("linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell"),
         *("gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention"),
         *("scaled_dot_product_attention", "mkldnn_rnn_layer", "_addmm_activation"),
-        *("_native_multi_head_attention",),
+        *("_native_multi_head_attention", "_cudnn_rnn"),
     }
 )
 """Ops that compute in 16 bits, on the host too or by others that do."""

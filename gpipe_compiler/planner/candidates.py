@@ -70,7 +70,7 @@ class CandidateBuilder:
         remats: what stages can do to recompute.
         again: the ops that run again wherever the cuts are, because the model checkpoints them.
         cuts: those made so far, by groups, the stages that recompute, what the slots hold, and
-            that share.
+            that share; `candidates`: what came of them.
         known: what they have found out about the graph.
     """
 
@@ -89,6 +89,7 @@ class CandidateBuilder:
     remats: RematOptions
     again: frozenset[str] = frozenset()
     cuts: dict[Hashable, Cut] = field(default_factory=dict, compare=False)
+    candidates: dict[Hashable, Candidate] = field(default_factory=dict, compare=False)
     known: Known = field(default_factory=Known, compare=False)
 
     @classmethod
@@ -374,12 +375,18 @@ class CandidateBuilder:
             if key not in self.cuts:
                 self.cuts[key] = self._opening_less(asked, setting, found)
             found = self.cuts[key]
+        if key not in self.candidates:
+            self.candidates[key] = self._candidate_of(problem, setting, found)
+        return self.candidates[key]
+
+    def _candidate_of(self, problem: CutProblem, setting: CutSetting, found: Cut) -> Candidate:
+        """The candidate of a cut of a problem, which is that of the graph with more about it."""
         if problem.values is not self.problem.values:
             found = cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
         elif self.again:
             plain = cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
             found = dataclasses.replace(plain, lower_bound_s=found.lower_bound_s, proved=False)
-        return self._cut_so(found, recompute)
+        return self._cut_so(found, setting.recompute)
 
     def _opening_less(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
         modules, share = self.facts.modules, self.inside
