@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
@@ -138,20 +139,11 @@ class _Kernels:
             _Run(
                 frozenset(map(storage_key, read)),
                 frozenset(map(storage_key, made)),
-                repr((func, _described(args), _described(kwargs), _described(results))),
+                repr(tree_map_only(torch.Tensor, _shape, (func, args, kwargs, results))),
                 bool(func.is_view),
             )
         )
 
 
-def _described(item: object) -> object:
-    """The same, with shapes in place of tensors."""
-    match item:
-        case torch.Tensor():
-            return tuple(item.shape)
-        case tuple() | list():
-            return [_described(inner) for inner in item]
-        case Mapping():
-            return {key: _described(inner) for key, inner in item.items()}
-        case _:
-            return item
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
