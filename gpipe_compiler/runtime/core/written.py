@@ -31,9 +31,11 @@ class WrittenBuffers:
     def __init__(
         self, module: nn.Module, names: Sequence[str], apart_from: Sequence[str] = ()
     ) -> None:
-        held = dict(module.named_buffers(remove_duplicate=False))
-        parameters = module.named_parameters(remove_duplicate=False)
-        held |= {name: item for name, item in parameters if not item.requires_grad}
+        held: dict[str, torch.Tensor] = {}
+        if names:  # most stages write nothing, and this is once a step
+            held |= module.named_buffers(remove_duplicate=False)
+            parameters = module.named_parameters(remove_duplicate=False)
+            held |= {name: item for name, item in parameters if not item.requires_grad}
         split = [
             name.rpartition(".")
             for name in held
