@@ -146,56 +146,34 @@ def nest(
         again: the paths of modules whose calls run a second time in the backward.
         apart: calls of such modules that are none of the block, whose ops count likewise.
     """
-    return _Nesting(body, is_block, stage, again, apart).parts(range(len(body.ops)), 0)
+    around = {path: [*filter(is_block, prefixes(path))] for path in {o.module for o in body.ops}}
+    turns = ([(path, op.turn(path)) for path in around[op.module]] for op in body.ops)
+    chains = [[call for call in chain if call not in apart] for chain in turns]
+    last: dict[str, float] = {v: i for i, op in enumerate(body.ops) for v in op.inputs}
+    last.update(dict.fromkeys(body.returns, math.inf))
 
-
-class _Nesting:
-    def __init__(
-        self,
-        body: Body,
-        is_block: Callable[[str], bool],
-        stage: int,
-        again: Collection[str],
-        apart: Collection[Turn],
-    ) -> None:
-        self._ops, self._stage, self._again = body.ops, stage, again
-        around = {
-            path: [*filter(is_block, prefixes(path))] for path in {o.module for o in body.ops}
-        }
-        chains = ([(path, op.turn(path)) for path in around[op.module]] for op in body.ops)
-        self._chains = [[call for call in chain if call not in apart] for chain in chains]
-        self._last: dict[str, float] = {v: i for i, op in enumerate(body.ops) for v in op.inputs}
-        self._last.update(dict.fromkeys(body.returns, math.inf))
-
-    def parts(self, places: Sequence[int], depth: int) -> tuple[Part, ...]:
+    def parts(places: Sequence[int], depth: int) -> tuple[Part, ...]:
         """The parts of a block at this depth."""
-
-        def block(place: int) -> Turn | None:
-            chain = self._chains[place]
-            return chain[depth] if len(chain) > depth else None
-
         found: list[Part] = []
-        for call, group in groupby(places, block):
+        for call, group in groupby(places, lambda place: next(iter(chains[place][depth:]), None)):
             inside = tuple(group)
             if call is not None:
-                found.append(self._call(*call, inside, depth + 1))
+                found.append(called(call, inside, depth + 1))
             else:
-                found.extend(self._ops[place] for place in inside)
+                found.extend(body.ops[place] for place in inside)
         return tuple(found)
 
-    def _call(self, path: str, turn: int, places: Sequence[int], depth: int) -> BlockCall:
-        ops = [self._ops[place] for place in places]
+    def called(call: Turn, places: Sequence[int], depth: int) -> BlockCall:
+        path, turn = call
+        ops = [body.ops[place] for place in places]
         made = dict.fromkeys(value for op in ops for value in op.outputs)
         read = dict.fromkeys(value for op in ops for value in op.inputs)
-        return BlockCall(
-            path,
-            self.parts(places, depth),
-            tuple(value for value in read if value not in made),
-            tuple(value for value in made if self._last.get(value, -1) > places[-1]),
-            self._stage,
-            path in self._again,
-            turn,
-        )
+        inputs = tuple(value for value in read if value not in made)
+        outputs = tuple(value for value in made if last.get(value, -1) > places[-1])
+        inner = parts(places, depth)
+        return BlockCall(path, inner, inputs, outputs, stage, path in again, turn)
+
+    return parts(range(len(body.ops)), 0)
 
 
 def outer_states(contents: Contents, call: BlockCall) -> list[str]:

@@ -200,6 +200,11 @@ class Graph:
                 table.setdefault(name, []).append(op)
         return {name: tuple(ops) for name, ops in table.items()}
 
+    @property
+    def on_meta(self) -> bool:
+        """Whether the model has no numbers."""
+        return any(tensor.is_meta for tensor in self.tensors.values())
+
     @cached_property
     def batched(self) -> frozenset[str]:
         """The values that depend on an input with a batch dimension, be it on its shape alone."""

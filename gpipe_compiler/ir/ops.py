@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -255,6 +255,20 @@ def reading(op: Op, names: Mapping[str, str]) -> Op:
         return op
     call = with_arguments(op.call, lambda argument: renamed(argument, names))
     return dataclasses.replace(op, call=call)
+
+
+def without_unread(
+    ops: Sequence[Op], needed: Iterable[str], droppable: Callable[[Op], bool]
+) -> tuple[Op, ...]:
+    """The ops without those droppable ones of which no result is read, by them or afterwards."""
+    read = set(needed)
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if read.isdisjoint(op.outputs) and droppable(op):
+            continue
+        kept.append(op)
+        read.update(op.inputs)
+    return tuple(reversed(kept))
 
 
 def ops_within(op: Op) -> Iterator[Op]:
