@@ -41,7 +41,7 @@ from gpipe_compiler.passes.positions import (
     some,
 )
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.simplify import without_unread
+from gpipe_compiler.passes.simplify import without_idle
 from gpipe_compiler.runtime.sizes import Shape
 
 _WIDEST_HEAD = 256
@@ -78,7 +78,7 @@ def call_attention_plainly(graph: Graph, kept: Collection[str] = ()) -> Graph:
         return known or _repeats_heads(op) or called(op.call) in ("size", "getattr")
 
     ops = [changed.get(op.name, op) for op in graph.ops]
-    simple = graph.replace(ops=without_unread(graph, ops, is_idle), values={})
+    simple = graph.replace(ops=without_idle(graph, ops, is_idle), values={})
     try:
         return annotate(simple, graph.batch_size, graph.precision)
     except ModelError:  # what follows may need the strides that the other kernel gives

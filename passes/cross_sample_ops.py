@@ -5,12 +5,13 @@ BatchNorm in train mode is one; so are a mean over the batch and a product of al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.ir import Graph, ModuleCall, Op
+from gpipe_compiler.ir import Graph, ModuleCall
+from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.passes.observe import observed
 from gpipe_compiler.passes.op_watch import KernelRun
 
@@ -57,15 +58,11 @@ def made_in_batchnorm(graph: Graph, model: nn.Module, ops: Collection[str]) -> b
 
 def _made_in_layers(graph: Graph, model: nn.Module) -> frozenset[str]:
     layers = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    return frozenset(op.name for op in graph.ops if any(path in layers for path in _paths(op)))
-
-
-def _paths(op: Op) -> Iterator[str]:
-    """The modules that an op is made in, from the inmost one out."""
-    path = op.call.module if isinstance(op.call, ModuleCall) else op.module
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
+    paths = (
+        (op.name, op.call.module if isinstance(op.call, ModuleCall) else op.module)
+        for op in graph.ops
+    )
+    return frozenset(name for name, path in paths if not layers.isdisjoint(prefixes(path)))
 
 
 def _mixes(once: KernelRun, twice: KernelRun) -> bool:

@@ -25,7 +25,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.simplify import without_unread
+from gpipe_compiler.passes.simplify import without_idle
 from gpipe_compiler.passes.strides import VIEWS, takes_any_strides
 
 _SAME_TYPE = VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous", "squeeze"}
@@ -59,7 +59,7 @@ def without_empty_parts(graph: Graph, kept: Collection[str] = ()) -> Graph:
         return op.name not in kept and _is_free(graph, op)
 
     read = [reading(op, names) for op in ops if op]
-    return graph.replace(ops=without_unread(graph, read, is_idle), values={})
+    return graph.replace(ops=without_idle(graph, read, is_idle), values={})
 
 
 def _is_empty(op: Op) -> bool:

@@ -30,7 +30,7 @@ from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.sizes import BATCH, asked
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_functions import loss_options, reduction_option
+from gpipe_compiler.passes.loss_functions import is_of_classes, loss_arguments
 from gpipe_compiler.passes.verbs import MOVES, verb
 from gpipe_compiler.runtime.sizes import sizes_in
 from gpipe_compiler.runtime.spec import Joined
@@ -194,12 +194,12 @@ class _Walk:
     def _reduced(self, op: Op, found: Mapping[str, Way]) -> Way:
         """Rows that become something without a batch dimension."""
         call, name = op.call, verb(op)
-        reduction = reduction_option(self.graph, op)
-        if reduction is not None:
+        options = loss_arguments(self.graph, op)
+        if options is not None:
             # A mean over class numbers is one over those that are not ignored.
-            of_classes = loss_options(self.graph, op) is not None
-            ways = {"mean": Joined.APART if of_classes else Joined.MEAN, "sum": Joined.SUM}
-            return ways.get(reduction, Joined.APART)
+            mean = Joined.APART if is_of_classes(self.graph, op) else Joined.MEAN
+            ways = {"mean": mean, "sum": Joined.SUM}
+            return ways.get(options["reduction"], Joined.APART)
         rows = [item for item in call.args if Unjoined.ROWS is self._argument(item, found)]
         several = name in ("matmul", "mm", "dot")
         if name not in _REDUCTIONS or len(rows) != (2 if several else 1) or rows[0] != call.args[0]:

@@ -332,6 +332,8 @@ def _is_never_negative(graph: Graph, value: Argument) -> bool:
 def _takes_probabilities(graph: Graph, op: Op) -> bool:
     """Whether the targets of a loss are classes, or lie in [0, 1], and no class weighs below 0."""
     given = loss_arguments(graph, op)
+    if given is None:
+        return False
     weights = (given.get("weight"), given.get("pos_weight"))
     targets = given["target"]
     known = graph.values.get(_name(targets))

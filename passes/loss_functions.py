@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -15,24 +14,23 @@ from gpipe_compiler.ir import (
     Argument,
     FunctionCall,
     Graph,
+    MethodCall,
+    Mode,
     ModuleCall,
     Op,
     Reduction,
     Ref,
     StateRef,
 )
+from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import construct
 
 _LINEAR_LOSS = getattr(F, "linear_cross_entropy", None)
 """Cross entropy fused with the head; torch 2.11 does not have it."""
 
-_LOSSES: tuple[object, ...] = (F.cross_entropy, F.nll_loss)
+_LOSSES: tuple[object, ...] = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 if _LINEAR_LOSS is not None:
     _LOSSES += (_LINEAR_LOSS,)
-_LOSS_MODULES: Mapping[type[nn.Module], Callable[..., torch.Tensor]] = {
-    nn.CrossEntropyLoss: F.cross_entropy,
-    nn.NLLLoss: F.nll_loss,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ def mean_over_targets(graph: Graph, op: Op) -> Targets | None:
     Targets that are probabilities of classes all count, whatever they weigh: torch divides by
     their number, which goes with that of the samples.
     """
-    options = loss_options(graph, op)
+    options = loss_arguments(graph, op) if is_of_classes(graph, op) else None
     if options is None or options["reduction"] != "mean":
         return None
     targets = options["target"]
@@ -79,21 +77,38 @@ def reduction_of(graph: Graph, op: Op) -> Reduction | None:
 
     The means of all but those of class numbers divide by what goes with the number of samples.
     """
-    return _REDUCTIONS.get(reduction_option(graph, op))
+    options = loss_arguments(graph, op)
+    return None if options is None else _REDUCTIONS.get(options["reduction"])
 
 
-def reduction_option(graph: Graph, op: Op) -> str | None:
-    """The `reduction` of one of torch's losses; None for any other op."""
+def is_of_classes(graph: Graph, op: Op) -> bool:
+    """Whether an op is a loss of class numbers, or of probabilities of classes."""
+    match op.call:
+        case FunctionCall(function=function):
+            return function in _LOSSES
+        case ModuleCall(module=path):
+            return graph.modules[path].cls in _LOSSES
+    return False
+
+
+def loss_arguments(graph: Graph, op: Op) -> Mapping[str, Any] | None:
+    """The arguments of one of torch's losses by name; None for any other op.
+
+    Of a module, what it was made with is among them, and its weights.
+    """
     match op.call:
         case FunctionCall(function=function, args=args, kwargs=kwargs) if _is_loss(function):
             bound = inspect.signature(function).bind(*args, **kwargs)
             bound.apply_defaults()
-            return _modern(bound.arguments)
-        case ModuleCall(module=path):
+            return {**bound.arguments, "reduction": _modern(bound.arguments)}
+        case ModuleCall(module=path, args=args, kwargs=kwargs):
             spec = graph.modules[path]
             if issubclass(spec.cls, nn.modules.loss._Loss):
                 module: Any = construct(spec)
-                return str(module.reduction)
+                given = inspect.signature(spec.cls.forward).bind(None, *args, **kwargs).arguments
+                own = {"weight": None, "ignore_index": getattr(module, "ignore_index", None)}
+                states = {name: StateRef(state) for name, state in spec.state.items()}
+                return {**own, **given, **states, "reduction": str(module.reduction)}
     return None
 
 
@@ -117,34 +132,88 @@ def _modern(options: Mapping[str, Any]) -> str:
     return str(nn._reduction.legacy_get_string(average, reduce))
 
 
-def loss_arguments(graph: Graph, op: Op) -> Mapping[str, Any]:
-    """The arguments of one of torch's losses by name; of a module, its weights among them."""
-    call = op.call
-    if isinstance(call, FunctionCall):
-        return inspect.signature(call.function).bind(*call.args, **call.kwargs).arguments
-    assert isinstance(call, ModuleCall)
-    spec = graph.modules[call.module]
-    given = inspect.signature(spec.cls.forward).bind(None, *call.args, **call.kwargs).arguments
-    return {**given, **{name: StateRef(state) for name, state in spec.state.items()}}
+# --- the terms of a loss: what they are, and how each goes into it -------------------------------
 
 
-def loss_options(graph: Graph, op: Op) -> Mapping[str, Any] | None:
-    """The arguments of a loss of classes by name; None for any other op."""
-    match op.call:
-        case FunctionCall(function=function, args=args, kwargs=kwargs) if function in _LOSSES:
-            bound = inspect.signature(function).bind(*args, **kwargs)
-            bound.apply_defaults()
-            options = bound.arguments
-        case ModuleCall(module=path, args=args, kwargs=kwargs):
-            spec = graph.modules[path]
-            if spec.cls not in _LOSS_MODULES:
-                return None
-            bound = inspect.signature(_LOSS_MODULES[spec.cls]).bind(*args, **kwargs)
-            bound.apply_defaults()
-            module: Any = construct(spec)
-            weight = StateRef(spec.state["weight"]) if "weight" in spec.state else None
-            own = {"reduction": module.reduction, "ignore_index": module.ignore_index}
-            options = bound.arguments | own | {"weight": weight}
-        case _:
-            return None
-    return {**options, "reduction": _modern(options)}
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A sum over samples, or their mean, divided by a value that depends on the batch.
+
+    Attributes:
+        total: whether it is known to be a sum (True) or a mean (False).
+    """
+
+    op: Op
+    divisor: str
+    total: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantTerm:
+    """What depends on no sample, such as the size of the weights: it counts once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """Anything else.
+
+    Attributes:
+        kind: whether it is known to be a sum over samples, or their mean; None where unknown.
+    """
+
+    op: Op | None
+    kind: Reduction | None
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The mean over what a mask selects.
+
+    Attributes:
+        mask: a value of booleans.
+    """
+
+    op: Op
+    mask: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A term that counts only where something has been counted: `where(n > 0, term, 0)`.
+
+    Attributes:
+        counted: the scalar that has to be above 0; None for what the term itself is a mean over,
+            without which it is no number: `where(term.isfinite(), term, 0)`.
+    """
+
+    op: Op
+    counted: str | None
+    inner: Summand
+
+
+Term = Targets | Division | Selected | Guarded | ConstantTerm | Other
+
+Step = FunctionCall | MethodCall
+LAST = Ref("")
+"""In a step, its operand."""
+
+
+def put(args: Argument, last: Argument) -> Argument:
+    """The arguments of a step that is done to this."""
+    return map_argument(lambda leaf: last if leaf == LAST else leaf, args)
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """A term, and how it goes into the loss.
+
+    Attributes:
+        value: the name of its scalar in the graph, a number, or a tensor of the model's.
+        scale: what the loss does to it besides adding it: what it does to sums of terms.
+        mode: in which it goes into the loss.
+    """
+
+    term: Term
+    value: str | float | StateRef
+    scale: tuple[Step, ...] = ()
+    mode: Mode = Mode.ALWAYS

@@ -36,8 +36,7 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
-from gpipe_compiler.passes.loss_functions import mean_over_targets, reduction_of
-from gpipe_compiler.passes.loss_summands import (
+from gpipe_compiler.passes.loss_functions import (
     LAST,
     ConstantTerm,
     Division,
@@ -46,6 +45,8 @@ from gpipe_compiler.passes.loss_summands import (
     Selected,
     Step,
     Summand,
+    mean_over_targets,
+    reduction_of,
 )
 from gpipe_compiler.passes.selections import mask_of_mean
 from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb

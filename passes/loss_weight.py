@@ -30,8 +30,15 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
-from gpipe_compiler.passes.loss_functions import Targets
-from gpipe_compiler.passes.loss_summands import ConstantTerm, Guarded, Other, Summand, Term, put
+from gpipe_compiler.passes.loss_functions import (
+    ConstantTerm,
+    Guarded,
+    Other,
+    Summand,
+    Targets,
+    Term,
+    put,
+)
 from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.split_loss import TermGroup, with_terms

@@ -16,6 +16,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.attention import call_attention_plainly
+from gpipe_compiler.passes.attention_masks import narrow_masks, simplify_padding_masks
 from gpipe_compiler.passes.counting_regions import without_counting_regions
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import duplicable, shape_values
@@ -24,9 +25,7 @@ from gpipe_compiler.passes.empty_parts import without_empty_parts
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.liveness import liveness
 from gpipe_compiler.passes.loss_weight import weigh_loss
-from gpipe_compiler.passes.narrow_masks import narrow_masks
 from gpipe_compiler.passes.output_terms import weigh_outputs
-from gpipe_compiler.passes.padding_masks import simplify_padding_masks
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.saved_tensors import runs_of, saved_tensors

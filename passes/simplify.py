@@ -38,7 +38,7 @@ from gpipe_compiler.ir import (
     called,
 )
 from gpipe_compiler.ir.arguments import renamed
-from gpipe_compiler.ir.ops import reading
+from gpipe_compiler.ir.ops import reading, without_unread
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import SeenValue, in_the_other_mode
 from gpipe_compiler.passes.positions import Positions
@@ -289,7 +289,7 @@ def _without(graph: Graph, names: Mapping[str, str], positions: Positions | None
 
     memory = {graph.values[name].storage: graph.values[old].storage for name, old in names.items()}
     ops = [reading(op, names) for op in graph.ops if names.keys().isdisjoint(op.outputs)]
-    changed = graph.replace(ops=without_unread(graph, ops, is_idle))
+    changed = graph.replace(ops=without_idle(graph, ops, is_idle))
     kept = {source.name for source in graph.inputs} | changed.producer.keys()
     values = {
         name: dataclasses.replace(value, storage=memory.get(value.storage, value.storage))
@@ -300,22 +300,18 @@ def _without(graph: Graph, names: Mapping[str, str], positions: Positions | None
     return changed.replace(values=values, held=held, repeats=repeats(changed))
 
 
-def without_unread(graph: Graph, ops: Sequence[Op], pure: Callable[[Op], bool]) -> tuple[Op, ...]:
+def without_idle(graph: Graph, ops: Sequence[Op], pure: Callable[[Op], bool]) -> tuple[Op, ...]:
     """These ops without those whose results nobody reads, though somebody did before.
 
     Args:
         graph: as it was before.
         pure: whether an op does nothing but make its results.
     """
-    read = set(graph.ends)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        had_readers = not graph.consumers.keys().isdisjoint(op.outputs)
-        if had_readers and read.isdisjoint(op.outputs) and pure(op):
-            continue
-        kept.append(op)
-        read.update(op.inputs)
-    return tuple(reversed(kept))
+
+    def droppable(op: Op) -> bool:
+        return not graph.consumers.keys().isdisjoint(op.outputs) and pure(op)
+
+    return without_unread(ops, graph.ends, droppable)
 
 
 def only_asks(graph: Graph, op: Op) -> bool:

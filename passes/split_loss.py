@@ -24,8 +24,9 @@ from gpipe_compiler.ir import (
     Value,
 )
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.ops import without_unread
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_summands import Summand, put
+from gpipe_compiler.passes.loss_functions import Summand, put
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +62,18 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     adding = {op.name for op in added}
     summands = [summand for group in groups for summand in group.summands]
     scales = [step.args for summand in summands for step in summand.scale]
-    needed = {summand.value for summand in summands} | {*value_names(tuple(scales))}
-    dropped = _unread(graph, adding)
-    dropped |= _only_for(graph, dropped, frozenset(needed))
-    kept = [op for op in graph.ops if op.name not in dropped]
-    lasting = [op for op in graph.ops if op.name in adding - dropped]
+    needed = {*graph.output_values, *value_names(tuple(scales))}
+    needed.update(s.value for s in summands if isinstance(s.value, str))
+    writers = effects(graph).writes
+
+    def droppable(op: Op) -> bool:
+        """Whether an op may go when nothing reads any more what it makes."""
+        return op.name not in writers and any(name in graph.consumers for name in op.outputs)
+
+    left = without_unread(graph.ops, graph.output_values, lambda op: op.name in adding)
+    kept = without_unread(left, needed, droppable)
+    dropped = {op.name for op in graph.ops}.difference(op.name for op in kept)
+    lasting = [op for op in kept if op.name in adding]
     if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
         return None
     scalars = {s.mode: s.value for s in reversed(summands) if isinstance(s.value, str)}
@@ -93,38 +101,6 @@ def _is_scalar(summand: Summand) -> bool:
     """Whether a term is a scalar from the first step on, and no element of a tensor."""
     elements = (getattr(step, "function", None) is operator.getitem for step in summand.scale)
     return not isinstance(summand.value, StateRef) and not any(elements)
-
-
-def _unread(graph: Graph, names: set[str]) -> set[str]:
-    """Those of the ops whose results nothing reads but they themselves."""
-    found = set(names)
-    while True:
-        read = {value for op in graph.ops if op.name not in found for value in op.inputs}
-        read.update(graph.output_values)
-        more = {name for name in found if not read.isdisjoint(graph.op_of[name].outputs)}
-        if not more:
-            return found
-        found -= more
-
-
-def _only_for(graph: Graph, dropped: set[str], kept: frozenset[str | float | StateRef]) -> set[str]:
-    """The ops whose results nothing reads but those that are dropped.
-
-    Args:
-        kept: values that are needed.
-    """
-    readers: dict[str, set[str]] = {}
-    for op in graph.ops:
-        for value in op.inputs:
-            readers.setdefault(value, set()).add(op.name)
-    needed = kept.union(graph.output_values)
-    writers, found = effects(graph).writes, set(dropped)
-    for op in reversed(graph.ops):
-        readers_of = [readers.get(value, set()) for value in op.outputs]
-        idle = any(readers_of) and all(names <= found for names in readers_of)
-        if idle and needed.isdisjoint(op.outputs) and op.name not in writers:
-            found.add(op.name)
-    return found - dropped
 
 
 def writes(op: Op) -> bool:

@@ -23,7 +23,7 @@ from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.simplify import only_asks, without_unread
+from gpipe_compiler.passes.simplify import only_asks, without_idle
 from gpipe_compiler.runtime.spec import Precision
 
 _MOST_ELEMENTS = 2**24
@@ -266,7 +266,7 @@ def without_unread_stores(graph: Graph, kept: Collection[str] = ()) -> Graph:
         return op.name not in kept and (_is_view(found, op) or only_asks(graph, op))
 
     ops = [op for op in graph.ops if op.name not in dead]
-    return graph.replace(ops=without_unread(graph, ops, is_idle), values={})
+    return graph.replace(ops=without_idle(graph, ops, is_idle), values={})
 
 
 def _only_written(graph: Graph, found: Effects, value: str) -> set[str]:

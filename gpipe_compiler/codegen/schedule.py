@@ -28,7 +28,7 @@ from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.left_out_types import types_left_open
-from gpipe_compiler.passes.loss_counts import per_sample
+from gpipe_compiler.passes.loss_divisors import per_sample
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.limits import NO_GROUP
 from gpipe_compiler.runtime.schedule import Joint

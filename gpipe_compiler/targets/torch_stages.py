@@ -25,7 +25,7 @@ from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
-from gpipe_compiler.passes.written_weights import refuse_written_in_eval, refuse_written_weights
+from gpipe_compiler.passes.written_once import refuse_written_in_eval, refuse_written_weights
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
@@ -86,12 +86,8 @@ class TorchStages:
         return self.found.note
 
     @property
-    def _on_meta(self) -> bool:
-        return on_meta(self.planner.graph)
-
-    @property
     def _example(self) -> Mapping[str, torch.Tensor] | None:
-        return real_example(self.found.subject) if self._on_meta else None
+        return real_example(self.found.subject) if self.planner.graph.on_meta else None
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
         made, frontier = plan_as_asked(self.planner, self.options, progress)
@@ -100,7 +96,7 @@ class TorchStages:
         try:
             refuse_written_in_eval(made.known_graph)
         except ModelError:
-            if self._on_meta or not settles_in_eval(self.found.subject):
+            if self.planner.graph.on_meta or not settles_in_eval(self.found.subject):
                 raise
         if made.microbatches > 1:
             refuse_written_weights(made.known_graph)
@@ -131,7 +127,7 @@ class TorchStages:
     def validate(self, plan: Plan, folder: Path) -> Validation | str:
         subject, options = self.found.subject, self.options
         seed, accepted = options.seed, options.per_microbatch
-        too_large = why_not_materialised(plan) if self._on_meta else ""
+        too_large = why_not_materialised(plan) if self.planner.graph.on_meta else ""
         if not too_large:
             return validate(
                 subject, plan, folder, seed=seed, per_microbatch=accepted, launch=self.launch
@@ -157,16 +153,11 @@ class TorchStages:
         return made
 
     def timed(self, plan: Plan, folder: Path, progress: Progress) -> Plan:
-        timed = self.options.measured and not self._on_meta
+        timed = self.options.measured and not self.planner.graph.on_meta
         return clocked(plan, folder, progress) if timed else plan
 
 
 open_target = TorchStages.open
-
-
-def on_meta(graph: Graph) -> bool:
-    """Whether the model has no numbers to compare."""
-    return any(tensor.is_meta for tensor in graph.tensors.values())
 
 
 def _with_optimizer(

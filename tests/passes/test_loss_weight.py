@@ -261,7 +261,7 @@ def test_the_fused_loss_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     losses = runpy.run_path(loss_functions.__file__)["_LOSSES"]
 
-    assert losses == (F.cross_entropy, F.nll_loss)
+    assert losses == (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
 
 
 def test_a_loss_function_beside_the_model() -> None:

@@ -11,7 +11,7 @@ from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph, called
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.options import LossChoice
-from gpipe_compiler.passes.padding_masks import simplify_padding_masks
+from gpipe_compiler.passes.attention_masks import simplify_padding_masks
 from gpipe_compiler.passes.shapes import annotate
 
 
