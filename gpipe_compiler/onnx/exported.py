@@ -33,7 +33,6 @@ from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.comparison import flat_tensors
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
-from gpipe_compiler.targets.torch_stages import on_meta
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.package import Validation
@@ -80,7 +79,7 @@ class ExportedStages:
             _refuse_other_dims(found)
         batch = FoundBatch(subject) if _other_dims(found) else found
         graph = tracing.trace(batch.subject)
-        if on_meta(graph):
+        if graph.on_meta:
             raise ModelError(
                 "the model is on the meta device, so there are no weights to export",
                 hint="build it on the processor, or compile it with --target torch",

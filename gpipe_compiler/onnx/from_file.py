@@ -20,8 +20,7 @@ from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
-from gpipe_compiler.onnx.passes.cost import onnx_rooflines
-from gpipe_compiler.onnx.passes.measure import onnx_measured
+from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
 from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
 from gpipe_compiler.options import Auto, CompileOptions
 from gpipe_compiler.passes.atoms import atoms

@@ -22,7 +22,7 @@ from gpipe_compiler.onnx.codegen.stages import stage_file, write_stages
 from gpipe_compiler.onnx.frontend.nodes import is_quantised
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
-from gpipe_compiler.onnx.runtime.checksums import write_checksums
+from gpipe_compiler.onnx.runtime.stage import write_checksums
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 

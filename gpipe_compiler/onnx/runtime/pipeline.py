@@ -13,8 +13,7 @@ from .arrays import array_of
 from .batches import batch_size, join, sizes_of, split
 from .devices import parse_devices
 from .distributed import ProcessLinks, World, gathered, rank_here
-from .engine import OnnxEngine, orders_for
-from .local import run_local
+from .engine import OnnxEngine, orders_for, run_local
 from .spec import OnnxPipelineSpec
 from .stage import OnnxStage, SessionChoice
 
