@@ -36,7 +36,7 @@ from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.plan.sweep_point import SweepPoint
+from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.html import write_report

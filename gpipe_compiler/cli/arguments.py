@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
@@ -170,7 +171,7 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--search-time",
         metavar="S",
-        type=seconds,
+        type=partial(_quantity, TIME),
         default=SEARCH_SECONDS,
         help=f"with auto, look at no further settings after SECONDS (default {SEARCH_SECONDS:g})",
     )
@@ -323,19 +324,19 @@ def machine_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bandwidth",
         metavar="B/s",
-        type=_bandwidth,
+        type=partial(_quantity, BANDWIDTH),
         help="bytes a second of every link between two devices, such as 12.5G, 25GB/s, 100Gb/s",
     )
     group.add_argument(
         "--latency",
         metavar="S",
-        type=seconds,
+        type=partial(_quantity, TIME),
         help="seconds before the first byte, on every link, such as 20us",
     )
     group.add_argument(
         "--memory",
         metavar="SIZE",
-        type=_memory,
+        type=lambda text: int(_quantity(SIZE, text)),
         help="what every device holds, such as 16GiB; a plan that does not fit is then refused "
         "(default: as it is described)",
     )
@@ -355,19 +356,7 @@ def cluster_asked(arguments: argparse.Namespace) -> Cluster:
     return linked.with_memory(arguments.memory)
 
 
-def seconds(text: str) -> float:
-    return _quantity(text, TIME)
-
-
-def _bandwidth(text: str) -> float:
-    return _quantity(text, BANDWIDTH)
-
-
-def _memory(text: str) -> int:
-    return int(_quantity(text, SIZE))
-
-
-def _quantity(text: str, quantity: Quantity) -> float:
+def _quantity(quantity: Quantity, text: str) -> float:
     try:
         return quantity.read(text)
     except ValueError as error:

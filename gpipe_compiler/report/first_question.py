@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -18,16 +16,6 @@ ALIKE = 1.03
 """Steps that differ by a smaller factor are alike: predictions cannot tell which is faster."""
 
 COLUMNS = ("way", "devices", "fits", "fullest device", "step", "samples/s")
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """One way to run a mini-batch on the plan's devices."""
-
-    name: str
-    devices: int
-    possible: bool
-    here_s: float
 
 
 def first_question(plan: Plan) -> RenderableType:
@@ -67,29 +55,25 @@ def verdict(plan: Plan) -> str:
     """Which way is the best, and what the pipeline buys; "" for a single device."""
     if not plan.whole:
         return ""
-    others = [
-        _Way(_phrase(whole), whole.devices, whole.possible, whole.here_s) for whole in plan.whole
-    ]
-    pipeline = _Way("this pipeline", 0, plan.fits, plan.here_s)
-    fitting = [way for way in others if way.possible]
-    if not fitting and not pipeline.possible:
+    fitting = [way for way in plan.whole if way.possible]
+    if not fitting and not plan.fits:
         return "Nothing fits: neither the whole model on a device, nor this pipeline."
     if not fitting:
         return (
             "The pipeline is what makes it possible: the whole model does not fit on a device."
-            if not any(whole.problem for whole in plan.whole)
+            if not any(way.problem for way in plan.whole)
             else "The pipeline is what makes it possible: nothing else can run this mini-batch."
         )
     best = min(fitting, key=lambda way: (way.here_s, way.devices))
     fewest = next(way for way in fitting if way.here_s <= best.here_s * ALIKE)
-    if not pipeline.possible:
-        return f"The pipeline does not fit, and is not needed: {fewest.name} does it."
-    if pipeline.here_s * ALIKE < best.here_s:
-        gains = ", ".join(f"{way.here_s / pipeline.here_s:.3g} times {way.name}" for way in fitting)
-        return f"The pipeline is the fastest: {gains}.{_left_out(others)}"
-    factor = pipeline.here_s / fewest.here_s
+    if not plan.fits:
+        return f"The pipeline does not fit, and is not needed: {_phrase(fewest)} does it."
+    if plan.here_s * ALIKE < best.here_s:
+        gains = ", ".join(f"{way.here_s / plan.here_s:.3g} times {_phrase(way)}" for way in fitting)
+        return f"The pipeline is the fastest: {gains}.{_left_out(plan)}"
+    factor = plan.here_s / fewest.here_s
     how = "as fast" if 1 / ALIKE <= factor <= ALIKE else f"{factor:.3g} times as fast"
-    return f"The pipeline is not needed: {fewest.name} is {how}.{_left_out(others)}"
+    return f"The pipeline is not needed: {_phrase(fewest)} is {how}.{_left_out(plan)}"
 
 
 def _phrase(whole: WholeModel) -> str:
@@ -98,9 +82,9 @@ def _phrase(whole: WholeModel) -> str:
     return f"data parallelism over {counted(whole.devices, 'device')}"
 
 
-def _left_out(others: list[_Way]) -> str:
+def _left_out(plan: Plan) -> str:
     """Which ways do not fit."""
-    names = [way.name for way in others if not way.possible]
+    names = [_phrase(way) for way in plan.whole if not way.possible]
     if not names:
         return ""
     sentence = " and ".join(names)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.fields import own_fields
-from gpipe_compiler.plan.sweep_point import SweepPoint
+from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.report.facts import device_bytes, fullest_device
 from gpipe_compiler.report.terminal import table_of
 from gpipe_compiler.runtime.wording import counted, printable

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.options import Auto, CompileOptions
-from gpipe_compiler.plan.sweep_point import SweepPoint
+from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.schedule.choosing import SCHEDULES
 from gpipe_compiler.runtime.wording import counted

@@ -52,8 +52,7 @@ def refuse_mixing(found: FoundBatch, plan: Plan) -> None:
         ModelError: naming the input and its dimension, and the line of the op at fault.
     """
     parts = plan.microbatches * (plan.replicas if plan.training else 1)
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     if parts == 1:
         return
     op = _first_mixing(graph, found.subject.model) if found.mixes else first_numbering(graph)

@@ -42,8 +42,7 @@ Repackage = Callable[[Subject, int, Path], Plan]
 
 def why_not_materialised(plan: Plan) -> str:
     """Why a model on meta is too large to be validated; "" where it is not."""
-    assert plan.graph is not None
-    size = sum(state.bytes for state in plan.graph.state.values())
+    size = sum(state.bytes for state in plan.known_graph.state.values())
     if size <= LARGEST_MATERIALISED:
         return ""
     return (

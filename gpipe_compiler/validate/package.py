@@ -26,11 +26,16 @@ from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.branches import required_lines
+from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.sizes import other_sizes
 from gpipe_compiler.passes.batch_rules import taken_together
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.devices import intra_op_threads
+from gpipe_compiler.runtime.core.required import BranchError
 from gpipe_compiler.runtime.core.weights import apart, save_file, write_file
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.train.check import INPUT, MICROBATCHES
@@ -45,7 +50,6 @@ from gpipe_compiler.runtime.train.comparison import (
 )
 from gpipe_compiler.runtime.train.process import return_memory
 from gpipe_compiler.validate.launching import Launch, fresh
-from gpipe_compiler.validate.other_ways import refuse_other_way
 from gpipe_compiler.validate.plain_run import batch_of, device_of, least_samples
 from gpipe_compiler.validate.reference import reference_of, refuse_unlike_parts
 from gpipe_compiler.validate.rounding import rounding_of, with_other_sums
@@ -100,8 +104,7 @@ def validate(
     subject, weights = _with_numbers(subject, plan, seed)
     if on_meta and plan.training:
         entry = make_entry(subject, training=True, reduces=False)
-        assert plan.graph is not None
-        refuse_late_checkpoints(plan.graph, subject, entry, 2)
+        refuse_late_checkpoints(plan.known_graph, subject, entry, 2)
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
         try:
@@ -218,20 +221,19 @@ def _second_reference(
         One reference, or none where plain PyTorch takes no such batch; and what is compared, or why
         nothing is.
     """
-    entry = make_entry(subject, training=False)
-    assert plan.graph is not None
-    group = taken_together(plan.graph).samples
+    entry, graph = make_entry(subject, training=False), plan.known_graph
+    group = taken_together(graph).samples
     least = max(1, least_samples(plan) // group)
     numbers = [
         (group * count, parts)
         for count, parts in other_numbers(plan.batch_size // group, plan.microbatches, least)
     ]
     met = ""
-    sizes = other_sizes(plan.graph.sizes, required(plan.graph))
-    resized = entry.signature.at(plan.graph.inputs, sizes)
+    sizes = other_sizes(graph.sizes, required(graph))
+    resized = entry.signature.at(graph.inputs, sizes)
     few = plan.microbatch_size
     for batch in other_batches(entry, numbers, seed, resized, sizes, few):
-        refuse_other_way(plan.graph, batch_of(plan, entry.signature, batch).parts(entry.signature))
+        refuse_other_way(graph, batch_of(plan, entry.signature, batch).parts(entry.signature))
         try:
             expected, _ = reference_of(
                 subject, plan, seed, other=batch, per_microbatch=per_microbatch
@@ -270,8 +272,7 @@ def _with_numbers(
     real = materialised(subject, seed)
     if known(subject):
         return real, None
-    assert plan.graph is not None
-    graph = plan.graph
+    graph = plan.known_graph
     used = {name for op in graph.ops for name in op.states(graph.modules)}
     weights = real.model.state_dict()
     return real, {name: tensor for name, tensor in weights.items() if name in used}
@@ -292,3 +293,28 @@ def run_check(
         raise ValidationError(
             f"the package does not run: exit code {ended.code}\n{ended.errors.strip()}"
         )
+
+
+# --- branches on values --------------------------------------------------------------------------
+
+
+def refuse_other_way(graph: Graph, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Refuses a graph whose branches go another way for some of these micro-batches.
+
+    Raises:
+        TraceError: naming the line that decides.
+    """
+    lines = required_lines(graph.ops)
+    if not lines or graph.on_meta:
+        return
+    for training in (True, False) if graph.loss is not None else (False,):
+        for part in parts:
+            tensors = {name: tensor.clone() for name, tensor in graph.tensors.items()}
+            named = dict(zip((source.name for source in graph.inputs), part, strict=True))
+            try:
+                with torch.no_grad(), torch.random.fork_rng():
+                    Interpreter(graph, tensors, training).run(named, keep=())
+            except BranchError as error:
+                raise by_values(lines[error.line], BOTH_WAYS) from error
+            except Exception:  # noqa: BLE001  # plain PyTorch shows what the model rejects
+                return

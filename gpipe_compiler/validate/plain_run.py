@@ -66,18 +66,16 @@ def batch_of(plan: Plan, signature: Signature, other: OtherBatch | None = None) 
     most = plan.microbatches if other is None else other.microbatches
     pairs = zip(signature.inputs, inputs, strict=True)
     samples = next((s.samples(t) for s, t in pairs if s.batched), plan.batch_size)
-    assert plan.graph is not None
     count = max(1, min(most, samples // least_samples(plan)))
-    group = taken_together(plan.graph).samples
+    group = taken_together(plan.known_graph).samples
     return MiniBatch(tuple(inputs), even_sizes(samples, count, group))
 
 
 def least_samples(plan: Plan) -> int:
     """The samples that each micro-batch of the plan's package has at least."""
-    assert plan.graph is not None
-    several = takes_several(plan.graph) or mixing_ops(plan.graph)
+    several = takes_several(plan.known_graph) or mixing_ops(plan.known_graph)
     least = 2 if plan.microbatch_size > 1 and several else 1
-    return max(least, taken_together(plan.graph).samples)
+    return max(least, taken_together(plan.known_graph).samples)
 
 
 Shares: TypeAlias = Sequence[tuple[float, ...]]
@@ -101,8 +99,7 @@ class ModelCall:
 
 def shares_of(entry: Entry, plan: Plan, batch: MiniBatch) -> Shares:
     """The weights of the micro-batches' losses; () where the mini-batch has one."""
-    assert plan.graph is not None
-    graph = plan.graph
+    graph = plan.known_graph
     if graph.loss is not None and graph.loss.over_batch:
         return ()
     names = [source.name for source in entry.signature.inputs]

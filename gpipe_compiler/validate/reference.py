@@ -164,8 +164,7 @@ class _Work:
 
     @property
     def graph(self) -> Graph:
-        assert self.plan.graph is not None
-        return self.plan.graph
+        return self.plan.known_graph
 
     @property
     def _lower(self) -> bool:

@@ -90,8 +90,7 @@ def with_other_sums(
         found: what other last bits of the weights change.
         expected: the results of the model.
     """
-    assert plan.graph is not None
-    units = _units_before(plan.graph, _summed_apart(plan.graph, plan))
+    units = _units_before(plan.known_graph, _summed_apart(plan.known_graph, plan))
     moved = {kind: dict(group) for kind, group in found.items()}
     for name, gradient in expected.get(ComparedKind.GRADIENT, {}).items():
         size = float(dense(gradient).abs().max()) if name in units and gradient.numel() else 0.0

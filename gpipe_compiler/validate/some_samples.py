@@ -312,8 +312,7 @@ def _find_trials(graph: Graph) -> _Trials:
 
 def with_limit(plan: Plan) -> Plan:
     """The plan whose graph says in how many samples it was tried, where that is not in any."""
-    graph = plan.graph
-    assert graph is not None
+    graph = plan.known_graph
     pieces = _trials(graph).untried
     return dataclasses.replace(plan, graph=dataclasses.replace(graph, untried_in_pieces=pieces))
 

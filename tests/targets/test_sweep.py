@@ -12,7 +12,7 @@ import gpipe_compiler as gpc
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions, LossChoice
-from gpipe_compiler.plan.sweep_point import SweepPoint
+from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.report.sweep import document, notes, show_sweep
 from gpipe_compiler.report.text import plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
