@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ from torch import nn
 
 from gpipe_compiler.codegen.argument_names import number_name, parameter_names
 from gpipe_compiler.codegen.body import write_body
-from gpipe_compiler.codegen.calls import Calls, relative
+from gpipe_compiler.codegen.calls import Calls, HelperCall, module_path, relative
 from gpipe_compiler.codegen.construction import (
     Arguments,
     Construction,
@@ -23,25 +24,30 @@ from gpipe_compiler.codegen.construction import (
     class_lines,
     init_lines,
 )
-from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
+from gpipe_compiler.codegen.constructors import ModuleNode, StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, RawText, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.find_loops import LoopFinder
-from gpipe_compiler.codegen.helpers import HelperCalls, module_path
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
 from gpipe_compiler.codegen.method_text import MethodBody, function_text, is_tensor, method_text
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
-from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
 from gpipe_compiler.codegen.value_names import is_result
 from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter, is_chain, outer_states
+from gpipe_compiler.ir.blocks import (
+    BlockCall,
+    BlockClass,
+    Parameter,
+    calls_in,
+    is_chain,
+    outer_states,
+)
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
-from gpipe_compiler.ir.contents import Contents, is_under
+from gpipe_compiler.ir.contents import Contents, is_under, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.plan import Stage
 
@@ -54,18 +60,27 @@ class StageMethods:
     """What a stage runs and holds.
 
     Attributes:
-        class_name: of its module.
         state: the modules and tensors that it owns.
+        ops: all, those of the loss included.
+        outputs: what `forward` returns.
         methods: those that are written with calls of blocks, by name, in the order in which they
             run: `forward`, and the segments that it calls.
+        losses: `loss`, where the stage has it.
         again: the paths of modules whose calls run again in the backward.
     """
 
     stage: Stage
-    class_name: str
     state: StageState
+    ops: tuple[Op, ...]
+    outputs: tuple[str, ...]
     methods: Mapping[str, Method]
-    again: frozenset[str] = frozenset()
+    losses: tuple[Method, ...]
+    again: frozenset[str]
+
+    @property
+    def class_name(self) -> str:
+        """Of its module."""
+        return f"Stage{self.stage.index}"
 
 
 @dataclass
@@ -73,17 +88,20 @@ class StageBlocks:
     """The blocks of a stage.
 
     Attributes:
-        written: the blocks that may be constructed, by their ids.
+        helpers: the calls of functions, by their paths.
+        searched: what was looked through.
+        written: the blocks of all stages that may be constructed, by their ids.
+        worth: the storages of all stages that are worth letting go of early.
         file: that of the stage.
     """
 
     facts: CodeFacts
     own: StageMethods
-    helpers: HelperCalls
+    helpers: Mapping[str, HelperCall]
     searched: Methods
     blocks: MethodBlocks
-    peaks: Peaks
     written: dict[int, WrittenBlock]
+    worth: set[int]
     file: SourceFile
 
     @property
@@ -97,10 +115,37 @@ class StageBlocks:
         return {holder.prefix[:-1]: holder for holder in self.own.state.root.all()}
 
     @cached_property
+    def bodies(self) -> Mapping[str, BlockCall]:
+        """What the methods run, by their names."""
+        pairs = zip(self.own.methods.items(), self.blocks.bodies, strict=True)
+        return {
+            label: BlockCall("", parts, method.arguments, method.returns)
+            for (label, method), parts in pairs
+        }
+
+    @cached_property
+    def peaks(self) -> Peaks:
+        """What finds the storages of `worth`."""
+        _, *segments = self.bodies.items()
+        graph, runs = self.facts.graph, self.facts.runs
+        return Peaks(graph, runs, self.blocks, dict(segments), self.worth)
+
+    @property
+    def again(self) -> frozenset[str]:
+        """Of the modules that are to run again, those that are called once, as blocks."""
+        methods = self.own.methods.values()
+        calls = (c for parts in self.blocks.bodies for c in calls_in(parts) if c.again)
+        counts = Counter(call.path for call in calls if call.outputs)
+        ops = [op for method in methods for op in method.ops]
+        turns = {(path, op.turn(path)) for op in ops for path in prefixes(op.module)}
+        called = Counter(path for path, _ in turns)
+        return frozenset(path for path, count in counts.items() if count == called[path] == 1)
+
+    @cached_property
     def calls(self) -> Calls:
         """How methods call the blocks."""
         return Calls(
-            self.facts, self.contents, self.blocks, self.holders, self.written, self.helpers.found
+            self.facts, self.contents, self.blocks, self.holders, self.written, self.helpers
         )
 
     def construction(self, file: SourceFile) -> Construction:
@@ -127,7 +172,7 @@ class StageBlocks:
 
     def _loops(self, draws: Mapping[str, int]) -> LoopFinder:
         functions = self.calls.functions
-        return LoopFinder(self.facts.graph, functions, self.holders, self.peaks.worth, draws)
+        return LoopFinder(self.facts.graph, functions, self.holders, self.worth, draws)
 
     @property
     def places(self) -> Mapping[str, str]:
@@ -142,12 +187,12 @@ class StageBlocks:
             wanted: what it is to be called.
         """
         first = block.first
-        if first.path in self.helpers.found:
+        if first.path in self.helpers:
             return self._write_function(block, wanted, file)
         holder, parameters = self.holders[first.path], self._parameters(block)
         given = Arguments.of(parameters)
         inner = {part.path for part in first.parts if isinstance(part, BlockCall)}
-        owners = {op.name for op in first.ops} | (inner & self.helpers.found.keys())
+        owners = {op.name for op in first.ops} | (inner & self.helpers.keys())
         attributes = {slot: own for slot, own in given.names.items() if slot.owner in owners}
         names = {slot: f"self.{own}" for slot, own in attributes.items()}
         ops = self.calls.ops(first.parts, first.outputs, file, names)
@@ -168,11 +213,13 @@ class StageBlocks:
             lines = [f"        self.{own} = {own}" for own in dict.fromkeys(attributes.values())]
             constructor = [*lines, *construction.lines(holder, given)]
             base = "ModuleDict" if holder.cls is nn.ModuleDict else "Module"
+            file.imports.name("torch", "Tensor")
+            body = self._body(block, method, file.imports)
             text = class_lines(
                 f"{own_name}(nn.{base})",
                 buffer_types(holder, file.imports, self.own.state.unread),
                 init_lines(given.types, constructor),
-                self._forward(block, method, file.imports),
+                method_text(self.facts.graph, "forward", method, body, file.imports),
             )
         file.classes.append(text)
         return WrittenBlock(own_name, passed, parameters, shared=file.shared)
@@ -322,11 +369,6 @@ class StageBlocks:
                 found[own[0]] = len([*alike]) if same_batch else 0
         return found
 
-    def _forward(self, block: BlockClass, method: Method, imports: Imports) -> list[str]:
-        imports.name("torch", "Tensor")
-        body = self._body(block, method, imports)
-        return method_text(self.facts.graph, "forward", method, body, imports)
-
     def _body(
         self,
         block: BlockClass,
@@ -354,7 +396,7 @@ class StageBlocks:
         }
         modules |= self.calls.functions
         writer = ExpressionWriter(imports, states, modules, given_device=device)
-        worth, unlike = self.peaks.worth, self._unlike(block)
+        worth, unlike = self.worth, self._unlike(block)
         return write_body(
             self.facts.graph, method, writer, worth, unlike, direct=True, reserved=reserved
         )

@@ -1,29 +1,46 @@
-"""Calls of blocks as ops of the methods that make them."""
+"""Calls of blocks: of modules as ops of the methods that make them, and of the user's functions."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import torch
 from torch import nn
 
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
-from gpipe_compiler.codegen.constructors import NO_NAMES
+from gpipe_compiler.codegen.constructors import NO_NAMES, ModuleNode
 from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
-from gpipe_compiler.codegen.helpers import HelperCall, module_path
-from gpipe_compiler.codegen.nested import ModuleNode
-from gpipe_compiler.codegen.uses import makes_only, without_unread
+from gpipe_compiler.codegen.sources import calls_at, is_closure, is_repeated, statement_at
+from gpipe_compiler.codegen.uses import makes_only
+from gpipe_compiler.codegen.value_names import kind_of
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states
 from gpipe_compiler.ir.classes import MethodBlocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot
-from gpipe_compiler.ir.ops import Result
+from gpipe_compiler.ir.ops import Result, without_unread
+
+_CALL = "()"
+
+
+def module_path(path: str) -> str:
+    """The path of the module that makes a call, or the path itself where it is that of a module."""
+    return path.partition(_CALL)[0].rpartition(".")[0] if _CALL in path else path
+
+
+@dataclass(frozen=True, slots=True)
+class HelperCall:
+    """A call of a function: its name, and the line that calls it."""
+
+    name: str
+    site: SourceLocation
 
 
 def line_of_call(graph: Graph, block: BlockCall) -> tuple[SourceLocation | None, str]:
@@ -194,3 +211,99 @@ def relative(op: Op, root: str) -> Op:
         made = dataclasses.replace(made, body=body)
     module = op.module.removeprefix(root).removeprefix(".")
     return dataclasses.replace(op, call=made, module=module)
+
+
+# --- the user's functions, as blocks: which ops a call of one runs -----------------------------
+
+
+def enter_calls(ops: Sequence[Op], found: dict[str, HelperCall]) -> tuple[Op, ...]:
+    """The ops of a method, with the paths of the calls that they are in as those of modules.
+
+    An op knows the lines that led to it from a module's `forward`. Ops in a row of one call of a
+    function get a path below that of their module, such as `attn.rotate_half()mul_1`, and blocks
+    are found by paths.
+
+    Args:
+        found: takes the calls, by their paths.
+    """
+    within = Counter(path for op in ops for path in {"", *prefixes(op.module)})
+    entered: dict[str, Op] = {}
+    for module in dict.fromkeys(op.module for op in ops):
+        own = [op for op in ops if op.module == module]
+        entered.update(_group(own, 0, module, within[module], found))
+    return tuple(entered[op.name] for op in ops)
+
+
+def _group(
+    ops: Sequence[Op], depth: int, path: str, around: int, found: dict[str, HelperCall]
+) -> Iterator[tuple[str, Op]]:
+    """The ops of a module or call, by name, in the calls that it makes.
+
+    Args:
+        around: ops that it runs, those of modules that it calls included.
+    """
+    for _, group in groupby(_numbered(ops, depth), key=lambda pair: pair[0]):
+        members = [op for _, op in group]
+        chain = _chain(members[0])
+        if len(chain) <= depth:
+            yield from ((op.name, dataclasses.replace(op, module=path)) for op in members)
+            continue
+        for part in _apart(members, depth, chain[depth]):
+            own = path
+            if len(part) < around:
+                own = f"{path}.{chain[depth].name}{_CALL}{part[0].name}".removeprefix(".")
+                found[own] = chain[depth]
+            yield from _group(part, depth + 1, own, len(part), found)
+
+
+def _chain(op: Op) -> tuple[HelperCall, ...]:
+    """The calls of functions that an op is made in, outermost first; of closures, those around."""
+    if op.source is None:
+        return ()
+    pairs = pairwise((*op.source.callers, op.source))
+    calls = (
+        HelperCall(_function_name(inner.function), outer)
+        for outer, inner in pairs
+        if not is_closure(inner)
+    )
+    return tuple(call for call in calls if call.name.isidentifier())
+
+
+def _apart(ops: list[Op], depth: int, called: HelperCall) -> list[list[Op]]:
+    """The ops of several calls that stand in one statement, each by itself: `f(x) + f(y)`.
+
+    A function of several statements begins again where its lines do, which separates its calls.
+    """
+    count = calls_at(called.site, called.name)
+    size, rest = divmod(len(ops), max(count, 1))
+    chains = [(*op.source.callers, op.source)[depth + 1 :] for op in ops if op.source is not None]
+    alike = [kind_of(op) for op in ops] == [kind_of(op) for op in ops[:size]] * count
+    if count < 2 or rest or not alike or len({chain[0].line for chain in chains}) > 1:
+        return [ops]
+    return [ops[start : start + size] for start in range(0, len(ops), size)]
+
+
+def _function_name(text: str) -> str:
+    """The user's name; Python changes `__x` inside classes."""
+    return text.strip("_") if text.startswith("__") else text
+
+
+def _numbered(ops: Sequence[Op], depth: int) -> Iterator[tuple[int, Op]]:
+    """The ops with the numbers of the calls that make them at some depth."""
+    number, before = 0, None
+    for op in ops:
+        chain = _chain(op)
+        called = chain[depth] if len(chain) > depth else None
+        line = 0
+        if called is not None:
+            assert op.source is not None
+            frames = (*op.source.callers, op.source)
+            inside = frames[frames.index(called.site) + 1] if called.site in frames else op.source
+            statement = statement_at(inside)
+            line = statement.line if statement else inside.line
+            if is_repeated(inside):
+                line = 0
+        if before is not None and (called != before[0] or line < before[1]):
+            number += 1
+        before = called, line
+        yield number, op

@@ -12,8 +12,9 @@ from torch import nn
 
 from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.constructors import (
+    ModuleNode,
     StageState,
-    construct_member,
+    construct_module,
     dict_of_modules,
     frozen_parameters,
     memory_for,
@@ -22,7 +23,6 @@ from gpipe_compiler.codegen.constructors import (
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, comprehension, lay_out, name
 from gpipe_compiler.codegen.names import Identifiers, class_name
-from gpipe_compiler.codegen.nested import ModuleNode
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleSpec, State, StateKind
@@ -275,7 +275,7 @@ class Construction:
             inside = [(own, self._module(inner, given)) for own, inner in item.keyed.items()]
             called = f"nn.{item.cls.__name__}"
             return call(called, [dict_of_modules(inside)] if inside else [])
-        return construct_member(self.graph, item, self.file.imports, given.names)
+        return construct_module(self.graph, item.spec, self.file.imports, given.names)
 
     def _frozen_apart(
         self, root: ModuleNode, holder: ModuleNode, spec: ModuleSpec

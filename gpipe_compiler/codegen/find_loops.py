@@ -8,20 +8,22 @@ from bisect import bisect_right
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gpipe_compiler.codegen.constructors import ModuleNode
 from gpipe_compiler.codegen.expressions import Counted
-from gpipe_compiler.codegen.loops import Loop, begin, end
-from gpipe_compiler.codegen.nested import ModuleNode
-from gpipe_compiler.codegen.round_parts import (
+from gpipe_compiler.codegen.loops import (
     DIGITS,
     Growing,
     InList,
+    Loop,
     MadeInRound,
     PartKind,
     PathPart,
     SameInAll,
     are_apart,
+    begin,
     call_arguments,
     calls_module,
+    end,
     form_of,
     parts_of,
 )

@@ -2,92 +2,56 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
+from gpipe_compiler.codegen.calls import HelperCall, enter_calls
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.facts import CodeFacts
-from gpipe_compiler.codegen.helpers import HelperCalls
 from gpipe_compiler.codegen.names import RESERVED, Identifiers, class_name
-from gpipe_compiler.codegen.peaks import Peaks
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Body, calls_in
-from gpipe_compiler.ir.classes import MethodBlocks, Methods, find_blocks
+from gpipe_compiler.ir.blocks import BlockClass, Body
+from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 
 
-@dataclass(frozen=True)
-class FoundBlocks:
-    """The blocks of some stages; for each, what was looked through and what was found."""
-
-    stages: tuple[StageMethods, ...]
-    helpers: tuple[HelperCalls, ...]
-    methods: tuple[Methods, ...]
-    blocks: tuple[MethodBlocks, ...]
-
-    @classmethod
-    def of(cls, facts: CodeFacts, stages: Iterable[StageMethods]) -> FoundBlocks:
-        known = tuple(stages)
-        helpers = tuple(HelperCalls() for _ in known)
-        methods = tuple(
-            _methods(facts.graph, own, calls) for own, calls in zip(known, helpers, strict=True)
-        )
-        return cls(known, helpers, methods, find_blocks(methods, facts.templates))
-
-    def again(self, place: int) -> frozenset[str]:
-        """Of the modules of a stage that are to run again, those that are called once, as blocks.
-
-        Args:
-            place: of the stage among these.
-        """
-        bodies, methods = self.blocks[place].bodies, self.stages[place].methods.values()
-        calls = (c for parts in bodies for c in calls_in(parts) if c.again)
-        counts = Counter(call.path for call in calls if call.outputs)
-        ops = [op for method in methods for op in method.ops]
-        turns = {(path, op.turn(path)) for op in ops for path in prefixes(op.module)}
-        called = Counter(path for path, _ in turns)
-        return frozenset(path for path, count in counts.items() if count == called[path] == 1)
-
-
-def write_blocks(
-    facts: CodeFacts, found: FoundBlocks
-) -> tuple[tuple[StageBlocks, ...], SourceFile]:
-    """The blocks of some stages, written, and the file of those that several of them call."""
-    classes = found.blocks[0].classes
-    reserved = (*RESERVED, *(own.class_name for own in found.stages))
-    layers = SourceFile(Identifiers(reserved), shared=True)
+def find_stage_blocks(facts: CodeFacts, stages: Iterable[StageMethods]) -> tuple[StageBlocks, ...]:
+    """The blocks of some stages, found together; none is written yet."""
+    known = tuple(stages)
+    helpers: list[dict[str, HelperCall]] = [{} for _ in known]
+    searched = [_methods(facts.graph, *pair) for pair in zip(known, helpers, strict=True)]
+    found = zip(known, helpers, searched, find_blocks(searched, facts.templates), strict=True)
     written: dict[int, WrittenBlock] = {}
     worth: set[int] = set()
-    made: dict[int, StageBlocks] = {}
-    for own, helpers, methods, blocks in zip(
-        found.stages, found.helpers, found.methods, found.blocks, strict=True
-    ):
-        made[own.stage.index] = StageBlocks(
-            facts,
-            own,
-            helpers,
-            methods,
-            blocks,
-            _peaks(facts, own, blocks, worth),
-            written,
-            SourceFile(layers.names),
-        )
+    return tuple(
+        StageBlocks(facts, *parts, written, worth, SourceFile(Identifiers())) for parts in found
+    )
+
+
+def write_blocks(stages: Sequence[StageBlocks]) -> SourceFile:
+    """Writes the blocks of some stages; gives the file of those that several of them call."""
+    classes, written = stages[0].blocks.classes, stages[0].written
+    reserved = (*RESERVED, *(stage.own.class_name for stage in stages))
+    layers = SourceFile(Identifiers(reserved), shared=True)
+    made = {stage.own.stage.index: stage for stage in stages}
+    for stage in stages:
+        stage.peaks.method(next(iter(stage.bodies.values())))
     wanted = _names(classes, made)
     for block in (block for block in classes if len(block.stages) > 1):
         written[id(block)] = made[block.first.stage].write(block, wanted[id(block)], layers)
-    for stage in made.values():
+    for stage in stages:
         stage.file.names = Identifiers(layers.names.taken)
     for block in (block for block in classes if len(block.stages) == 1):
         stage = made[block.first.stage]
         written[id(block)] = stage.write(block, wanted[id(block)], stage.file)
-    return tuple(made.values()), layers
+    return layers
 
 
-def _methods(graph: Graph, own: StageMethods, helpers: HelperCalls) -> Methods:
+def _methods(graph: Graph, own: StageMethods, helpers: dict[str, HelperCall]) -> Methods:
     """A stage as blocks are looked for in it; the calls of functions in it are noted."""
-    bodies = [Body(helpers.enter(method.ops), method.returns) for method in own.methods.values()]
+    bodies = [
+        Body(enter_calls(method.ops, helpers), method.returns) for method in own.methods.values()
+    ]
     states = tuple(name for name in own.state.places if name not in own.state.unread)
     here = frozenset(own.stage.ops)
     parted = {
@@ -99,25 +63,13 @@ def _methods(graph: Graph, own: StageMethods, helpers: HelperCalls) -> Methods:
     displaced = {prefix for path in own.state.displaced for prefix in prefixes(path)}
     kept = {holder.prefix[:-1] for holder in own.state.root.all()} - displaced
     return Methods(
-        Contents(graph, tuple(own.state.modules), states, helpers.names),
+        Contents(graph, tuple(own.state.modules), states, {p: c.name for p, c in helpers.items()}),
         bodies,
-        [*(path for path in graph.module_classes if path in kept), *helpers.found],
+        [*(path for path in graph.module_classes if path in kept), *helpers],
         parted,
         own.stage.index,
         own.again,
     )
-
-
-def _peaks(facts: CodeFacts, own: StageMethods, blocks: MethodBlocks, worth: set[int]) -> Peaks:
-    """The memory peaks of the methods of a stage; storages to free early are added to `worth`."""
-    first, *others = (
-        BlockCall("", parts, method.arguments, method.returns)
-        for method, parts in zip(own.methods.values(), blocks.bodies, strict=True)
-    )
-    segments = dict(zip(list(own.methods)[1:], others, strict=True))
-    peaks = Peaks(facts.graph, facts.runs, blocks, segments, worth)
-    peaks.method(first)
-    return peaks
 
 
 def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> dict[int, str]:
@@ -127,7 +79,7 @@ def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> 
         first = block.first
         return (first.path, first.turn) in stages[first.stage].searched.parted
 
-    functions = [b for b in classes if b.first.path in stages[b.first.stage].helpers.found]
+    functions = [b for b in classes if b.first.path in stages[b.first.stage].helpers]
     names = {id(block): block.user for block in functions}
     classes = [block for block in classes if block not in functions]
     held = {id(b): stages[b.first.stage].holders[b.first.path].members for b in classes}

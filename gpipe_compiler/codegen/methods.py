@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
-from gpipe_compiler.codegen.uses import without_unread
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, Op
+from gpipe_compiler.ir.ops import without_unread
 from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.runtime.sizes import Dim, Size, sizes_in

@@ -104,11 +104,11 @@ def write_package(
     if weight is not None:
         texts[f"{MODULE}.py"] = weight.text
     texts["schedule.py"] = write_schedule(plan, graph, stages, weight)
-    texts["__init__.py"] = write_init(plan, weights=has_weights(graph))
+    texts["__init__.py"] = write_init(plan, weights=not graph.on_meta)
     package = identifier(f"{plan.name}_x{len(stages)}")
     texts["run.py"] = write_run(plan, hooks, package=package)
     texts["README.md"] = write_readme(
-        plan, graph, stages, package=package, weights=has_weights(graph)
+        plan, graph, stages, package=package, weights=not graph.on_meta
     )
     texts[PLAN] = plan.to_json()
     for file, text in texts.items():
@@ -221,11 +221,6 @@ def _move(folder: Path, target: Path, force: bool) -> None:
 EXAMPLE = "example.safetensors"
 
 
-def has_weights(graph: Graph) -> bool:
-    """Whether the model has values; a model on the meta device has none."""
-    return not any(tensor.is_meta for tensor in graph.tensors.values())
-
-
 def write_weights(
     graph: Graph,
     stages: Sequence[StageSource],
@@ -245,7 +240,7 @@ def write_weights(
     real = {name: tensor for name, tensor in example.items() if not tensor.is_meta}
     if real:
         save_file(real, directory / EXAMPLE)
-    if not has_weights(graph):
+    if graph.on_meta:
         return
     placed: dict[str, str] = {}
     size = 0

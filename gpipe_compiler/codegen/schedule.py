@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
-from gpipe_compiler.codegen.diagram import diagram
 from gpipe_compiler.codegen.expressions import RawText
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import WIDTH, Expression, lay_out
@@ -32,8 +31,8 @@ from gpipe_compiler.passes.loss_divisors import per_sample
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.limits import NO_GROUP
 from gpipe_compiler.runtime.schedule import Joint
-from gpipe_compiler.runtime.schedule.actions import Phase, format_order
-from gpipe_compiler.runtime.schedule.clock import needs_of
+from gpipe_compiler.runtime.schedule.actions import Orders, Phase, format_order, split_stages
+from gpipe_compiler.runtime.schedule.clock import Needs, needs_of, timeline
 from gpipe_compiler.runtime.spec import (
     Joined,
     Leaf,
@@ -342,3 +341,27 @@ def _guard(weight: LossWeight | None) -> tuple[float, float, float]:
     if weight is None:
         return -math.inf, 0.0, -math.inf
     return weight.floor, weight.offset, weight.above
+
+
+# --- the drawing ---------------------------------------------------------------------------------
+
+
+def diagram(orders: Orders, needs: Needs) -> str:
+    """A drawing with one column per unit of time.
+
+    Forwards and backwards take one each, and so do both parts of a backward in two parts. A cell
+    shows phase and micro-batch, after the stage where devices hold several.
+    """
+    split = bool(split_stages(orders))
+    several = any(len({action.stage for action in order}) > 1 for order in orders)
+    rows: list[dict[int, str]] = [{} for _ in orders]
+    for timed in timeline(orders, needs, forward=1, backward=2 if split else 1, weight=1):
+        action = timed.action
+        text = str(action) if several else f"{action.phase.value}{action.microbatch}"
+        rows[timed.device][int(timed.start)] = text
+    width = max((len(cell) for row in rows for cell in row.values()), default=1) + 1
+    lines = []
+    for device, row in enumerate(rows):
+        cells = [row.get(time, ".").ljust(width) for time in range(max(row, default=-1) + 1)]
+        lines.append(f"device {device} | {''.join(cells)}".rstrip())
+    return "\n".join(lines)

@@ -14,8 +14,8 @@ from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name
 from gpipe_compiler.codegen.method_text import is_tensor
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sizes import varies
 from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref
+from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.plan import Stage
 
 
@@ -78,7 +78,7 @@ def _method(graph: Graph, ops: Sequence[Op], forward: Method) -> Method | None:
     returns = tuple(v for op in ops for v in op.outputs if v in read_after.union(forward.returns))
     if not returns:
         return None
-    fixed = tuple(item for item in forward.given if not varies(item.template))
+    fixed = tuple(item for item in forward.given if not asked(item.template))
     known = made.union(item.value for item in fixed)
     arguments = tuple(dict.fromkeys(v for op in ops for v in op.inputs if v not in known))
     tensors = [v for v in arguments if is_tensor(graph, v)]

@@ -12,20 +12,16 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.uses import Uses, makes_only, without_unread
+from gpipe_compiler.codegen.uses import Uses, makes_only
 from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, Call, Graph, MethodCall, Op, Ref
 from gpipe_compiler.ir.arguments import BatchMultiple
+from gpipe_compiler.ir.ops import without_unread
 from gpipe_compiler.ir.sizes import BATCH, asked, follows, is_free
 from gpipe_compiler.passes.duplicate import StageDevice
 from gpipe_compiler.runtime.sizes import Dim, Operation, Operator, Size
 from gpipe_compiler.runtime.sizes import Expression as SizeExpression
-
-
-def varies(template: Argument) -> bool:
-    """Whether a template changes from call to call, with the batch or another size."""
-    return bool(asked(template))
 
 
 def told(graph: Graph, values: Iterable[str]) -> frozenset[Dim]:
@@ -253,7 +249,7 @@ class SizeReader:
                     location=item.op.source,
                 )
             self.writer.variables[item.value] = expression
-            if varies(item.template):
+            if asked(item.template):
                 found.setdefault(expression.flat, []).append(item)
         for items in found.values():
             values = [item.value for item in items if item.value in self.uses.count]

@@ -134,14 +134,14 @@ def _statements(file: str) -> dict[int, UserStatement]:
     table: dict[int, UserStatement] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
-            targets = _targets(node)
+            targets, read = _targets(node), set(_names(node, ast.Load))
             statement = UserStatement(
                 file,
                 node.lineno,
                 targets,
                 _operations(node),
                 _names_size(node),
-                isinstance(node, ast.AugAssign) or not _read(node).isdisjoint(targets),
+                isinstance(node, ast.AugAssign) or not read.isdisjoint(targets),
                 _is_listed(getattr(node, "value", None)),
                 functions.get(node, ""),
             )
@@ -161,11 +161,6 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
             return (name,)
         case _:
             return ()
-
-
-def _read(node: ast.stmt) -> set[str]:
-    names = (part for part in ast.walk(node) if isinstance(part, ast.Name))
-    return {item.id for item in names if isinstance(item.ctx, ast.Load)}
 
 
 def _operations(node: ast.stmt) -> int:

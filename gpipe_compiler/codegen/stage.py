@@ -9,16 +9,14 @@ from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.construction import buffer_types
-from gpipe_compiler.codegen.constructors import renamed_table, state_of
+from gpipe_compiler.codegen.constructors import OF_STAGE, outermost, renamed_table, state_of
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.facts import CodeFacts, Randoms
-from gpipe_compiler.codegen.found_blocks import FoundBlocks, write_blocks
-from gpipe_compiler.codegen.imports import Imports
+from gpipe_compiler.codegen.found_blocks import find_stage_blocks, write_blocks
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import MethodBody, docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
-from gpipe_compiler.codegen.nested import OF_STAGE, outermost
 from gpipe_compiler.codegen.segments import modules_run_again, path_of, segments_lines, split_off
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
@@ -94,18 +92,15 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
         EmitError: naming the user's line, when something in it has no spelling.
     """
     names = names_apart(facts.graph, ((*one.inputs, *one.outputs) for one in plan.stages))
-    drafts = [_Draft.of(plan, facts, stage, names) for stage in (stages or plan.stages)]
-    found = FoundBlocks.of(facts, (draft.own for draft in drafts))
-    while any(draft.own.again != found.again(place) for place, draft in enumerate(drafts)):
-        drafts = [
-            _Draft.of(plan, facts, draft.own.stage, names, found.again(place))
-            for place, draft in enumerate(drafts)
-        ]
-        found = FoundBlocks.of(facts, (draft.own for draft in drafts))
-    blocks, layers = write_blocks(facts, found)
-    sources = tuple(
-        draft.source(plan, facts, own) for draft, own in zip(drafts, blocks, strict=True)
-    )
+    chosen = stages or plan.stages
+    again: dict[int, frozenset[str] | None] = dict.fromkeys(stage.index for stage in chosen)
+    found: tuple[StageBlocks, ...] = ()
+    while not found or any(one.own.again != one.again for one in found):
+        again |= {one.own.stage.index: one.again for one in found}
+        drafts = (_draft(plan, facts, stage, names, again[stage.index]) for stage in chosen)
+        found = find_stage_blocks(facts, drafts)
+    layers = write_blocks(found)
+    sources = tuple(_source(plan, blocks) for blocks in found)
     if not layers.classes:
         return Sources(sources, "")
     text = render(
@@ -114,135 +109,120 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
     return Sources(sources, text)
 
 
-@dataclass(frozen=True)
-class _Draft:
+def _draft(
+    plan: Plan,
+    facts: CodeFacts,
+    stage: Stage,
+    names: Mapping[str, str],
+    again: frozenset[str] | None,
+) -> StageMethods:
     """What a stage is to do.
 
-    Attributes:
-        ops: all, those of the loss included.
-        losses: `loss`, where the stage has it.
+    Args:
+        names: what values are called in all stages.
+        again: the modules that run again where they are called; None for all that may.
     """
-
-    own: StageMethods
-    ops: tuple[Op, ...]
-    outputs: tuple[str, ...]
-    losses: tuple[Method, ...]
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        facts: CodeFacts,
-        stage: Stage,
-        names: Mapping[str, str],
-        again: frozenset[str] | None = None,
-    ) -> _Draft:
-        """A stage.
-
-        Args:
-            names: what values are called in all stages.
-            again: the modules that run again where they are called; all that may unless given.
-        """
-        graph = facts.graph
-        separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
-        outputs = _outputs(plan, graph, stage)
-        whole = replace(forward_method(facts, stage, outputs), names=names)
-        losses = (replace(loss_method(facts, stage, outputs), names=names),) if separate else ()
-        ops = tuple(op for method in (whole, *losses) for op in method.ops)
-        state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
-        if again is None:
-            again = modules_run_again(facts, stage, whole)
-        taken = OF_STAGE | state.attributes
-        forward, segments = split_off(facts, stage, whole, taken, again)
-        methods = {FORWARD: forward, **segments}
-        own = StageMethods(stage, f"Stage{stage.index}", state, methods, again)
-        return cls(own, ops, outputs, losses)
-
-    @property
-    def run_again(self) -> dict[str, list[Op]]:
-        """The ops of each segment, by the path of its module or the name of its method."""
-        _, *methods = self.own.methods.items()
-        found = {label: list(method.ops) for label, method in methods}
-        for op in self.ops:
-            for path in self.own.again.intersection(prefixes(path_of(op))):
-                found.setdefault(path, []).append(op)
-        return found
-
-    def source(self, plan: Plan, facts: CodeFacts, blocks: StageBlocks) -> StageSource:
-        graph, own, stage, state = facts.graph, self.own, self.own.stage, self.own.state
-        imports = blocks.file.imports
-        imports.name("torch", "nn")
-        written = _bodies(blocks, own.methods, self.losses)
-        buffers = _buffers(graph, state.originals)
-        changed: tuple[str, ...] = ()
-        if plan.training:
-            changed = _written(facts, self.ops, buffers, facts.effects.written_states)
-        writes = outermost(changed, buffers)
-        once = outermost(_written(facts, self.ops, buffers, facts.once), buffers)
-        held: dict[str, tuple[str, ...]] = {}
-        for label, ops in self.run_again.items():
-            touched = {name for op in ops for name in facts.effects.states_of(graph, op)}
-            held[label] = outermost([own for own in changed if buffers[own] in touched], buffers)
-        initial = initial_steps(graph, state.originals.values())
-        initial_text = initial_lines(initial, state.originals.values(), imports)
-        constructor = blocks.construction(blocks.file).lines(state.root)
-        registered = buffer_types(state.root, imports)
-        methods = [_method_lines(plan, graph, stage, item, imports) for item in written]
-        text = render(
-            "stage.py.jinja",
-            title=_title(plan, stage, self.ops),
-            imports=imports.lines(),
-            blocks=blocks.file.classes,
-            class_name=own.class_name,
-            base=state.root.cls.__name__,
-            buffers=registered,
-            constructor=constructor,
-            methods=methods,
-            renamed=renamed_table(state),
-            writes=_names_lines("WRITES", writes),
-            once=_names_lines("ONCE", once),
-            segments=segments_lines(held),
-            initial=initial_text,
-        )
-        return StageSource(
-            index=stage.index,
-            class_name=own.class_name,
-            text=text,
-            inputs=own.methods[FORWARD].arguments,
-            outputs=self.outputs,
-            loss_inputs=self.losses[0].arguments if self.losses else (),
-            state=state.originals,
-            renamed=bool(state.renamed),
-            random_ops=facts.random_ops(self.ops, training=True),
-            random_in_eval=facts.random_ops(self.ops, training=False),
-            initial=initial,
-            writes=writes,
-            once=once,
-            mixes=plan.training and any(op.name in facts.mixing for op in self.ops),
-            segments=held,
-        )
+    graph = facts.graph
+    separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
+    outputs = _outputs(plan, graph, stage)
+    whole = replace(forward_method(facts, stage, outputs), names=names)
+    losses = (replace(loss_method(facts, stage, outputs), names=names),) if separate else ()
+    ops = tuple(op for method in (whole, *losses) for op in method.ops)
+    state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
+    if again is None:
+        again = modules_run_again(facts, stage, whole)
+    taken = OF_STAGE | state.attributes
+    forward, segments = split_off(facts, stage, whole, taken, again)
+    methods = {FORWARD: forward, **segments}
+    return StageMethods(stage, state, ops, outputs, methods, losses, again)
 
 
-def _bodies(
-    blocks: StageBlocks, methods: Mapping[str, Method], losses: Sequence[Method]
-) -> list[_Written]:
+def _run_again(own: StageMethods) -> dict[str, list[Op]]:
+    """The ops of each segment, by the path of its module or the name of its method."""
+    _, *methods = own.methods.items()
+    found = {label: list(method.ops) for label, method in methods}
+    for op in own.ops:
+        for path in own.again.intersection(prefixes(path_of(op))):
+            found.setdefault(path, []).append(op)
+    return found
+
+
+def _source(plan: Plan, blocks: StageBlocks) -> StageSource:
+    """The source of a stage, whose blocks are written."""
+    facts, own = blocks.facts, blocks.own
+    graph, stage, state = facts.graph, own.stage, own.state
+    imports = blocks.file.imports
+    imports.name("torch", "nn")
+    methods = _methods(plan, blocks)
+    buffers = _buffers(graph, state.originals)
+    changed: tuple[str, ...] = ()
+    if plan.training:
+        changed = _written(facts, own.ops, buffers, facts.effects.written_states)
+    writes = outermost(changed, buffers)
+    once = outermost(_written(facts, own.ops, buffers, facts.once), buffers)
+    held: dict[str, tuple[str, ...]] = {}
+    for label, ops in _run_again(own).items():
+        touched = {name for op in ops for name in facts.effects.states_of(graph, op)}
+        held[label] = outermost([name for name in changed if buffers[name] in touched], buffers)
+    initial = initial_steps(graph, state.originals.values())
+    initial_text = initial_lines(initial, state.originals.values(), imports)
+    constructor = blocks.construction(blocks.file).lines(state.root)
+    registered = buffer_types(state.root, imports)
+    text = render(
+        "stage.py.jinja",
+        title=_title(plan, stage, own.ops),
+        imports=imports.lines(),
+        blocks=blocks.file.classes,
+        class_name=own.class_name,
+        base=state.root.cls.__name__,
+        buffers=registered,
+        constructor=constructor,
+        methods=methods,
+        renamed=renamed_table(state),
+        writes=_names_lines("WRITES", writes),
+        once=_names_lines("ONCE", once),
+        segments=segments_lines(held),
+        initial=initial_text,
+    )
+    return StageSource(
+        index=stage.index,
+        class_name=own.class_name,
+        text=text,
+        inputs=own.methods[FORWARD].arguments,
+        outputs=own.outputs,
+        loss_inputs=own.losses[0].arguments if own.losses else (),
+        state=state.originals,
+        renamed=bool(state.renamed),
+        random_ops=facts.random_ops(own.ops, training=True),
+        random_in_eval=facts.random_ops(own.ops, training=False),
+        initial=initial,
+        writes=writes,
+        once=once,
+        mixes=plan.training and any(op.name in facts.mixing for op in own.ops),
+        segments=held,
+    )
+
+
+def _methods(plan: Plan, blocks: StageBlocks) -> list[list[str]]:
     """The methods of a stage, with calls of blocks in all but the loss."""
+    graph, own, imports = blocks.facts.graph, blocks.own, blocks.file.imports
     called = {
         label: blocks.with_calls(index, method)
-        for index, (label, method) in enumerate(methods.items())
+        for index, (label, method) in enumerate(own.methods.items())
     }
-    for method in losses:
+    for method in own.losses:
         blocks.peaks.method(BlockCall("", method.ops, method.arguments, method.returns))
         called[LOSS] = method
-    imports, state = blocks.file.imports, blocks.own.state
     if any(method.arguments or method.returns for method in called.values()):
         imports.name("torch", "Tensor")
-    written = []
+    found = []
     for label, method in called.items():
-        writer = ExpressionWriter(imports, state.places, {**state.modules, **blocks.places})
-        body = write_body(blocks.facts.graph, method, writer, blocks.peaks.worth)
-        written.append(_Written(label, method, body))
-    return written
+        modules = {**own.state.modules, **blocks.places}
+        writer = ExpressionWriter(imports, own.state.places, modules)
+        body = write_body(graph, method, writer, blocks.worth)
+        described = docstring(*_described(plan, graph, own.stage, label, method, body))
+        found.append(method_text(graph, label, method, body, imports, described))
+    return found
 
 
 def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:
@@ -265,13 +245,6 @@ def _names_lines(table: str, owns: Sequence[str]) -> list[str]:
         return []
     names = [name(quote(own)) for own in owns]
     return lay_out(tuple_of(names, exploded=len(names) > 1), prefix=f"{table} = ")
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    label: str
-    method: Method
-    body: MethodBody
 
 
 def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:
@@ -312,38 +285,30 @@ def _ordinal(number: int) -> str:
     return f"{number}{suffix}"
 
 
-def _method_lines(
-    plan: Plan, graph: Graph, stage: Stage, written: _Written, imports: Imports
-) -> list[str]:
-    label, method, body = written.label, written.method, written.body
-    match label:
-        case _ if label == LOSS:
-            described = docstring(
-                "The loss of one micro-batch."
-                if len(method.returns) == 1
-                else "The terms of the loss of one micro-batch, each a sum or a mean by itself.",
-                _argument_lines(graph, plan, stage, written, inside=True),
-                [],
-            )
-        case _ if label == FORWARD:
-            described = docstring(
-                "One micro-batch of B samples; sizes in comments are for it.",
-                _argument_lines(graph, plan, stage, written, inside=False),
-                _return_lines(graph, plan, stage, written),
-            )
-        case _:
-            described = docstring("Runs again in the backward; only arguments are kept.", [], [])
-    return method_text(graph, label, method, body, imports, described)
+def _described(
+    plan: Plan, graph: Graph, stage: Stage, label: str, method: Method, body: MethodBody
+) -> tuple[str, list[str], list[str]]:
+    """What a method does, and what its arguments and its results are."""
+    if label not in (LOSS, FORWARD):
+        return "Runs again in the backward; only arguments are kept.", [], []
+    arguments = _argument_lines(graph, plan, stage, method, body, inside=label == LOSS)
+    if label == FORWARD:
+        summary = "One micro-batch of B samples; sizes in comments are for it."
+        return summary, arguments, _return_lines(graph, plan, stage, method, body)
+    if len(method.returns) == 1:
+        return "The loss of one micro-batch.", arguments, []
+    summary = "The terms of the loss of one micro-batch, each a sum or a mean by itself."
+    return summary, arguments, []
 
 
 def _argument_lines(
-    graph: Graph, plan: Plan, stage: Stage, written: _Written, *, inside: bool
+    graph: Graph, plan: Plan, stage: Stage, method: Method, body: MethodBody, *, inside: bool
 ) -> list[str]:
     """What every argument is and where it comes from."""
     inputs = {source.name: source for source in graph.inputs}
     source_stage = {crossing.value: crossing.source for crossing in plan.crossings}
     entries = []
-    for value, argument in zip(written.method.arguments, written.body.arguments, strict=True):
+    for value, argument in zip(method.arguments, body.arguments, strict=True):
         if value in inputs:
             origin = call_path(inputs[value].path)
         elif inside and value in stage.outputs:
@@ -356,14 +321,16 @@ def _argument_lines(
     return entries
 
 
-def _return_lines(graph: Graph, plan: Plan, stage: Stage, written: _Written) -> list[str]:
+def _return_lines(
+    graph: Graph, plan: Plan, stage: Stage, method: Method, body: MethodBody
+) -> list[str]:
     targets = {
         crossing.value: crossing.targets
         for crossing in plan.crossings
         if crossing.source == stage.index
     }
     entries = []
-    for value, expression in zip(written.method.returns, written.body.returns, strict=True):
+    for value, expression in zip(method.returns, body.returns, strict=True):
         variable, _, condition = expression.partition(" if ")
         users = [f"stage {target}" for target in targets.get(value, ())]
         if value in graph.output_values:

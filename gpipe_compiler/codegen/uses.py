@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.functions import BINARY
@@ -96,20 +96,6 @@ class Uses:
         ended = {loop_ended(op): position for position, op in enumerate(ops)}
         loops = tuple((position, ended[loop_begun(ops[position])]) for position in begun)
         return cls(count, last, reader, frozenset(chosen), partner, loops)
-
-
-def without_unread(
-    ops: Sequence[Op], returns: Iterable[str], droppable: Callable[[Op], bool]
-) -> tuple[Op, ...]:
-    """The ops without those droppable ones of which no result is read."""
-    needed = set(returns)
-    kept: list[Op] = []
-    for op in reversed(ops):
-        if needed.isdisjoint(op.outputs) and droppable(op):
-            continue
-        kept.append(op)
-        needed.update(op.inputs)
-    return tuple(reversed(kept))
 
 
 def makes_only(op: Op, values: Collection[str]) -> bool:

@@ -203,10 +203,8 @@ def name_of_one(path: str) -> str:
 
 def name_of_result(graph: Graph, value: str, path: str) -> str:
     """The name of a value after the outermost module whose result it is: all read it outside."""
-    readers = [op.module for op in graph.consumers.get(value, ())]
     called = (own for own in prefixes(path) if graph.module_classes.get(own) not in _LISTS)
-    outside = (own for own in called if not any(f"{m}.".startswith(f"{own}.") for m in readers))
-    return name_of_module(next(outside, path))
+    return name_of_module(next((own for own in called if is_result(graph, value, own)), path))
 
 
 def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]:
@@ -325,7 +323,5 @@ def argument_name(graph: Graph, value: str) -> str:
 def _name_of_chain(graph: Graph, op: Op, value: str) -> str:
     """`to_logits_out` for what the last module of the nn.Sequential `to_logits` makes."""
     chain = op.call.module.rpartition(".")[0] if isinstance(op.call, ModuleCall) else ""
-    readers = graph.consumers.get(value, ())
-    inside = any(f"{reader.module}.".startswith(f"{chain}.") for reader in readers)
     known = graph.module_classes.get(chain) == nn.Sequential.__name__
-    return name_of_module(chain) if known and not inside else ""
+    return name_of_module(chain) if known and is_result(graph, value, chain) else ""

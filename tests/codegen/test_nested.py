@@ -16,9 +16,9 @@ from loading import load_package
 from torch import Tensor, nn
 
 import gpipe_compiler as gpc
+from gpipe_compiler.codegen.constructors import outermost
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines
-from gpipe_compiler.codegen.nested import outermost
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import StageSpec, Steps, covers
 from gpipe_compiler.targets.torch_package import emit

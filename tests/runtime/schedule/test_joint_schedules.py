@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_pipelines import chain, pipelines
 
-from gpipe_compiler.codegen.diagram import diagram
+from gpipe_compiler.codegen.schedule import diagram
 from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
 from gpipe_compiler.runtime.schedule import Joint, forward_only, gpipe, lower, one_f_one_b, prove
 from gpipe_compiler.runtime.schedule.actions import (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_pipelines import chain, crossing, pipelines
 
-from gpipe_compiler.codegen.diagram import diagram
+from gpipe_compiler.codegen.schedule import diagram
 from gpipe_compiler.runtime.errors import DeadlockError, ScheduleError
 from gpipe_compiler.runtime.schedule import (
     forward_only,
