@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.ir import Graph, ModuleCall
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.passes.observe import observed
 from gpipe_compiler.passes.op_watch import KernelRun
@@ -58,11 +58,8 @@ def made_in_batchnorm(graph: Graph, model: nn.Module, ops: Collection[str]) -> b
 
 def _made_in_layers(graph: Graph, model: nn.Module) -> frozenset[str]:
     layers = {path for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
-    paths = (
-        (op.name, op.call.module if isinstance(op.call, ModuleCall) else op.module)
-        for op in graph.ops
-    )
-    return frozenset(name for name, path in paths if not layers.isdisjoint(prefixes(path)))
+    made_in = {op.name: prefixes(op.path) for op in graph.ops}
+    return frozenset(name for name, paths in made_in.items() if not layers.isdisjoint(paths))
 
 
 def _mixes(once: KernelRun, twice: KernelRun) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.constructors import ModuleNode
-from gpipe_compiler.codegen.expressions import Counted
+from gpipe_compiler.codegen.expressions import Counted, OwnModule
 from gpipe_compiler.codegen.loops import (
     DIGITS,
     Growing,
@@ -17,7 +17,6 @@ from gpipe_compiler.codegen.loops import (
     Loop,
     MadeInRound,
     PartKind,
-    PathPart,
     SameInAll,
     are_apart,
     begin,
@@ -36,6 +35,7 @@ from gpipe_compiler.ir import (
     Op,
     Ref,
     RegionCall,
+    StateRef,
 )
 from gpipe_compiler.ir.arguments import leaves, map_argument
 from gpipe_compiler.ir.forms import structure
@@ -233,7 +233,10 @@ class _Rounds:
         match one, other:
             case Ref(name=first), Ref(name=second):
                 return self._value(first, second, number, initial)
-            case PathPart(path=first), PathPart(path=second):
+            case (
+                StateRef(name=first) | OwnModule(path=first),
+                StateRef(name=second) | OwnModule(path=second),
+            ):
                 return self._path(first, second, keys)
         if type(one) is int and type(other) is int and one != other:
             step, rest = divmod(other - one, number)

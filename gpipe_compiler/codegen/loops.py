@@ -119,13 +119,6 @@ class Growing:
 PartKind = SameInAll | MadeInRound | InList | Growing
 
 
-@dataclass(frozen=True, slots=True)
-class PathPart:
-    """A module or state, as a part of a call."""
-
-    path: str
-
-
 def call_arguments(made: Call) -> tuple[object, object]:
     """The arguments of a call; slices from the start on as those from 0."""
     args, kwargs = made.args, {} if isinstance(made, RegionCall) else dict(made.kwargs)
@@ -144,14 +137,8 @@ def call_arguments(made: Call) -> tuple[object, object]:
 
 def parts_of(op: Op) -> list[object]:
     """What an op calls, where that is a module, and the leaves of the arguments."""
-    made = op.call
-    found = [
-        PathPart(leaf.name if isinstance(leaf, StateRef) else leaf.path)
-        if isinstance(leaf, StateRef | OwnModule)
-        else leaf
-        for leaf in leaves(call_arguments(made))
-    ]
-    return [PathPart(made.module), *found] if isinstance(made, ModuleCall) else found
+    found = leaves(call_arguments(op.call))
+    return [OwnModule(op.call.module), *found] if isinstance(op.call, ModuleCall) else [*found]
 
 
 def calls_module(op: Op) -> bool:

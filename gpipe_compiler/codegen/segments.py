@@ -14,7 +14,7 @@ from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name
 from gpipe_compiler.codegen.method_text import is_tensor
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.ir import Graph, ModuleCall, Op, Ref
+from gpipe_compiler.ir import Graph, Op, Ref
 from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.plan import Stage
 
@@ -103,19 +103,14 @@ def _module_of(here: Sequence[Op], ops: Sequence[Op], dead: Collection[str]) -> 
         here: the ops of the stage.
         dead: ops that nobody writes.
     """
-    common = path_of(ops[0]).split(".")
+    common = ops[0].path.split(".")
     for op in ops:
-        pairs = zip(common, path_of(op).split("."), strict=False)
+        pairs = zip(common, op.path.split("."), strict=False)
         common = [word for word, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
     module = ".".join(common)
     names = {op.name for op in ops}.union(dead)
-    within = (op.name for op in here if f"{path_of(op)}.".startswith(f"{module}."))
+    within = (op.name for op in here if f"{op.path}.".startswith(f"{module}."))
     return module if module and names.issuperset(within) else ""
-
-
-def path_of(op: Op) -> str:
-    """That of the module whose forward an op is part or all of."""
-    return op.call.module if isinstance(op.call, ModuleCall) else op.module
 
 
 def _call(graph: Graph, name: str, method: Method) -> Op:

@@ -17,7 +17,7 @@ from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import MethodBody, docstring, method_text
 from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
-from gpipe_compiler.codegen.segments import modules_run_again, path_of, segments_lines, split_off
+from gpipe_compiler.codegen.segments import modules_run_again, segments_lines, split_off
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.codegen.value_names import names_apart
@@ -142,7 +142,7 @@ def _run_again(own: StageMethods) -> dict[str, list[Op]]:
     _, *methods = own.methods.items()
     found = {label: list(method.ops) for label, method in methods}
     for op in own.ops:
-        for path in own.again.intersection(prefixes(path_of(op))):
+        for path in own.again.intersection(prefixes(op.path)):
             found.setdefault(path, []).append(op)
     return found
 
@@ -267,7 +267,7 @@ def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
     text = (
         f"Stage {stage.index} of {plan.name}, the {_ordinal(stage.index + 1)} of {len(plan.stages)}"
     )
-    spans = list(dict.fromkeys(path for op in ops if (path := path_of(op))))
+    spans = list(dict.fromkeys(op.path for op in ops if op.path))
     if not spans:
         return f"{text}."
     span = spans[0] if len(spans) == 1 else f"{spans[0]} to {spans[-1]}"

@@ -198,6 +198,11 @@ class Op:
         names = [item.name for item in dataclasses.fields(self)]
         return Op, tuple(None if name == "origin" else getattr(self, name) for name in names)
 
+    @property
+    def path(self) -> str:
+        """That of the module whose forward it is part or all of."""
+        return self.call.module if isinstance(self.call, ModuleCall) else self.module
+
     def turn(self, path: str) -> int:
         """How many calls of a module around it came before the one that it is part of."""
         return next((turn for around, turn in self.turns if around == path), 0)

@@ -228,7 +228,7 @@ def _note(graph: Graph, op: Op, samples: int) -> OpNote:
             _type(graph.values[name], samples, graph.batch_size) if name in graph.values else ""
             for name in op.outputs
         ),
-        module=op.call.module if isinstance(op.call, ModuleCall) else op.module,
+        module=op.path,
         state=op.states(graph.modules),
         source=str(op.source) if op.source else "",
     )
