@@ -60,6 +60,7 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
+from gpipe_compiler.frontend.user_code import way_out
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, other_sizes
@@ -288,7 +289,8 @@ def _first_run(
                     f"the model raises {type(error).__name__} in a training step with a batch of "
                     f"{batch} samples made from the example inputs: {text_of(error)}",
                     location=line_of(error),
-                    hint="it must run by itself before it can be compiled",
+                    hint=way_out(text_of(error))
+                    or "it must run by itself before it can be compiled",
                 ) from error
             last = summary(error)
     problem = (

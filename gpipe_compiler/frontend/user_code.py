@@ -274,6 +274,12 @@ def way_out(raised: str) -> str:
             "it also runs without gradients, as in every evaluation: ask first for "
             "output.requires_grad"
         )
+    if "could not create a primitive" in raised:
+        return (
+            "PyTorch has no kernel for this layer in this type on this processor, and does not "
+            "look first; an LSTM in 16 bits needs AVX-512: compile with --precision fp32, build "
+            "the model in torch.float32, or compile on a processor that has it"
+        )
     return ""
 
 
