@@ -32,6 +32,7 @@ from gpipe_compiler.passes.saved_tensors import runs_of, saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
 from gpipe_compiler.passes.stores import read_stores, without_unread_stores
+from gpipe_compiler.passes.written_once import freeze_followers
 from gpipe_compiler.runtime.wording import counted, printable_lines
 
 ALL = "all"
@@ -64,6 +65,7 @@ class Analysis:
 
 PASSES: tuple[Pass, ...] = (
     Pass("shapes", lambda graph, at: annotate(graph, at.samples, at.precision)),
+    Pass("followers", lambda graph, _: freeze_followers(graph)),
     Pass("empty_parts", lambda graph, at: without_empty_parts(graph, at.kept)),
     Pass("padding_masks", lambda graph, at: simplify_padding_masks(graph, at.kept)),
     Pass("narrow_masks", lambda graph, at: narrow_masks(graph, at.kept)),

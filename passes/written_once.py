@@ -7,6 +7,7 @@ each begin with that, and what they leave behind is what one forward of the mini
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,28 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 # --- weights that forward writes to, and other calls of the model read as they were ---------------
+
+
+def freeze_followers(graph: Graph) -> Graph:
+    """Parameters that forward writes to and that get no gradients are as frozen ones are.
+
+    Such as those of `torch.optim.swa_utils.AveragedModel`, which ask for gradients and are read
+    where autograd does not record.
+    """
+    if graph.loss is None:
+        return graph
+    trains = {
+        name
+        for op in graph.ops
+        if any(graph.values[output].requires_grad for output in op.outputs)
+        for name in op.states(graph.modules)
+    }
+    found = {
+        name: dataclasses.replace(graph.state[name], requires_grad=False)
+        for name in effects(graph).written_states - trains
+        if graph.state[name].requires_grad
+    }
+    return graph.replace(state={**graph.state, **found}) if found else graph
 
 
 def refuse_written_weights(graph: Graph) -> None:

@@ -58,6 +58,7 @@ from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.trace_settings import tracing_settings
 from gpipe_compiler.frontend.user_code import line_of_forward
+from gpipe_compiler.frontend.without_branches import without_branches
 from gpipe_compiler.frontend.without_numbers import (
     SMALLEST_BATCH,
     inputs_without_numbers,
@@ -209,7 +210,7 @@ def _attempt(
         for path, module in modules.items()
         if path.startswith("model.") and is_leaf(path, module, entry.training)
     }
-    recorder = Recorder(gradients=gradients)
+    recorder = Recorder(gradients=gradients, trains=entry.training and entry.has_loss)
     momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
     with noting_sizes() as sizes, momentum, ambient(autocast_to, kind_of(entry)):
         sizes.ties = ties(entry.signature, free)
@@ -320,6 +321,7 @@ def _record(
             general() if free else contextlib.nullcontext(),
             checks_passed(),  # says which it has passed when the trace is no longer quiet
             tracing_settings(),
+            without_branches(),
             as_exported(),
             torch.set_grad_enabled(recorder.position.gradients),
             own_functions_carried() if entry.has_loss else contextlib.nullcontext(),

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.frontend.asking_weights import AskingWeights
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
@@ -89,11 +90,12 @@ class Recorder(TorchFunctionMode):
         decisions: the nodes, of no other use, at which Python is told what follows from draws.
     """
 
-    def __init__(self, *, gradients: bool = True) -> None:
+    def __init__(self, *, gradients: bool = True, trains: bool = False) -> None:
         """A recorder with an empty graph.
 
         Args:
             gradients: whether autograd records at the start.
+            trains: whether it is a step of training that is recorded.
         """
         super().__init__()
         self.graph = fx.Graph()
@@ -105,6 +107,7 @@ class Recorder(TorchFunctionMode):
         self.decisions: list[fx.Node] = []
         self._sizes = SizeNodes(self.graph, self.position)
         self.tensors = TensorNodes(self.graph, self._sizes)
+        self._asking = AskingWeights(self.tensors, trains=trains)
         self._paths: dict[int, str] = {}
         self._own: dict[str, list[int]] = {}
         self._training: dict[str, bool] = {}
@@ -123,7 +126,10 @@ class Recorder(TorchFunctionMode):
     def argument(self, item: Any) -> Any:
         """An argument of a call, in terms of nodes."""
         if isinstance(item, torch.Tensor):
-            return self.tensors.node(item)
+            node = self.tensors.node(item)
+            if not self._asking.fixes(item) or not self.position.gradients:
+                return node
+            return self._create("call_method", "detach", (node,), {}, item)
         match item:
             case torch.SymInt() | torch.SymFloat() | torch.SymBool():
                 return self._sizes.written(item)
@@ -201,6 +207,8 @@ class Recorder(TorchFunctionMode):
 
     def _set(self, func: Any, tensor: Any, value: Any) -> None:
         """An attribute of a tensor is assigned to."""
+        if func.__self__.__name__ == "requires_grad":
+            self._asking.say(tensor, bool(value))
         if func.__self__.__name__ != "data" or self.tensors.known(tensor) is None:
             func(tensor, value)
             return
@@ -228,6 +236,9 @@ class Recorder(TorchFunctionMode):
             raise transformed(line_around("torch/_functorch/"))
         if func is torch.autograd.grad:
             raise own_gradients(calling_line())
+        if func is torch.Tensor.requires_grad_:
+            flag = kwargs.get("requires_grad", args[1] if len(args) > 1 else True)
+            self._asking.say(args[0], flag)
         given = list(tensors_in((args, kwargs)))
         versions = [tensor._version for tensor in given]
         made = AT_SYMBOLS.get(func, func)(*args, **kwargs)
@@ -355,6 +366,7 @@ class Recorder(TorchFunctionMode):
             return own(module, *args, **kwargs)
         # A model may lend a module other parameters than its own, change its mode, and hook on it.
         own_state = self._own.get(path) == _identities(module) and not has_hooks(module)
+        own_state = own_state and not self._asking.fixes_in(module)
         if own_state and self._training[path] is module.training and self._takes(args, kwargs):
             return self._leaf(path, own, module, args, kwargs)
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -406,6 +418,7 @@ class Recorder(TorchFunctionMode):
 
         Where Python decides by draws, what was recorded stays: another way may read it.
         """
+        self._asking.refuse_left()
         self.graph.output(self.argument(returned))
         if not self.decisions:
             self.sweep()

@@ -13,6 +13,27 @@ from torch import Tensor, nn
 IGNORED = -100
 
 
+class Adaptive(nn.Module):
+    """torch's adaptive softmax, whose clusters get the rows whose target is in them, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 16)
+        self.words = nn.AdaptiveLogSoftmaxWithLoss(16, 40, [8, 20])
+
+    def forward(self, x: Tensor, words: Tensor) -> dict[str, Tensor]:
+        found = self.words(self.first(x).tanh(), words)  # refused: adaptive
+        return {"loss": found.loss, "of_each": found.output}
+
+
+class AdaptiveInAll(Adaptive):
+    """The same of all clusters."""
+
+    def forward(self, x: Tensor, words: Tensor) -> dict[str, Tensor]:
+        found = self.words.log_prob(self.first(x).tanh())
+        return {"loss": F.nll_loss(found, words)}
+
+
 class Uncertain(Two):
     """Two tasks, weighed by learned variances (Kendall et al., 2018)."""
 
@@ -173,6 +194,13 @@ CASES = (
         classes,
         expect=Refused(("SEEN['steps']", "decides what it computes"), ("buffer",)),
     ),
+    Case(
+        "adaptive",
+        Adaptive,
+        lambda n: (rows(n), torch.randint(40, (n,))),
+        expect=Refused(("clusters alone in which a target is",), ("log_prob(hidden)",)),
+    ),
+    Case("adaptive_in_all", AdaptiveInAll, lambda n: (rows(n), torch.randint(40, (n,)))),
     Case(
         "with_metrics",
         Two,

@@ -402,6 +402,43 @@ class Corrected(Counting):
 REMEMBERS = Refused(("another call of the model", "which forward changes"), ("register_buffer",))
 
 
+class HeldFixed(Two):
+    """A layer that gets no gradients through one of its two calls, as a critic while one trains
+    what it judges."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        self.last.requires_grad_(False)
+        held = self.last(hidden)
+        for parameter in self.last.parameters():
+            parameter.requires_grad = True
+        return held, self.last(hidden.detach() * 2)
+
+
+class Thaws(Two):
+    """A frozen layer that the first call lets be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.requires_grad_(True)  # refused: thaws
+        return super().forward(x)
+
+
+class Freezes(Two):
+    """A trained layer that the first call freezes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.requires_grad_(False)  # refused: freezes
+        return super().forward(x)
+
+
+def of_both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) - 0.3 * F.cross_entropy(output[1], target)
+
+
 def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
@@ -536,7 +573,12 @@ class SameData(nn.Module):
 
 SIZED = Refused(("another tensor to the buffer places",), ("once in build_model()",), at_line=False)
 
+TOLD = Refused(("the first call is not the second",), ("build_model()",))
+
 CASES = (
+    Case("held_fixed", HeldFixed, rows, of_both, classes),
+    simple("thaws", Thaws, expect=TOLD),
+    simple("freezes", Freezes, expect=TOLD),
     simple("sized_by_the_first_call", SizedByTheFirstCall),
     simple("sized_and_kept", lambda: SizedByTheFirstCall(kept=True), expect=SIZED),
     simple("scaled_by_the_first_call", ScaledByTheFirstCall, expect=SIZED),
