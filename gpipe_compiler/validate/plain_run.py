@@ -223,15 +223,19 @@ def _as_planned(precision: Precision) -> contextlib.AbstractContextManager[None]
 
 def _beginning(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
     """Makes some of the model's state what it is now."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    before = {name: state[name].detach().clone() for name in names if name in state}
+    before = {name: item.detach().clone() for name, item in _state(model).items() if name in names}
 
     @torch.no_grad()
     def begin() -> None:
+        state = _state(model) if before else {}  # a forward may have assigned other tensors
         for name, tensor in before.items():
             state[name].copy_(tensor)
 
     return begin
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def _evaluated(entry: Entry, call: ModelCall, precision: Precision) -> Outputs:
@@ -250,6 +254,7 @@ def train_step(
     precision: Precision,
     once: Collection[str] = (),
     *,
+    written: Collection[str] = (),
     deferred: bool = False,
 ) -> Tensors:
     """Loss, gradients, buffers and weights of one step of plain PyTorch.
@@ -257,6 +262,7 @@ def train_step(
     A term whose share is 0 may be nan, and does not count.
 
     Args:
+        written: what forward writes to; weights therein are compared though frozen.
         once: the state that all calls change once: each begins with it as it is now.
         deferred: whether running statistics change once, by those of all calls.
     """
@@ -271,6 +277,8 @@ def train_step(
     for call in calls:
         begin()
         terms = call.terms(entry, precision) if call.terms else ()
+        if terms:
+            begin()  # they are computed from what forward makes, which writes
         with contextlib.ExitStack() as around:
             around.enter_context(activations_kept())
             around.enter_context(call.around)
@@ -289,13 +297,15 @@ def train_step(
     if deferred:
         statistics.commit()
     gradients = {name: gradient / scale for name, gradient in gradients.items()}
+    parameters = entry.model.named_parameters()
+    weights = trainable | {name: tensor for name, tensor in parameters if name in written}
     return {
         ComparedKind.LOSS: {"loss": torch.stack(losses).sum() if losses else torch.zeros(())},
         ComparedKind.GRADIENT: gradients,
         ComparedKind.BUFFER: dict(entry.model.named_buffers()),
         ComparedKind.WEIGHT: {
             name: tensor.detach() - gradients[name] if name in gradients else tensor.detach()
-            for name, tensor in trainable.items()
+            for name, tensor in weights.items()
         },
     }
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,7 @@ from gpipe_compiler.validate.departure import (
     where_parted,
 )
 from gpipe_compiler.validate.draws import ApartError, Draws
+from gpipe_compiler.validate.later_states import later_models
 from gpipe_compiler.validate.loss_splitting import cause_of, explain
 from gpipe_compiler.validate.plain_run import (
     MiniBatch,
@@ -176,6 +177,13 @@ class _Work:
         return written_once(self.graph)
 
     @property
+    def _goes_on(self) -> frozenset[str]:
+        """What forward writes to, but for the statistics of BatchNorm."""
+        normalising = batchnorm_ops(self.graph, self.subject.model)
+        writes = effects(self.graph).state_writes.items()
+        return frozenset(name for op, names in writes if op not in normalising for name in names)
+
+    @property
     def is_shown_by_package(self) -> bool:
         """Whether a package that gives what the mini-batch in one piece does, in eval mode and for
         a step, shows that micro-batches come to it.
@@ -184,7 +192,9 @@ class _Work:
         the loss in eval mode, where that is another one.
         """
         graph = self.graph
-        if self.accepted or self._lower or Draws.of(graph, self.seed, training=False).numbers:
+        if self.accepted or self._lower or self._goes_on:
+            return False
+        if Draws.of(graph, self.seed, training=False).numbers:
             return False
         if not self.plan.training:
             return True
@@ -209,6 +219,8 @@ class _Work:
             alike = found.alike
             if not alike and not self._in_double(_Work._evaluates_alike):
                 error = self._unlike(found, draws)
+            else:
+                error = self._evaluates_otherwise_later(draws)
         except ApartError as problem:
             error = drawn_apart(self.graph, problem)
         notes = self._accept(error)
@@ -222,6 +234,13 @@ class _Work:
         (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
         return {ComparedKind.OUTPUT: joined(parts, self.batch.sizes, whole)}, notes
 
+    def _evaluates_otherwise_later(self, draws: Draws) -> UnsplittableError | None:
+        """The error for outputs that are those of micro-batches in the first state alone."""
+        for later in self._later():
+            if not later._holds(_Work._evaluates_alike):
+                return later._unlike(later._both(draws), draws)
+        return None
+
     def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:
         """Loss, gradients, buffers and weights of a training step, and notes.
 
@@ -234,7 +253,7 @@ class _Work:
         touchy = mixing_ops(self.graph) | frozenset(sample_writers(self.graph))
         if len(self.batch.sizes) == 1 or (touchy and self.plan.batchnorm is BatchNorm.EXACT):
             call = ModelCall(self.batch.whole(), draws.of_model())
-            return train_step(self._entry(training=True), [call], self.plan.precision), ()
+            return self._step([call], self.plan.precision), ()
         layers = touchy & batchnorm_ops(self.graph, self.subject.model)
         if layers:
             if not self.accepted and made_in_batchnorm(self.graph, self.subject.model, layers):
@@ -242,10 +261,9 @@ class _Work:
             return self._loop(draws, self.plan.precision), (self._normalises(layers),)
         try:
             for whole, flat in self._wholes(draws):
-                if not (flat or touchy or self._lower or self.accepted):
-                    return whole, ()
-                if self._steps_alike(self._loop(draws, Precision.FP32), whole):
-                    later = self._departs_later(draws) if touchy else None
+                plain = not (flat or touchy or self._lower or self.accepted)
+                if plain or self._steps_alike(self._loop(draws, Precision.FP32), whole):
+                    later = self._departs_later(draws)
                     found = self._loop(draws, self.plan.precision) if self._lower else whole
                     return found, self._accept(later)
         except ApartError as problem:
@@ -272,7 +290,7 @@ class _Work:
             return  # that is the model in eval mode
         check = _Work._trains_alike if others else _Work._forwards_alike
         try:
-            if check(self) or self._in_double(check):
+            if self._holds(check) and all(later._holds(check) for later in self._later()):
                 return
         except ApartError as problem:
             if problem.inside:
@@ -344,8 +362,7 @@ class _Work:
             evaluate(entry, [*of_each_size.values()], Precision.FP32)
         for inner in (False, True):
             call = all_at_once(self.batch, draws, calls, inner=inner)
-            step = train_step(self._entry(training=True), [call], Precision.FP32)
-            yield step, flattened(call)
+            yield self._step([call], Precision.FP32), flattened(call)
             if not flattened(call):
                 return
 
@@ -353,20 +370,46 @@ class _Work:
         entry = self._entry(training=True)
         calls = self._calls(entry, draws)
         deferred = self.plan.batchnorm is BatchNorm.DEFERRED and not self.frozen
-        return train_step(entry, calls, precision, self._once, deferred=deferred)
+        return self._step(calls, precision, self._once, deferred=deferred)
+
+    def _step(
+        self,
+        calls: Sequence[ModelCall],
+        precision: Precision,
+        once: Collection[str] = (),
+        *,
+        deferred: bool = False,
+    ) -> Tensors:
+        entry, written = self._entry(training=True), effects(self.graph).written_states
+        return train_step(entry, calls, precision, once, written=written, deferred=deferred)
+
+    def _later(self) -> Iterator[_Work]:
+        """The same of the model as training may leave it; see `later_models`."""
+        names = frozenset() if self.accepted else self._goes_on
+        for model in later_models(self.subject, names, training=self.plan.training):
+            yield dataclasses.replace(self, subject=dataclasses.replace(self.subject, model=model))
 
     def _departs_later(self, draws: Draws) -> UnsplittableError | None:
-        """The error for a step that is that of its micro-batches with the first weights alone.
+        """The error for a step that is that of its micro-batches in the first state alone.
 
-        Such as where a power iteration, which goes on with every call, has converged.
+        Such as where a power iteration, which goes on with every call, has converged; or at the
+        first of what forward counts.
         """
-        moved = with_other_weights(self.subject.model)
-        if self.accepted or moved is None:
-            return None
-        later = dataclasses.replace(self, subject=dataclasses.replace(self.subject, model=moved))
-        if later._trains_alike() or later._in_double(_Work._trains_alike):
-            return None
-        return departure(self.graph, later._entry(training=True), self.batch, draws)
+        for later in (*self._moved(), *self._later()):
+            if not later._holds(_Work._trains_alike):
+                return departure(self.graph, later._entry(training=True), self.batch, draws)
+        return None
+
+    def _moved(self) -> Iterator[_Work]:
+        """The same of the model with other weights, where micro-batches may come to others."""
+        touchy = mixing_ops(self.graph) | frozenset(sample_writers(self.graph))
+        moved = with_other_weights(self.subject.model) if touchy and not self.accepted else None
+        if moved is not None:
+            yield dataclasses.replace(self, subject=dataclasses.replace(self.subject, model=moved))
+
+    def _holds(self, check: Callable[[_Work], bool]) -> bool:
+        """Whether a check holds but for rounding."""
+        return check(self) or self._in_double(check)
 
     def _trains_alike(self) -> bool:
         draws = Draws.of(self.graph, self.seed, training=True)

@@ -25,7 +25,7 @@ from ..core.pipeline import Pipeline
 from ..core.precision import lower_dtype
 from ..core.storing import place_text
 from ..errors import UsageError
-from ..spec import BatchNorm, Joined, Leaf
+from ..spec import BatchNorm, Joined, Leaf, covers
 from .comparison import (
     ComparedKind,
     Row,
@@ -213,7 +213,18 @@ def run_pipeline(pipe: Pipeline, batch: Expected) -> Tensors:
     return results | {
         ComparedKind.GRADIENT: gradients,
         ComparedKind.BUFFER: dict(pipe.named_buffers()),
-        ComparedKind.WEIGHT: {n: p.detach() for n, p in pipe.named_parameters() if p.requires_grad},
+        ComparedKind.WEIGHT: _weights(pipe),
+    }
+
+
+def _weights(pipe: Pipeline) -> Mapping[str, torch.Tensor]:
+    """Those that are trained, or that forward writes to."""
+    stages = [(pipe.spec.stages[index], module) for index, module in pipe.stages.items()]
+    return {
+        stage.named(own): parameter.detach()
+        for stage, module in stages
+        for own, parameter in module.named_parameters()
+        if parameter.requires_grad or covers(stage.writes, own)
     }
 
 

@@ -23,7 +23,7 @@ from ..core.request import Values
 from ..core.weights import Weights, build_stage
 from ..core.wiring import inputs_for, most_work, output_leaves
 from ..core.written import WrittenOnce
-from ..spec import BatchNorm, LossSpec, PipelineSpec, Precision
+from ..spec import BatchNorm, LossSpec, PipelineSpec, Precision, covers
 from .comparison import ComparedKind, Tensors, flat_tensors
 
 LEARNING_RATE = 1.0
@@ -145,7 +145,7 @@ class _Stages:
         for stage, module in zip(self.spec.stages, self.modules, strict=True):
             for own, parameter in module.named_parameters():
                 name = stage.named(own)
-                if parameter.requires_grad:
+                if parameter.requires_grad or covers(stage.writes, own):
                     parameters[name] = parameter.detach()
                 if parameter.grad is not None:
                     gradient = parameter.grad / scale

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, Case, Refused
+from adversary.case import FP32_ONLY, Case
 from torch import Tensor, nn
 
 
@@ -213,7 +213,7 @@ def unlikely(output: tuple[Tensor, Tensor, Tensor], target: Tensor) -> Tensor:
 
 
 class Averaged(nn.Module):
-    """Weights of which a buffer keeps a mean over the steps: of four micro-batches, four."""
+    """Weights of which a buffer keeps a mean over the steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Averaged(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.kept.lerp_(self.last.weight, 0.1)  # refused: averaged
+                self.kept.lerp_(self.last.weight, 0.1)
         x = self.first(x).tanh()
         return self.last(x) + F.linear(x, self.kept)
 
@@ -257,12 +257,5 @@ CASES = (
         rows,
         F.cross_entropy,
         classes,
-        sizes=(8,),
-        manners=FP32_ONLY,
-        expect=Refused(
-            ("writes to kept for each micro-batch",),
-            ("--microbatches 1", "--per-microbatch"),
-            accept="--per-microbatch",
-        ),
     ),
 )

@@ -12,6 +12,7 @@ from adversary.case import FP32_ONLY, MANNERS, Case, Refused
 from adversary.layers import Two
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
 
@@ -195,6 +196,82 @@ class OfSamplesSeen(Two):
         return self.last(self.body(x) * (self.seen / 64).clamp(max=1))
 
 
+class Averaged(Two):
+    """The average of weights that torch has: it copies the first ones, and asks for gradients."""
+
+    def __init__(self, *, multi: bool = False) -> None:
+        super().__init__()
+        means = swa_utils.get_ema_multi_avg_fn(0.8) if multi else None
+        self.mean = swa_utils.AveragedModel(self.middle, multi_avg_fn=means)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.mean.update_parameters(self.middle)
+        with torch.no_grad():
+            goal = self.last(self.mean(self.first(x).tanh()).tanh())
+        return self.last(self.body(x)), goal
+
+
+class MixesLater(Two):
+    """A step from which on samples meet: the first calls do not show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        hidden = self.body(x)
+        centred = hidden - hidden.mean(0) * (self.calls > 500)  # refused: mixes_later
+        return self.last(centred)
+
+
+class MixesLaterInEval(MixesLater):
+    """The same in eval mode alone, by what keeps the number of samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.training:
+            self.calls += 1
+            return self.last(hidden)
+        shares = hidden.softmax(0)  # refused: mixes_later_in_eval
+        return self.last(torch.where(self.calls > 2, shares, hidden))
+
+
+class FollowsLater(Two):
+    """A mean over samples that is followed after a few calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1  # refused: follows_later
+                mean = self.average.lerp(hidden.mean(0), 0.1)
+                self.average.copy_(torch.where(self.calls > 3, mean, self.average))
+        return self.last(hidden + self.average)
+
+
+class DecaysLater(Two):
+    """A trained bias that every forward makes smaller, after the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1  # refused: decays_later
+                smaller = self.last.bias * torch.where(self.calls > 1, 0.9, 1.0)
+                self.last.bias.copy_(smaller)
+        return self.last(self.body(x))
+
+
 class Noisy(Two):
     """A noise for all samples that goes on from call to call."""
 
@@ -244,6 +321,10 @@ def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:
     return -F.cosine_similarity(*output).mean()
 
 
+def distilled(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + F.mse_loss(*output)
+
+
 def simple(name: str, model: Callable[[], nn.Module], **options: object) -> Case:
     return Case(name, model, rows, F.cross_entropy, classes, **options)
 
@@ -255,6 +336,15 @@ CASES = (
     Case("momentum", Momentum, rows, byol),
     Case("momentum_remat", Momentum, rows, byol, options="--remat full", manners=FP32_ONLY),
     Case("momentum_foreach", lambda: Momentum(foreach=True), rows, byol),
+    Case("averaged", Averaged, rows, distilled, classes),
+    Case(
+        "averaged_in_every_manner",
+        lambda: Averaged(multi=True),
+        rows,
+        distilled,
+        classes,
+        manners=MANNERS,
+    ),
     simple("follows_within", FollowsWithin),
     simple("decays", Decays),
     simple("decays_in_every_manner", Decays, manners=MANNERS),
@@ -274,6 +364,26 @@ CASES = (
         "of_samples_seen",
         OfSamplesSeen,
         expect=Refused(("writes to seen for each micro-batch",), ("--microbatches 1",)),
+    ),
+    simple(
+        "mixes_later",
+        MixesLater,
+        expect=Refused(("mean takes the samples of a batch together",), ("--microbatches 1",)),
+    ),
+    simple(
+        "mixes_later_in_eval",
+        MixesLaterInEval,
+        expect=Refused(("softmax gives another result",), ("--microbatches 1",)),
+    ),
+    simple(
+        "follows_later",
+        FollowsLater,
+        expect=Refused(("gives another result for a micro-batch",), ("--microbatches 1",)),
+    ),
+    simple(
+        "decays_later",
+        DecaysLater,
+        expect=Refused(("writes to last.bias for each micro-batch",), ("--microbatches 1",)),
     ),
     Case(
         "spectral_in_every_manner",
