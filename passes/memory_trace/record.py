@@ -72,9 +72,10 @@ def record(part: GraphPart, given: PartInputs, *, split: bool) -> StageTraces:
         quiet(),
     ):
         first = stage.round()
-        lasting = stage.watch.alive()
-        later = stage.round()
-        traces = _Traces(stage, first, later, lasting).made()
+        casts = stage.casts(first)
+        # Autograd runs the nodes of casts of weights last where a forward before has made them.
+        later = stage.round() if casts else None
+        traces = _Traces(stage, first, later, casts).made()
         stage.watch.forget()
     return traces
 
@@ -109,6 +110,11 @@ class _Stage:
         grads = [state.grad for state in self.states if state.grad is not None]
         numbers = {self.watch.number(part) for grad in grads for part in parts(grad)}
         return frozenset(number for number in numbers if number is not None)
+
+    def casts(self, made: _Round) -> frozenset[int]:
+        """The casts of weights that a first micro-batch has made: they stay."""
+        stay = self.watch.alive().intersection(made.born) - self.parameter_gradients()
+        return frozenset(number for number in stay if self.watch.born[number].for_op)
 
     def sparse_gradients(self) -> list[torch.Tensor]:
         """The gradients of parameters that are sparse, as the first micro-batch leaves them."""
@@ -169,43 +175,40 @@ class _Stage:
 
 
 class _Traces:
-    """Puts what two micro-batches took into the blocks of one.
+    """The traces of a micro-batch whose gradients are the first, and of one where there are some.
 
-    Args:
-        lasting: the blocks that were alive after the first micro-batch.
+    A parameter takes its first gradient over, or a copy of it where others hold it too or where it
+    lies otherwise in memory (torch/csrc/autograd/functions/accumulate_grad.h). A later one is added
+    to that in place, and ends where all others let go of it, as the watch has seen.
     """
 
     def __init__(
-        self, stage: _Stage, first: _Round, later: _Round, lasting: frozenset[int]
+        self, stage: _Stage, first: _Round, later: _Round | None, casts: frozenset[int]
     ) -> None:
         self._stage = stage
         self._first = first
-        self._later = later
-        self._gradients = stage.parameter_gradients()
-        born = stage.watch.born
-        self._casts = {n for n in lasting.intersection(first.born) if born[n].for_op}
-        self._casts -= self._gradients
-        one = [number for number in first.born if number not in self._casts]
-        pairs = list(zip(later.born, one, strict=True))
-        for new, old in ((later.arriving, first.arriving), (later.sent_back, first.sent_back)):
-            pairs.extend((number, old[name]) for name, number in new.items())
-        self._same = dict(pairs)
+        self._later = later or first
+        self._casts = casts
+        self._copied = stage.parameter_gradients()
+        self._born = dict(enumerate(stage.watch.born))
+        if later is None:
+            self._numbers = self._numbers_of_later()
+            self._born.update({new: self._born[old] for old, new in self._numbers.items()})
+        else:
+            self._numbers = self._numbers_of_first(later)
 
     def made(self) -> StageTraces:
         first, later = self._first, self._later
         split = self._stage.wiring.split
-        kinds = {number: self._kind(number) for number in range(len(self._stage.watch.born))}
         forward = AllocationTrace(first.forward)
-        traces = [forward, AllocationTrace(first.backward), self._renumbered(later.backward)]
+        traces = [forward, self._of_first(first.backward), self._of_later(later.backward)]
         weights = (
-            [AllocationTrace(first.weight), self._renumbered(later.weight)]
-            if split
-            else [None, None]
+            [self._of_first(first.weight), self._of_later(later.weight)] if split else [None, None]
         )
         seen = {event.block for trace in (*traces, *weights) if trace for event in trace.events}
         seen.update(first.received.values(), first.arriving.values())
-        blocks = {number: self._block(number, kinds[number]) for number in sorted(seen)}
-        kept = frozenset(n for n in first.kept if kinds[n] is not BlockKind.CAST)
+        blocks = {number: self._block(number) for number in sorted(seen)}
+        kept = frozenset(n for n in first.kept if self._kind(n) is not BlockKind.CAST)
         return StageTraces(
             ops=tuple(op.name for op in self._stage.part.ops),
             blocks=blocks,
@@ -220,17 +223,48 @@ class _Traces:
             backward=traces[2],
             first_weight=weights[0],
             weight=weights[1],
-            growth=self._growth(kinds),
+            growth=self._growth(),
         )
 
-    def _growth(self, kinds: Mapping[int, BlockKind]) -> Growth | None:
+    def _numbers_of_later(self) -> dict[int, int]:
+        """Of blocks that the first backward makes: their numbers in a later one that was not run,
+        as if it had been. What is sent back has the same in both."""
+        first = self._first
+        before = len(self._born) + len(first.born) + len({*first.arriving.values()})
+        events = (*first.backward, *first.weight)
+        born = [e.block for e in events if e.alive and e.block not in self._copied]
+        numbers = {old: new for new, old in enumerate(born, before)}
+        return {n: new for n, new in numbers.items() if n not in first.sent_back.values()}
+
+    def _numbers_of_first(self, later: _Round) -> dict[int, int]:
+        """Of blocks of the later micro-batch that the first has, too: their numbers there."""
+        first = self._first
+        one = [number for number in first.born if number not in self._casts]
+        pairs = list(zip(later.born, one, strict=True))
+        for new, old in ((later.arriving, first.arriving), (later.sent_back, first.sent_back)):
+            pairs.extend((number, old[name]) for name, number in new.items())
+        return dict(pairs)
+
+    def _of_first(self, events: Sequence[StorageEvent]) -> AllocationTrace:
+        """With the gradients that stay."""
+        stay = self._stage.watch.taken_over
+        return AllocationTrace(tuple(e for e in events if e.alive or e.block not in stay))
+
+    def _of_later(self, events: Sequence[StorageEvent]) -> AllocationTrace:
+        """With the gradients neither copied nor kept."""
+        numbers = self._numbers
+        added = (event for event in events if event.block not in self._copied)
+        return AllocationTrace(
+            tuple(replace(e, block=numbers.get(e.block, e.block)) for e in added)
+        )
+
+    def _growth(self) -> Growth | None:
         found = [part for grad in self._stage.sparse_gradients() for part in parts(grad)]
         if not found:
             return None
-        numbers = {self._stage.watch.number(part) for part in found}
-        own = [n for n in numbers if n is not None and kinds[n] is BlockKind.PARAMETER_GRADIENT]
+        own = [n for n in self._stage.watch.sparse if self._kind(n) is BlockKind.PARAMETER_GRADIENT]
         return Growth(
-            first=sum(self._stage.watch.born[number].bytes for number in own),
+            first=sum(self._born[number].bytes for number in own),
             each=sum(part.numel() * part.element_size() for part in found),
         )
 
@@ -238,18 +272,14 @@ class _Traces:
         first = self._first
         if number in first.received.values() or number in first.arriving.values():
             return BlockKind.RECEIVED
-        if number in self._gradients:
+        if number in self._copied or number in self._stage.watch.taken_over:
             return BlockKind.PARAMETER_GRADIENT
         if number in self._casts:
             return BlockKind.CAST
-        if self._stage.watch.born[number].for_op:
+        if self._born[number].for_op:
             return BlockKind.ACTIVATION
         return BlockKind.BUFFER if number in first.born else BlockKind.GRADIENT
 
-    def _block(self, number: int, kind: BlockKind) -> StorageLife:
-        born = self._stage.watch.born[number]
-        return StorageLife(born.bytes, kind, born.op, born.shape, born.dtype)
-
-    def _renumbered(self, events: Sequence[StorageEvent]) -> AllocationTrace:
-        same = self._same
-        return AllocationTrace(tuple(replace(e, block=same.get(e.block, e.block)) for e in events))
+    def _block(self, number: int) -> StorageLife:
+        born = self._born[number]
+        return StorageLife(born.bytes, self._kind(number), born.op, born.shape, born.dtype)

@@ -117,22 +117,16 @@ def storage_bytes(func: object, args: Sequence[Any]) -> int | None:
 # --- sparse gradients -----------------------------------------------------------------------------
 
 
-def of_sparse(node: str, func: object, args: Sequence[Any]) -> torch.Tensor | None:
+def of_sparse(func: object, args: Sequence[Any]) -> torch.Tensor | None:
     """What torch makes of sparse gradients unwatched and on real tensors; None for other calls.
 
     A sum has the rows of both. What is added to a parameter's gradient in place leaves that as it
-    is: how it grows from micro-batch to micro-batch is `StageTraces.growth`. The first gradient is
-    taken over as it is, which while a dispatch mode looks on is copied. And padding, which would
-    leave out rows by the values of tensors, is taken to leave out none.
-
-    Args:
-        node: the node of the backward at work.
+    is: how it grows from micro-batch to micro-batch is `StageTraces.growth`. And padding, which
+    would leave out rows by the values of tensors, is taken to leave out none.
     """
     first = args[0] if args else None
     if not (isinstance(first, torch.Tensor) and first.is_sparse):
         return None
-    if func is _aten.clone.default and node.endswith("AccumulateGrad"):
-        return _sparse(first._indices(), first._values(), first)
     second = args[1] if len(args) > 1 else None
     if not (isinstance(second, torch.Tensor) and second.is_sparse):
         return None
@@ -140,7 +134,7 @@ def of_sparse(node: str, func: object, args: Sequence[Any]) -> torch.Tensor | No
         return first
     if func is _aten.add.Tensor:
         indices = torch.cat((first._indices(), second._indices()), 1)
-        return _sparse(indices, torch.cat((first._values(), second._values())), first)
+        return sparse(indices, torch.cat((first._values(), second._values())), first)
     return None
 
 
@@ -151,7 +145,8 @@ def parts(gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (gradient,)
 
 
-def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A sparse tensor of these, otherwise like another."""
     made: torch.Tensor = _aten._sparse_coo_tensor_with_dims_and_tensors.default(
         like.sparse_dim(),
         like.dense_dim(),

@@ -21,12 +21,14 @@ from gpipe_compiler.passes.memory_trace.unwatched import (
     formula_in_place,
     of_sparse,
     parts,
+    sparse,
     storage_bytes,
 )
 
 _aten = torch.ops.aten
 _NO_BLOCK = -1
 """In place of the number of a block, for the storages of the model's state."""
+_ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,20 @@ class StorageWatch(HostFakes):
     by autograd, by the engine of the backward. Storages without any bytes are no blocks. What a
     kernel takes and gives back within itself is not seen.
 
+    What a parameter takes over as its first gradient it would hold from then on. It is given a
+    stand-in that is no block: so the end of a gradient is seen, as it comes where another is there
+    that it is added to.
+
     Attributes:
         op: position of the running op; None in a backward, where it follows from the node.
+        taken_over: the blocks that parameters have taken over as their gradients.
+        sparse: those of them that lie in sparse gradients.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.taken_over: set[int] = set()
+        self.sparse: set[int] = set()
         self.events: list[StorageEvent] = []
         self.born: list[Born] = []
         self.op: int | None = NO_OP
@@ -111,9 +121,12 @@ class StorageWatch(HostFakes):
 
     def begin(self, states: Iterable[torch.Tensor]) -> None:
         """What is made from here on is seen. These tensors are the model's own, and no blocks."""
-        for tensor in states:
-            self._numbers[tensor.untyped_storage()._cdata] = _NO_BLOCK
+        self._leave_out(states)
         self._blind = False
+
+    def _leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._numbers[tensor.untyped_storage()._cdata] = _NO_BLOCK
 
     def form(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor like this one that is no block."""
@@ -155,7 +168,10 @@ class StorageWatch(HostFakes):
         func, kwargs = self._unwatched(func, args, kwargs)
         self._blind = True  # kernels may run others
         try:
-            returned: object = of_sparse(self._node, func, args) if self.op is None else None
+            stand_in = self._taken_over(func, args) if self.op is None else None
+            if stand_in is not None:
+                return stand_in
+            returned: object = of_sparse(func, args) if self.op is None else None
             if returned is None:
                 returned = super().__torch_dispatch__(func, types, args, kwargs)
         finally:
@@ -170,6 +186,36 @@ class StorageWatch(HostFakes):
                 if isinstance(item, torch.Tensor):
                     self._note(item)
         return returned
+
+    def _taken_over(self, func: Any, args: Sequence[Any]) -> torch.Tensor | None:
+        """The stand-in for the gradient that a parameter takes over; None where it does not.
+
+        That is by `detach`; a sparse one is copied while a dispatch mode looks on, and only then.
+        """
+        if func not in (_aten.detach.default, _aten.clone.default) or not self._is_for_state():
+            return None
+        gradient: torch.Tensor = args[0]
+        if (func is _aten.clone.default) is not gradient.is_sparse:
+            return None
+        numbers = {n for n in map(self.number, parts(gradient)) if n is not None}
+        self.taken_over |= numbers
+        if not numbers:
+            return None
+        instead = [torch.empty_like(part) for part in parts(gradient)]
+        self._leave_out(instead)
+        if not gradient.is_sparse:
+            return instead[0]
+        self.sparse |= numbers
+        indices, values = instead
+        return sparse(indices, values, gradient)
+
+    def _is_for_state(self) -> bool:
+        """Whether the node at work adds to the gradient of the model's state, and not to that of
+        what a stage is given."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None or node.name() != _ACCUMULATES:
+            return False
+        return self._numbers.get(node.variable.untyped_storage()._cdata) == _NO_BLOCK
 
     @contextlib.contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -232,7 +278,7 @@ class StorageWatch(HostFakes):
         if not self.sums.enter(node):
             return
         self._node = node.name()
-        if self._node != "torch::autograd::AccumulateGrad":
+        if self._node != _ACCUMULATES:
             # What adds to the gradient of a parameter works for the op that made it just before.
             place = bisect.bisect_right(self._starts, node._sequence_nr()) - 1
             self._now = self._positions[place] if place >= 0 else NO_OP
