@@ -9,7 +9,7 @@ from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
-from gpipe_compiler.runtime.core.typed import natural, path, positive, seed
+from gpipe_compiler.runtime.core.typed import natural, path, positive, seed, shown
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.targets import TARGETS
 
@@ -232,15 +232,15 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
 def _batch_dim(text: str) -> tuple[str, int | None]:
     name, _, dim = text.partition("=")
     if not name or not (dim == "none" or dim.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=DIM, such as x=1 or mask=none")
-    return name, None if dim == "none" else int(dim)
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not NAME=DIM, such as x=1 or mask=none")
+    return name, None if dim == "none" else natural(dim)
 
 
 def _size(text: str) -> tuple[str, int]:
     name, _, size = text.rpartition("=")
-    if not name or not size.isdecimal() or not int(size):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=N, such as input_ids.1=2048")
-    return name, int(size)
+    if not name:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not NAME=N, such as input_ids.1=2048")
+    return name, positive(size)
 
 
 def inspect_parser() -> argparse.ArgumentParser:

@@ -17,6 +17,9 @@ MOST_MICROBATCHES = 100_000
 LONGEST_WAIT_S = 2_000_000.0
 """Seconds; sockets count milliseconds in 32 bits."""
 
+LARGEST = 1e37
+"""Of a number that torch computes with: Adam takes ten times its rate, and fp32 holds 3.4e38."""
+
 SEEDS = range(-(2**63), 2**63)
 
 _DEEPEST = 256
@@ -51,8 +54,10 @@ def positive_real(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not (number > 0 and math.isfinite(number)):
-        raise argparse.ArgumentTypeError(f"{shown(text)}: a number above 0 is needed")
+    if not 0 < number <= LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: a number above 0 is needed, of {LARGEST:g} at most"
+        )
     return number
 
 

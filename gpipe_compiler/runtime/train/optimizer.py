@@ -12,8 +12,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ..core.pipeline import Pipeline
-from ..errors import AgreedError, UsageError
+from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
+from ..wording import said
 from .data import NOTHING, Batch, located, samples_of
 from .hooks import UserHooks
 
@@ -207,10 +208,8 @@ class Update:
         norm = self._clip(step)
         if norm is None and not self.pipe.scaler.is_enabled():
             self._check_gradients(step)
-        skipped = self._step()
+        skipped = self._step(step)
         self._count_skipped(skipped, step)
-        if not skipped:
-            self.rate.stepped()
         samples = sum(self._samples(batch) for batch in batches)
         return StepResult(sum(losses) / len(losses), rate, samples, norm, skipped)
 
@@ -243,13 +242,31 @@ class Update:
         if not bool(largest.isfinite()):
             raise AgreedError(f"a gradient of step {step} is {float(largest)}")
 
-    def _step(self) -> bool:
-        """Change the weights; whether that was skipped."""
+    def _step(self, step: int) -> bool:
+        """Change the weights, and then the rate; whether that was skipped.
+
+        Raises:
+            PipelineError: when the optimizer or its scheduler raises: the user's own, or torch's
+                for a rate that the type of the weights does not hold.
+        """
         scaler = self.pipe.scaler
         before = scaler.get_scale() if scaler.is_enabled() else 1.0
-        scaler.step(self.optimizer)
-        scaler.update()
-        return scaler.is_enabled() and scaler.get_scale() < before
+        rate = self.rate.now
+        try:
+            scaler.step(self.optimizer)
+            scaler.update()
+            skipped = scaler.is_enabled() and scaler.get_scale() < before
+            if not skipped:
+                self.rate.stepped()
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise PipelineError(
+                f"step {step} of {type(self.optimizer).__name__}, at the learning rate {rate:g}, "
+                f"failed: {said(error)}",
+                hint="--traceback shows where",
+            ) from error
+        return skipped
 
     def _count_skipped(self, skipped: bool, step: int) -> None:
         self._skipped = self._skipped + 1 if skipped else 0
