@@ -66,7 +66,7 @@ from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, other_sizes
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.core.required import BranchError
-from gpipe_compiler.runtime.wording import text_of
+from gpipe_compiler.runtime.wording import ending, text_of
 
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
@@ -287,7 +287,7 @@ def _first_run(
             if len(batches) == 1 and last_one:
                 raise ModelError(
                     f"the model raises {type(error).__name__} in a training step with a batch of "
-                    f"{batch} samples made from the example inputs: {text_of(error)}",
+                    f"{batch} samples made from the example inputs{ending(error)}",
                     location=line_of(error),
                     hint=way_out(text_of(error))
                     or "it must run by itself before it can be compiled",

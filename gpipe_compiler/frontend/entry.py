@@ -59,7 +59,7 @@ from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.nest import items_of
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
-from gpipe_compiler.runtime.wording import text_of
+from gpipe_compiler.runtime.wording import ending, text_of
 
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
@@ -281,7 +281,7 @@ class Entry(nn.Module):
             isolated(self.model)(*args, **kwargs)
         except Exception as error:  # whatever the user's code raises
             raise ModelError(
-                f"the model raises {type(error).__name__} on the example inputs: {text_of(error)}",
+                f"the model raises {type(error).__name__} on the example inputs{ending(error)}",
                 location=line_of(error),
                 hint=way_out(text_of(error)) or "it must run by itself before it can be compiled",
             ) from error

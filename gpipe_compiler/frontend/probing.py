@@ -15,7 +15,7 @@ from gpipe_compiler.frontend.user_code import way_out
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import Samples
-from gpipe_compiler.runtime.wording import text_of
+from gpipe_compiler.runtime.wording import ending, text_of
 
 Dims: TypeAlias = Sequence[int | None]
 """The batch dimension of every tensor in a nest."""
@@ -141,7 +141,7 @@ def user_call(
     except Exception as error:  # whatever the user's code raises
         raise ModelError(
             f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
-            f"example inputs: {text_of(error)}",
+            f"example inputs{ending(error)}",
             location=line_of(error),
             hint=way_out(text_of(error)) or hint or f"{_FREE}{samples_in_a_list((args, kwargs))}",
         ) from error

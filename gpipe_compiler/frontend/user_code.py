@@ -30,7 +30,7 @@ from gpipe_compiler.frontend.locate import (
     line_of,
 )
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
-from gpipe_compiler.runtime.wording import text_of
+from gpipe_compiler.runtime.wording import ending, text_of
 
 T = TypeVar("T")
 
@@ -241,7 +241,7 @@ def located(what: str) -> Iterator[None]:
         ) from error
     except ImportError as error:
         raise ModelError(
-            f"{what} fails: {text_of(error)}",
+            f"{what} fails{ending(error)}",
             location=line_of(error, in_program=True),
             hint=_import_hint(error),
         ) from error

@@ -25,10 +25,15 @@ def text_of(error: BaseException) -> str:
         return ""
 
 
+def ending(error: BaseException) -> str:
+    """The end of a sentence that tells of an error: a colon and its text, "" without one."""
+    text = text_of(error)
+    return f": {text}" if text else ""
+
+
 def said(error: BaseException) -> str:
     """The type of an error, and what it says."""
-    text = text_of(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return f"{type(error).__name__}{ending(error)}"
 
 
 def first_line(error: BaseException) -> str:

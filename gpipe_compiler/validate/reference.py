@@ -35,7 +35,7 @@ from gpipe_compiler.passes.written_once import sample_writers, written_once
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compare, dense
-from gpipe_compiler.runtime.wording import text_of
+from gpipe_compiler.runtime.wording import ending
 from gpipe_compiler.validate.cross_sample import differs_in_training
 from gpipe_compiler.validate.departure import (
     HINT,
@@ -122,8 +122,8 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
         raise
     except Exception as error:  # whatever the user's code raises
         raise UnsplittableError(
-            f"the model raises {type(error).__name__} on micro-batches of the example: "
-            f"{text_of(error)}",
+            f"the model raises {type(error).__name__} on micro-batches of the example"
+            f"{ending(error)}",
             location=line_of(error),
             hint="give every sample rows of its own, that say nothing of where in the batch it "
             "lies, as offsets do: pad them to one length; or compile with --microbatches 1",

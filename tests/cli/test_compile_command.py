@@ -456,6 +456,7 @@ def test_an_error_that_cannot_say_what_it_is(
     assert "Speechless" in (told := capsys.readouterr().err)
     assert "mute.py:" in told
     assert "Traceback" not in told
+    assert not any(line.rstrip().endswith(":") for line in told.splitlines())
 
 
 def test_a_file_called_torch_is_a_model_like_any_other(tmp_path: Path) -> None:
