@@ -19,7 +19,7 @@ from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile import Compiled, compare
 from gpipe_compiler.compile import compile as compile_model
-from gpipe_compiler.errors import UsageError
+from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.examples import size_names
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
@@ -330,6 +330,9 @@ def read_plan(package: Path) -> Plan:
         return Plan.from_json(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is no plan.json: it is not even text") from error
+    except ModelError as error:
+        hint = error.hint or "compile the package again, or name one that gpipe-compile wrote"
+        raise ModelError(f"{file}: {error.problem}", hint=hint) from error
 
 
 # --- ONNX models ----------------------------------------------------------------------------------

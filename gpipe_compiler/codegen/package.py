@@ -30,6 +30,7 @@ from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
+from gpipe_compiler.runtime.wording import is_text
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""
@@ -146,11 +147,16 @@ def copy_runtime(package: ModuleType, folder: Path) -> None:
 
 
 def refuse_taken(target: Path, *, force: bool) -> None:
-    """Refuses a place where something stands that may not be replaced.
+    """Refuses a place where something stands that may not be replaced, or no weights could be read.
 
     Raises:
         EmitError: saying what would free the place.
     """
+    if not is_text(os.path.abspath(target)):  # noqa: PTH100  # as `place` has it
+        raise EmitError(
+            f"{target} is no path in UTF-8, and the library that reads weights takes no other",
+            hint="choose another folder",
+        )
     if not os.path.lexists(target):
         return
     if not force:

@@ -26,6 +26,7 @@ from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import Signature, read_signature
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.user_code import refuse_unwritable_names
 
 LARGEST_FILLED = 1 << 30
 """Bytes of parameters up to which a model on meta is given numbers for the proof."""
@@ -73,7 +74,9 @@ def find_batch_dims(subject: Subject) -> FoundBatch:
     Raises:
         UsageError: when the user says a dimension that an input does not have.
         TraceError: when the model cannot be copied.
+        ModelError: when no file could hold one of its names.
     """
+    refuse_unwritable_names(subject.model)
     said, runnable = subject.batch_dims, _runnable(subject)
     signature = read_signature(subject if runnable is None else runnable, on_meta=False)
     choices = list(itertools.islice(_choices(signature, said), _MOST_TRIALS))

@@ -30,7 +30,7 @@ from gpipe_compiler.frontend.locate import (
     line_of,
 )
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
-from gpipe_compiler.runtime.wording import ending, text_of
+from gpipe_compiler.runtime.wording import ending, is_text, text_of
 
 T = TypeVar("T")
 
@@ -337,3 +337,20 @@ def definition(function: object) -> SourceLocation | None:
 def line_of_forward(model: nn.Module) -> SourceLocation | None:
     """Where the forward of a model's class stands; None for one that torch.jit has compiled."""
     return definition(getattr(type(model), "forward", None))
+
+
+def refuse_unwritable_names(model: nn.Module) -> None:
+    """Refuses names of modules and of their tensors that no file could hold.
+
+    Raises:
+        ModelError: with the class of the model.
+    """
+    for module in model.modules():
+        for name in (*module._modules, *module._parameters, *module._buffers):
+            if not is_text(name):
+                raise ModelError(
+                    f"{name!r} of {type(module).__name__} cannot be written to a file in UTF-8: "
+                    "half of a surrogate pair is no character",
+                    location=definition(type(model)),
+                    hint="give it another name",
+                )

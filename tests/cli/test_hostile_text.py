@@ -278,3 +278,33 @@ def test_no_line_of_an_error_is_one_that_a_name_makes_up(
     said = capsys.readouterr().err
     assert said.replace("\n", "").isprintable()
     assert [line[:6] for line in said.splitlines() if not line.startswith("  ")] == ["error:"]
+
+
+def test_a_name_that_no_file_holds_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n\nclass Odd(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n"
+        '        self.layers = nn.ModuleDict({"\\udcff": nn.Linear(4, 4)})\n\n'
+        "    def forward(self, x):\n        return self.layers.values()[0](x)\n\n"
+        "build_model = Odd\n\ndef example_inputs():\n    return torch.randn(4, 4)\n"
+    )
+    words = [str(tmp_path / "model.py"), "--stages=1", "--mode=infer", "-o", str(tmp_path / "out")]
+    assert cli.compile_command(words) == 1
+    told = capsys.readouterr().err
+    assert "model.py:4: '\\udcff' of ModuleDict cannot be written to a file in UTF-8" in told
+    assert "hint: give it another name" in told
+
+
+def test_a_folder_that_no_weights_are_read_from_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nbuild_model = lambda: torch.nn.Linear(4, 4)\n"
+        "def example_inputs():\n    return torch.randn(4, 4)\n"
+    )
+    words = [str(tmp_path / "model.py"), "--stages=1", "--mode=infer"]
+    assert cli.compile_command([*words, "-o", str(tmp_path / "m\udcff")]) == 1
+    assert "is no path in UTF-8" in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if path.name != "model.py"]

@@ -108,4 +108,6 @@ class TestInspect:
         (package / "plan.json").write_text(text)
 
         assert cli.inspect_command(["model_x2"]) == 1
-        assert capsys.readouterr().err.startswith("error: ")
+        told = capsys.readouterr().err
+        assert told.startswith("error: model_x2/plan.json: ")
+        assert "hint: compile the package again" in told

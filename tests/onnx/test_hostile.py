@@ -99,5 +99,7 @@ def test_values_and_files(
             few = ["--steps=1"] if name == "bench" else []
             code = code_of(command, package, [name, *few, f"{option}={value}"])
             assert code in CODES, (option, value)
+            if value.startswith("s3:") and option in {"--input", "--output", "--reference"}:
+                assert code == 2, option
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...runtime.core.typed import natural, positive, whole
+from ...runtime.core.typed import microbatches, natural, path, positive, whole
 from ...runtime.errors import PipelineError, UsageError
 from ...runtime.wording import printable, printable_lines, printable_message
 from .arrays import arrays_of, random_arrays, write_arrays
@@ -91,14 +91,14 @@ def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     infer = commands.add_parser("infer", help="run the model")
     infer.add_argument(
-        "--output", type=Path, metavar="FILE", help=".npz to write; one output: .npy"
+        "--output", type=path, metavar="FILE", help=".npz to write; one output: .npy"
     )
     infer.set_defaults(work=_infer)
     check = commands.add_parser("check", help="compare with the whole model")
     check.add_argument(
-        "--reference", type=Path, metavar="FILE", help="the model (.onnx), or its outputs (.npz)"
+        "--reference", type=path, metavar="FILE", help="the model (.onnx), or its outputs (.npz)"
     )
-    check.add_argument("--report", type=Path, metavar="FILE", help="JSON to write")
+    check.add_argument("--report", type=path, metavar="FILE", help="JSON to write")
     check.set_defaults(work=_check)
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--steps", type=positive, default=10, metavar="N")
@@ -110,7 +110,7 @@ def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
 
 def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> None:
     planned = ",".join(spec.devices)
-    command.add_argument("--input", type=Path, metavar="FILE", help=".npz, by name; else random")
+    command.add_argument("--input", type=path, metavar="FILE", help=".npz, by name; else random")
     command.add_argument(
         "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
     )
@@ -118,7 +118,7 @@ def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> Non
         "--threads", type=whole(1, 1024), default=1, metavar="N", help="of each stage (default 1)"
     )
     command.add_argument(
-        "--microbatches", type=positive, metavar="M", help="that a batch is split into"
+        "--microbatches", type=microbatches, metavar="M", help="that a batch is split into"
     )
     command.add_argument(
         "--batch-size",
@@ -130,7 +130,7 @@ def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> Non
     command.add_argument("--seed", type=natural, default=0, help="of random inputs")
     command.add_argument(
         "--custom-ops",
-        type=Path,
+        type=path,
         action="append",
         default=[],
         metavar="LIB",

@@ -226,6 +226,7 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--resume",
         nargs="?",
         const=LATEST,
+        type=lambda text: str(path(text)),
         metavar="PATH",
         help="go on from the newest checkpoint, or this one (torchrun's restarts do)",
     )

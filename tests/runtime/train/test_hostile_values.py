@@ -75,6 +75,22 @@ def test_files(words: list[str], package: Path) -> None:
         assert code_of(package, asked) in CODES, file
 
 
+PLACES = {"FILE", "FILE.safetensors", "PATH", "DIR"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_url_is_taken_for_a_folder(
+    command: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = ["--checkpoint=x", "--output=y"] if command == "export" else []
+    places = [action for action in COMMANDS[command]._actions if action.metavar in PLACES]
+    assert places
+    for action in places:
+        option = action.option_strings[-1]
+        assert code_of(package, [command, *needed, f"{option}=s3://bucket/x"]) == 2, option
+        assert "'s3://bucket/x' is a URL" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
