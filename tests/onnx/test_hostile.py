@@ -103,3 +103,14 @@ def test_values_and_files(
                 assert code == 2, option
     printed = capsys.readouterr()
     assert "Traceback" not in printed.err
+
+
+def test_a_rank_that_is_no_number(
+    command: tuple[ModuleType, object],
+    package: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RANK", "x")
+    assert code_of(command, package, ["infer"]) == 2
+    assert "RANK in the environment: 'x' is no whole number" in capsys.readouterr().err

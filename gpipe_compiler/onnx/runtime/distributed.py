@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from onnxruntime import OrtValue
 
+from ...runtime.core.typed import from_environment
 from ...runtime.errors import PipelineError, UsageError
 from .arrays import array_of, foreign_name, value_of
 from .spec import OnnxPipelineSpec
@@ -27,7 +28,7 @@ _HEADER_BYTES = 1024
 
 def rank_here() -> int | None:
     """This process's number under torchrun; None where it was started by itself."""
-    return int(os.environ["RANK"]) if "RANK" in os.environ else None
+    return from_environment("RANK") if "RANK" in os.environ else None
 
 
 class World:
@@ -42,8 +43,8 @@ class World:
     """
 
     def __init__(self, count: int) -> None:
-        self.rank = int(os.environ["RANK"])
-        size = int(os.environ["WORLD_SIZE"])
+        self.rank = from_environment("RANK")
+        size = from_environment("WORLD_SIZE", 1)
         if size != count:
             raise UsageError(f"the pipeline needs {count} processes, torchrun started {size}")
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from ..errors import UsageError
 from ..wording import counted, first_line
 from .same_host import this_host
+from .typed import from_environment
 
 _PLACE = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 
@@ -54,7 +54,7 @@ def own_device(given: Sequence[torch.device]) -> torch.device | None:
     Raises:
         UsageError: when several were given, and not one for every rank.
     """
-    rank = int(os.environ.get("RANK", "0"))
+    rank = from_environment("RANK")
     if len(given) > 1 and rank >= len(given):
         raise UsageError(f"{len(given)} devices were named, and none for rank {rank}")
     own = given[rank] if len(given) > 1 else given[0] if given else None
@@ -118,8 +118,8 @@ def gpu_of_rank(order: Sequence[int], count: int) -> int:
     GPU of its own here, in order.
     """
     rank, local, beside = (
-        int(os.environ.get(name, default))
-        for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        from_environment(name, least)
+        for name, least in (("RANK", 0), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
     )
     if order:
         host = (rank - local) // beside

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from ..errors import TransportError
 from ..wording import first_line
 from .same_host import Peers, join_peers
+from .typed import from_environment
 
 T = TypeVar("T")
 
@@ -32,9 +32,7 @@ _PACKET = 1024
 
 def launched() -> bool:
     """Whether torchrun (or the like) started this process as one of several."""
-    return dist.is_available() and (
-        dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
-    )
+    return dist.is_available() and (dist.is_initialized() or from_environment("WORLD_SIZE", 1) > 1)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 import uuid
 import weakref
@@ -31,6 +30,7 @@ from .devices import (
 )
 from .distributed import Network
 from .options import TransportKind, transport_kind
+from .typed import from_environment
 
 
 def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def _joined(
         order: of a replica's devices (`gpu_of_rank`).
     """
     owns = not dist.is_initialized()
-    size = int(os.environ.get("WORLD_SIZE", "1")) if owns else dist.get_world_size()
+    size = from_environment("WORLD_SIZE", 1) if owns else dist.get_world_size()
     if replicas < 1 or size % replicas:
         raise UsageError(
             f"{counted(size, 'process', 'es')} cannot be {replicas} replicas of a pipeline",
@@ -233,6 +233,7 @@ def join_process_group(device: torch.device, timeout_s: float) -> None:
     """Make the process group of all ranks: NCCL where each has a GPU of its own, gloo elsewhere.
 
     Raises:
+        UsageError: when the environment does not say where.
         TransportError: when they do not find each other in time.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -249,6 +250,11 @@ def join_process_group(device: torch.device, timeout_s: float) -> None:
             timeout=timeout,
             device_id=device if backend == "nccl" else None,
         )
+    except ValueError as error:  # of what torch reads in the environment
+        raise UsageError(
+            f"where the processes meet is not said: {first_line(error)}",
+            hint="start them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+        ) from error
     except RuntimeError as error:  # the root of torch's own, which are of many kinds
         raise TransportError(
             f"the processes do not find each other: {first_line(error)}",

@@ -1,12 +1,15 @@
-"""What is typed for an option: numbers that fit where they go, devices by name."""
+"""What is typed for an option, or set in the environment: numbers that fit where they go."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Collection
 from pathlib import Path
+
+from ..errors import UsageError
 
 MOST = 2**31 - 1
 """Of anything that is counted."""
@@ -47,6 +50,27 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
 positive, natural = whole(1), whole(0)
 microbatches = whole(1, MOST_MICROBATCHES)
 seed = whole(SEEDS.start, SEEDS.stop - 1)
+
+
+def from_environment(name: str, least: int = 0) -> int:
+    """The whole number that the launcher of this process says in a variable of its environment.
+
+    Args:
+        least: that it may be, and what it is where there is no such variable.
+
+    Raises:
+        UsageError: when it is none.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return least
+    try:
+        return whole(least)(text)
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(
+            f"{name} in the environment: {error}",
+            hint="unset it, or start the processes with torchrun, which sets it",
+        ) from error
 
 
 def positive_real(text: str) -> float:

@@ -17,6 +17,7 @@ from ..checkpoint.progress import Progress
 from ..core.pipeline import Pipeline
 from ..core.ranks import together
 from ..core.storing import HeldError, locked
+from ..core.typed import from_environment
 from ..errors import CheckpointError, UsageError
 from .process import say
 
@@ -62,7 +63,7 @@ class Attempt:
 
     @classmethod
     def here(cls) -> Attempt:
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        again = from_environment("TORCHELASTIC_RESTART_COUNT") > 0
         return cls(again, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 

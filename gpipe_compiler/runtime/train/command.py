@@ -18,6 +18,7 @@ from ..checkpoint.progress import seed_all
 from ..core.pipeline import Pipeline
 from ..core.precision import layers_by_ops
 from ..core.topology import replicas_by_default
+from ..core.typed import from_environment
 from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec
@@ -89,8 +90,10 @@ class _Command:
         except (PipelineError, OSError) as error:
             if self.arguments.traceback:
                 raise
-            if int(os.environ.get("RANK", "0")) == 0 or not isinstance(error, _AGREED):
-                who = f"rank {os.environ['RANK']}: " if "RANK" in os.environ else ""
+            rank = os.environ.get("RANK", "")
+            others = rank.isdecimal() and int(rank) > 0
+            if not (others and isinstance(error, _AGREED)):
+                who = f"rank {rank}: " if rank else ""
                 said = str(error)
                 if isinstance(error, OSError) and error.filename:
                     said = f"{error.filename}: {error.strerror}"
@@ -137,7 +140,7 @@ class _Command:
 
     def _replicas(self) -> int:
         asked: int | None = self.arguments.data_parallel
-        return asked or replicas_by_default(self.spec, int(os.environ.get("WORLD_SIZE", "1")))
+        return asked or replicas_by_default(self.spec, from_environment("WORLD_SIZE", 1))
 
     def _load(self, pipe: Pipeline) -> None:
         if self.arguments.load is not None:

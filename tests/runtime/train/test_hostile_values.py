@@ -92,6 +92,36 @@ def test_no_url_is_taken_for_a_folder(
 
 
 @pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK in the environment: 'x' is no whole number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE in the environment: '' is no whole number"),
+        ({"TORCHELASTIC_RESTART_COUNT": "1e40"}, "TORCHELASTIC_RESTART_COUNT in the environment"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "where the processes meet is not said"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "9999999"},
+            "where the processes meet is not said",
+        ),
+    ],
+    ids=str,
+)
+def test_an_environment_that_says_nothing(
+    said: dict[str, str],
+    told: str,
+    package: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert code_of(package, ["train", "--steps=1", "--checkpoint-dir=here"]) in {1, 2}
+    assert told in (printed := capsys.readouterr().err)
+    assert "hint: " in printed
+
+
+@pytest.mark.parametrize(
     "chosen",
     [
         {"seed": 10**20},
