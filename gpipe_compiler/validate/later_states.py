@@ -1,6 +1,7 @@
 """A model as training may leave it: what forward writes to, further on.
 
-A counter may decide by `torch.where` whether samples meet, and the first states do not show it.
+A counter or a flag may decide by `torch.where` whether samples meet, and the first states do not
+show it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.validate.forced_gates import force_gates
 
 _CALLS = 3
 """Forwards, after which the first of the later states is looked at."""
@@ -25,13 +27,13 @@ _FURTHER = (30, 1_000, 100_000)
 def later_models(
     subject: Subject, names: Collection[str], *, training: bool
 ) -> Iterator[nn.Module]:
-    """Copies of a model with other weights, and with what forward writes to as it is later.
+    """Copies of a model with other weights, and with the state that goes on as it is later.
 
-    None where it writes to nothing, or does not run there.
+    None where nothing goes on, or where the model does not run there.
 
     Args:
-        names: of what it writes to.
-        training: whether it does in training.
+        names: of what forward writes to, and of single numbers that it may be decided by.
+        training: whether forward is called in training.
     """
     model = _moved(subject.model) if names else None
     if model is None or not _goes_on(model, subject, training):
@@ -44,13 +46,16 @@ def later_models(
     model = _moved(model) or model  # or averages of weights would be the weights
     yield model
     steps = {name: earlier[name] - before[name] for name in earlier}
-    if not any(steps.values()):
-        return
-    for further in _FURTHER:
+    for further in _FURTHER if any(steps.values()) else ():
         jumped = isolated(model)
         _jump(jumped, {name: earlier[name] + further * step for name, step in steps.items()})
         if _goes_on(isolated(jumped), subject, training):
             yield jumped
+    for outcome in (True, False):
+        forced = isolated(model)
+        force_gates(forced, names, outcome=outcome)
+        if _goes_on(isolated(forced), subject, training):
+            yield forced
 
 
 def _moved(model: nn.Module) -> nn.Module | None:

@@ -178,10 +178,21 @@ class _Work:
 
     @property
     def _goes_on(self) -> frozenset[str]:
-        """What forward writes to, but for the statistics of BatchNorm."""
-        normalising = batchnorm_ops(self.graph, self.subject.model)
-        writes = effects(self.graph).state_writes.items()
-        return frozenset(name for op, names in writes if op not in normalising for name in names)
+        """What forward writes to, and numbers and flags among buffers by which something is
+        decided: users set such between steps. The statistics of BatchNorm are apart."""
+        graph = self.graph
+        normalising = batchnorm_ops(graph, self.subject.model)
+        writes = effects(graph).state_writes.items()
+        written = {name for op, names in writes if op not in normalising for name in names}
+        decided = any(v.dtype is torch.bool and v.shape == () for v in graph.values.values())
+        single = (s for s in graph.state.values() if s.kind is StateKind.BUFFER and not s.shape)
+        layers = {p for p, m in self.subject.model.named_modules() if isinstance(m, _BatchNorm)}
+        return frozenset(written).union(
+            state.name
+            for state in single
+            if (decided or state.dtype is torch.bool)
+            and state.name.rpartition(".")[0] not in layers
+        )
 
     @property
     def is_shown_by_package(self) -> bool:

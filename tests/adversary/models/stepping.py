@@ -238,6 +238,40 @@ class MixesLaterInEval(MixesLater):
         return self.last(torch.where(self.calls > 2, shares, hidden))
 
 
+class MixesForAWhile(MixesLater):
+    """Samples that meet in some calls only, far from the first and not for long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        hidden = self.body(x)
+        while_ = (self.calls > 200) & (self.calls < 300)
+        centred = torch.where(while_, hidden - hidden.mean(0), hidden)  # refused: mixes_for_a_while
+        return self.last(centred)
+
+
+class MixesOnceTold(Two):
+    """Samples that meet once a flag is set, between steps, that forward only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("told", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        centred = hidden - hidden.mean(0)  # refused: mixes_once_told
+        return self.last(torch.where(self.told, centred, hidden))
+
+
+class ScalesForAWhile(MixesLater):
+    """A window of calls in which something else is done, of each sample by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        hidden = self.body(x)
+        while_ = (self.calls > 200) & (self.calls < 300)
+        return self.last(torch.where(while_, hidden - hidden.mean(1, keepdim=True), hidden))
+
+
 class FollowsLater(Two):
     """A mean over samples that is followed after a few calls."""
 
@@ -370,6 +404,17 @@ CASES = (
         MixesLater,
         expect=Refused(("mean takes the samples of a batch together",), ("--microbatches 1",)),
     ),
+    simple(
+        "mixes_for_a_while",
+        MixesForAWhile,
+        expect=Refused(("mean takes the samples of a batch together",), ("--microbatches 1",)),
+    ),
+    simple(
+        "mixes_once_told",
+        MixesOnceTold,
+        expect=Refused(("mean takes the samples of a batch together",), ("--microbatches 1",)),
+    ),
+    simple("scales_for_a_while", ScalesForAWhile),
     simple(
         "mixes_later_in_eval",
         MixesLaterInEval,
