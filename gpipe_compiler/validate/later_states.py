@@ -7,6 +7,7 @@ show it.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +25,21 @@ _FURTHER = (30, 1_000, 100_000)
 """Of such forwards, for what goes on by the same number in each."""
 
 
+class LaterModel(NamedTuple):
+    """A model as it may be later.
+
+    Attributes:
+        forced: whether comparisons come out otherwise than they are, which a graph of it does not
+            follow.
+    """
+
+    model: nn.Module
+    forced: bool = False
+
+
 def later_models(
     subject: Subject, names: Collection[str], *, training: bool
-) -> Iterator[nn.Module]:
+) -> Iterator[LaterModel]:
     """Copies of a model with other weights, and with the state that goes on as it is later.
 
     None where nothing goes on, or where the model does not run there.
@@ -44,18 +57,18 @@ def later_models(
             return
         before, earlier = earlier, _counters(model, names)
     model = _moved(model) or model  # or averages of weights would be the weights
-    yield model
+    yield LaterModel(model)
     steps = {name: earlier[name] - before[name] for name in earlier}
     for further in _FURTHER if any(steps.values()) else ():
         jumped = isolated(model)
         _jump(jumped, {name: earlier[name] + further * step for name, step in steps.items()})
         if _goes_on(isolated(jumped), subject, training):
-            yield jumped
+            yield LaterModel(jumped)
     for outcome in (True, False):
         forced = isolated(model)
         force_gates(forced, names, outcome=outcome)
         if _goes_on(isolated(forced), subject, training):
-            yield forced
+            yield LaterModel(forced, forced=True)
 
 
 def _moved(model: nn.Module) -> nn.Module | None:
