@@ -126,7 +126,7 @@ class ComparedRuns:
             call = all_at_once(self.batch, draws, calls, inner=inner)
             (whole,) = evaluate(entry, [call], Precision.FP32)
             found = dataclasses.replace(found, whole=whole)
-            if found.alike or not flattened(call):
+            if self._are_alike(found) or not flattened(call):
                 break
         return found
 
@@ -204,25 +204,28 @@ class ComparedRuns:
             return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
 
     @property
-    def _compares_outputs_alone(self) -> bool:
+    def compares_outputs_alone(self) -> bool:
+        """Whether the losses of micro-batches are left out."""
         return self.forced and self.graph.loss is not None and bool(self.graph.loss.terms)
+
+    def _are_alike(self, found: Both) -> bool:
+        return not found.unlike if self.compares_outputs_alone else found.alike
 
     def evaluates_alike(self) -> bool:
         """Whether the outputs in eval mode agree."""
         found = self.both(Draws.of(self.graph, self.seed, training=False))
-        return not found.unlike if self._compares_outputs_alone else found.alike
+        return self._are_alike(found)
 
     def forwards_alike(self) -> bool:
         """Whether the results of a forward in training agree. Without finite ones, it is so."""
         found = self.both(Draws.of(self.graph, self.seed, training=True), training=True)
         tensors = [*found.whole.outputs.values(), *found.whole.terms]
-        alike = not found.unlike if self._compares_outputs_alone else found.alike
-        return alike or not all(bool(dense(t).isfinite().all()) for t in tensors)
+        return self._are_alike(found) or not all(bool(dense(t).isfinite().all()) for t in tensors)
 
     def trains_alike(self) -> bool:
         """Whether a training step agrees, in one of the orders that a draw may have."""
         draws = Draws.of(self.graph, self.seed, training=True)
-        if self._compares_outputs_alone:
+        if self.compares_outputs_alone:
             return not self.both(draws, training=True).unlike
         loop = self.loop(draws, Precision.FP32)
         return any(self.steps_alike(loop, whole) for whole, _ in self.wholes(draws))

@@ -263,7 +263,7 @@ class _Work(ComparedRuns):
         return None
 
     def _unlike(self, found: Both, draws: Draws) -> UnsplittableError:
-        losses, outputs = found.losses, found.unlike
+        losses, outputs = None if self.compares_outputs_alone else found.losses, found.unlike
         if losses is not None and not losses.equal and (not outputs or cause_of(self.graph)):
             return explain(self.graph, losses)
         entry = self.entry(training=False)
