@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from ..errors import AgreedError, UsageError
 from ..spec import PipelineSpec, Precision
@@ -32,7 +33,7 @@ def make_scaler(
     return PipelineScaler(topology.world, enabled=enabled)
 
 
-class PipelineScaler(torch.amp.GradScaler):
+class PipelineScaler(GradScaler):
     """A GradScaler whose decisions are those of all ranks; they all make the same calls.
 
     Used as torch's own, but for `scale`: the pipeline scales its losses itself.
