@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import linecache
 import os
 import sys
@@ -346,7 +347,9 @@ def refuse_unwritable_names(model: nn.Module) -> None:
         ModelError: with the class of the model.
     """
     for module in model.modules():
-        for name in (*module._modules, *module._parameters, *module._buffers):
+        # By keys(): those of TorchScript are no dicts.
+        tables = module._modules.keys(), module._parameters.keys(), module._buffers.keys()
+        for name in itertools.chain(*tables):
             if not is_text(name):
                 raise ModelError(
                     f"{name!r} of {type(module).__name__} cannot be written to a file in UTF-8: "
