@@ -41,12 +41,12 @@ def _average(averaged: swa_utils.AveragedModel, model: nn.Module) -> None:
         for dtype in dict.fromkeys(mean.dtype for mean, _ in pairs):
             means, weights = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
             held.multi_avg_fn(list(means), list(weights), held.n_averaged)
+        for mean, weight in pairs:
+            mean.copy_(torch.where(first, weight, mean))
     else:
         average = held.avg_fn or swa_utils.get_swa_avg_fn()  # type: ignore[no-untyped-call]
         for mean, weight in pairs:
             mean.copy_(torch.where(first, weight, average(mean, weight, held.n_averaged)))
-    for mean, weight in pairs if held.multi_avg_fn is not None else ():
-        mean.copy_(torch.where(first, weight, mean))
     if not held.use_buffers:
         for copied, buffer in zip(held.module.buffers(), model.buffers(), strict=True):
             copied.detach().copy_(buffer.detach().to(copied.device))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
-from gpipe_compiler.frontend.state import isolated
+from gpipe_compiler.frontend.state import isolated, named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.validate.forced_gates import force_gates
@@ -92,7 +92,7 @@ def _goes_on(model: nn.Module, subject: Subject, training: bool) -> bool:
 
 def _counters(model: nn.Module, names: Collection[str]) -> dict[str, float]:
     """The numbers among what forward writes to."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = dict(named_state(model))
     return {
         name: held[name].item()
         for name in names
@@ -102,7 +102,7 @@ def _counters(model: nn.Module, names: Collection[str]) -> dict[str, float]:
 
 @torch.no_grad()
 def _jump(model: nn.Module, counters: dict[str, float]) -> None:
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = dict(named_state(model))
     for name, number in counters.items():
         item = held[name]
         if item.dtype is not torch.bool:
