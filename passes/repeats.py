@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op, Stretch, ops_within
 from gpipe_compiler.ir.forms import OpForms
-from gpipe_compiler.ir.ops import reading
+from gpipe_compiler.ir.stretches import Blocks
 
 _LEAST = 8
 """Blocks from which on a stretch is worth the trouble."""
@@ -55,7 +55,7 @@ def repeats(graph: Graph) -> tuple[Stretch, ...]:
             span = range(stretch.start, stretch.end)
             if stretch.count < _LEAST or any(taken[index] for index in span):
                 continue
-            if _is_closed(graph, stretch):
+            if Blocks(stretch, graph.ops, graph.modules).is_closed(graph.ends):
                 found.append(stretch)
                 for index in span:
                     taken[index] = True
@@ -126,26 +126,6 @@ class _StateMap:
         )
 
 
-def _is_closed(graph: Graph, stretch: Stretch) -> bool:
-    """Whether the values of inner blocks are read in the block itself and the next one only."""
-    block_of = {
-        name: (index - stretch.start) // stretch.period
-        for index in range(stretch.start, stretch.end)
-        for name in graph.ops[index].outputs
-    }
-    inner = range(1, stretch.count - 2)
-    if any(block_of.get(name, -1) in inner for name in graph.ends):
-        return False
-    for index, op in enumerate(graph.ops):
-        within = stretch.start <= index < stretch.end
-        block = (index - stretch.start) // stretch.period if within else -1
-        for name in op.inputs:
-            made = block_of.get(name, -1)
-            if made in inner and block not in (made, made + 1):
-                return False
-    return True
-
-
 # --- the short form of a graph --------------------------------------------------------------------
 
 
@@ -188,20 +168,15 @@ class ShortenedGraph:
     @cached_property
     def short(self) -> Graph:
         """The graph with five blocks of each stretch, without what is known of values."""
-        ops: list[Op] = []
-        position = 0
-        for blocks in self.names:
-            ops.extend(self.graph.ops[position : blocks.end(2)])
-            last = blocks.stretch.count - 2
-            seam = dict(zip(blocks.values(last - 1), blocks.values(2), strict=True))
-            ops.extend(reading(op, seam) for op in blocks.ops(last))
-            position = blocks.end(last)
-        ops.extend(self.graph.ops[position:])
+        ops = self.graph.ops
+        for names in reversed(self.names):
+            left_out = range(_MIDDLE + 1, names.stretch.count - 2)
+            ops = Blocks(names.stretch, ops, self.graph.modules).without(left_out)
         states = {name for op in ops for name in op.states(self.graph.modules)}
         calls = (inner.call for op in ops for inner in ops_within(op))
         modules = {call.module for call in calls if isinstance(call, ModuleCall)}
         return self.graph.replace(
-            ops=tuple(ops),
+            ops=ops,
             state={n: s for n, s in self.graph.state.items() if n in states},
             tensors={n: t for n, t in self.graph.tensors.items() if n in states},
             modules={n: m for n, m in self.graph.modules.items() if n in modules},
@@ -241,7 +216,8 @@ class ShortenedGraph:
     @cached_property
     def names(self) -> tuple[BlockNames, ...]:
         """Of every stretch."""
-        return tuple(BlockNames(self.graph, stretch) for stretch in self.graph.repeats)
+        graph = self.graph
+        return tuple(BlockNames(run, graph.ops, graph.modules) for run in graph.repeats)
 
     @cached_property
     def place(self) -> Mapping[Name, tuple[BlockNames, int]]:
@@ -259,23 +235,8 @@ class ShortenedGraph:
 
 
 @dataclass(frozen=True, eq=False)
-class BlockNames:
-    """The ops, values and states of the blocks of a stretch, in order."""
-
-    graph: Graph
-    stretch: Stretch
-
-    def end(self, block: int) -> int:
-        """The position after the last op of a block."""
-        return self.stretch.start + (block + 1) * self.stretch.period
-
-    def ops(self, block: int) -> tuple[Op, ...]:
-        """The ops of a block."""
-        return self.graph.ops[self.end(block - 1) : self.end(block)]
-
-    def values(self, block: int) -> list[str]:
-        """The values that a block makes."""
-        return [name for op in self.ops(block) for name in op.outputs]
+class BlockNames(Blocks):
+    """The names in the blocks of a stretch, and which blocks the short graph has."""
 
     def made(self, block: int) -> Iterator[Name]:
         """The ops of a block and the values that they make."""
@@ -283,20 +244,9 @@ class BlockNames:
             yield Name(NameKind.OP, op.name)
             yield from (Name(NameKind.VALUE, value) for value in op.outputs)
 
-    def states(self, block: int) -> Sequence[Name]:
+    def named(self, block: int) -> Iterator[Name]:
         """The states that a block names, as often as it does."""
-        return self._states[block]
-
-    @cached_property
-    def _states(self) -> Sequence[Sequence[Name]]:
-        return [
-            [
-                Name(NameKind.STATE, state)
-                for op in self.ops(block)
-                for state in op.states(self.graph.modules)
-            ]
-            for block in range(self.stretch.count)
-        ]
+        return (Name(NameKind.STATE, state) for state in self.states[block])
 
     @property
     def all_kept(self) -> tuple[int, ...]:
@@ -359,7 +309,7 @@ class Meaning:
 
     @cached_property
     def _states(self) -> Mapping[Name, Name]:
-        return {} if self._names is None else self._pairs(self._names.states)
+        return {} if self._names is None else self._pairs(self._names.named)
 
     def _pairs(self, named: Callable[[int], Iterable[Name]]) -> Mapping[Name, Name]:
         return {

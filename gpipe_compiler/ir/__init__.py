@@ -1,7 +1,7 @@
 """The intermediate representation: Graph, Op and Value, what is legal, how it prints and runs."""
 
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, StateRef
-from gpipe_compiler.ir.graph import Graph, Stretch
+from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.losses import Loss, LossTerm, LossWeight
 from gpipe_compiler.ir.ops import (
     Autocast,
@@ -20,6 +20,7 @@ from gpipe_compiler.ir.ops import (
     called,
     ops_within,
 )
+from gpipe_compiler.ir.stretches import Stretch
 from gpipe_compiler.ir.values import State, StateKind, Value, ValueKind
 from gpipe_compiler.runtime.spec import Input, Reduction
 

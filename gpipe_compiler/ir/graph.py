@@ -21,6 +21,7 @@ from gpipe_compiler.ir.losses import Loss
 from gpipe_compiler.ir.ops import ModuleSpec, Op
 from gpipe_compiler.ir.printing import format_argument, format_op
 from gpipe_compiler.ir.sizes import SampleRule, named
+from gpipe_compiler.ir.stretches import Stretch
 from gpipe_compiler.ir.values import State, StateKind, Value
 from gpipe_compiler.runtime.sizes import Requirement, Size
 from gpipe_compiler.runtime.spec import GivenValue, Input, OutputClass, OutputTerm, Precision
@@ -35,26 +36,6 @@ _DESCRIPTIONS = frozenset(
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Ops of a graph in which a block repeats.
-
-    Attributes:
-        start: the position of the first op.
-        period: ops in a block.
-        count: blocks.
-    """
-
-    start: int
-    period: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        """The position after the last op."""
-        return self.start + self.period * self.count
 
 
 class KeptRuns(dict[Hashable, Any]):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.ir.ops import reading
+from gpipe_compiler.ir import Graph, Stretch
+from gpipe_compiler.ir.stretches import Blocks
 from gpipe_compiler.passes.memory_trace.part import GraphPart
 
 FIRST = 2
@@ -60,7 +60,7 @@ class Shortening:
     def of(self, part: GraphPart) -> tuple[GraphPart, Gap] | None:
         """A part without the blocks that are left out; None where there are none to be."""
         runs = (run.aligned() for run in self._runs(part))
-        for run in sorted(runs, key=lambda run: -run.period * run.count):
+        for run in sorted(runs, key=lambda run: run.stretch.size, reverse=True):
             if run.is_regular():
                 return run.shortened()
         return None
@@ -76,7 +76,7 @@ class Shortening:
             ops = list(group)
             if stretch >= 0:
                 period = self._graph.repeats[stretch].period
-                yield _Run(part, ops[0][2], period, len(ops) // period)
+                yield _Run(part, Stretch(ops[0][2], period, len(ops) // period))
 
     @cached_property
     def _place(self) -> Mapping[str, tuple[int, int]]:
@@ -90,28 +90,24 @@ class Shortening:
 
 @dataclass(frozen=True)
 class _Run:
-    """Blocks in a row, each of whose ops is like the one a period before (`passes.repeats`)."""
+    """Blocks in a row in a part."""
 
     part: GraphPart
-    start: int
-    period: int
-    count: int
+    stretch: Stretch
 
     def aligned(self) -> _Run:
         """The same, from the first op on that begins a block for calls and segments too."""
-        span = self._span
-        within = {(place - span.start) % self.period for one in self._ranges for place in one[1:]}
-        shift = next((shift for shift in range(self.period) if shift not in within), len(span))
-        return _Run(self.part, span.start + shift, self.period, (len(span) - shift) // self.period)
+        start, period, size = self.stretch.start, self.stretch.period, self.stretch.size
+        within = {(place - start) % period for one in self._ranges for place in one[1:]}
+        shift = next((shift for shift in range(period) if shift not in within), size)
+        return _Run(self.part, Stretch(start + shift, period, (size - shift) // period))
 
     def shortened(self) -> tuple[GraphPart, Gap]:
         """The part without the third block and those after it, up to the last but two."""
-        part = self.part
-        left_out = range(self._end(FIRST - 1), self._end(self._last))
-        ends = _made(self._block(self._last)), _made(self._block(FIRST - 1))
-        seam = dict(zip(*ends, strict=True))
-        after = [reading(op, seam) for op in self._block(self._last + 1)]
-        ops = (*part.ops[: left_out.start], *after, *part.ops[left_out.stop + self.period :])
+        part, period, removed = self.part, self.stretch.period, self.stretch.count - KEPT
+        ops = self._blocks.without(range(FIRST, FIRST + removed))
+        start = self.stretch.start + FIRST * period
+        left_out = range(start, start + removed * period)
         read = {name for op in ops for name in op.states(part.graph.modules)}
         short = dataclasses.replace(
             part,
@@ -120,60 +116,35 @@ class _Run:
             writes=tuple(name for name in part.writes if name in read),
             calls=_without(part.calls, left_out),
         )
-        return short, Gap(self.start, self.period, self.count - KEPT)
+        return short, Gap(self.stretch.start, period, removed)
 
     def is_regular(self) -> bool:
         """Whether all blocks but the last are alike in what the ops do not tell."""
         return (
-            self.count >= KEPT + _LEAST
-            and self._is_closed()
+            self.stretch.count >= KEPT + _LEAST
+            and self._blocks.is_closed(self.part.results)
             and self._has_states_alike()
             and self._has_ranges_alike()
         )
 
-    @property
-    def _last(self) -> int:
-        """The last block that is left out."""
-        return self.count - KEPT + FIRST - 1
-
-    def _end(self, block: int) -> int:
-        return self.start + (block + 1) * self.period
-
-    def _block(self, block: int) -> Sequence[Op]:
-        return self.part.ops[self._end(block - 1) : self._end(block)]
-
-    def _is_closed(self) -> bool:
-        """Whether what is left out, and the block before it, is read there and right after only."""
-        inner = range(FIRST - 1, self._last + 1)
-        block_of = {name: block for block in inner for name in _made(self._block(block))}
-        if any(name in block_of for name in self.part.results):
-            return False
-        for position, op in enumerate(self.part.ops):
-            block = (position - self.start) // self.period
-            for name in op.inputs:
-                made = block_of.get(name)
-                if made is not None and block not in (made, made + 1):
-                    return False
-        return True
+    @cached_property
+    def _blocks(self) -> Blocks:
+        return Blocks(self.stretch, self.part.ops, self.part.graph.modules)
 
     def _has_states_alike(self) -> bool:
         """Whether each state is of one block alone, or of all of them at the same place.
 
         What is written is of none: the runtime keeps it for all of the part.
         """
-        modules = self.part.graph.modules
-        rows = [
-            [name for op in self._block(block) for name in op.states(modules)]
-            for block in range(self.count)
-        ]
+        rows = self._blocks.states
         if len({len(row) for row in rows}) > 1:
             return False
         common = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
         own = [{n for n, all_ in zip(row, common, strict=True) if not all_} for row in rows]
         shared = {name for name, all_ in zip(rows[0], common, strict=True) if all_}
         names = set().union(*own)
-        outside = (*self.part.ops[: self.start], *self.part.ops[self._end(self.count - 1) :])
-        others = {name for op in outside for name in op.states(modules)}
+        outside = (*self.part.ops[: self.stretch.start], *self.part.ops[self.stretch.end :])
+        others = {name for op in outside for name in op.states(self.part.graph.modules)}
         places = {tuple(row.index(name) for name in row) for row in rows}
         return (
             len(names) == sum(map(len, own))
@@ -183,26 +154,21 @@ class _Run:
         )
 
     @property
-    def _span(self) -> range:
-        """The positions of all ops."""
-        return range(self.start, self._end(self.count - 1))
-
-    @property
     def _ranges(self) -> Iterator[range]:
         """The ops of every call and segment that has some of these, but not all."""
-        span = self._span
+        span = self.stretch
         for one in (*self.part.calls, *self.part.segments):
-            outside = one.stop <= span.start or one.start >= span.stop
-            around = one.start <= span.start and one.stop >= span.stop
+            outside = one.stop <= span.start or one.start >= span.end
+            around = one.start <= span.start and one.stop >= span.end
             if not outside and not around:
                 yield one
 
     def _has_ranges_alike(self) -> bool:
         """Whether calls and segments are of one block each, and alike in inner blocks."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.count)]
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.stretch.count)]
         for one in self._ranges:
-            block, at = divmod(one.start - self.start, self.period)
-            if block < 0 or at + len(one) > self.period:
+            block, at = divmod(one.start - self.stretch.start, self.stretch.period)
+            if block < 0 or at + len(one) > self.stretch.period:
                 return False
             found[block].append((at, len(one)))
         return all(row == found[FIRST] for row in found[1:-1])
@@ -214,7 +180,3 @@ def _without(ranges: Iterable[range], left_out: range) -> tuple[range, ...]:
 
     kept = (one for one in ranges if one.start < left_out.start or one.start >= left_out.stop)
     return tuple(range(at(one.start), at(one.stop)) for one in kept)
-
-
-def _made(ops: Sequence[Op]) -> list[str]:
-    return [name for op in ops for name in op.outputs]
