@@ -17,7 +17,7 @@ import grimp
 import networkx as nx
 
 ROOT = "gpipe_compiler"
-LEFT_OUT = frozenset({"__main__", "templates", "disjoint", "dispatching", "no_gc", "quiet"})
+LEFT_OUT = frozenset({"__main__", "templates", "dispatching", "no_gc", "quiet"})
 """The command's first line, text, and tools of a few lines that import nothing of the compiler."""
 
 WIDTH, ROW, BOX, TOP = 760, 74, 34, 40

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
+from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.effects import Effects, Pair, around_writes, written_memory
 from gpipe_compiler.passes.left_out_types import types_left_open
 

@@ -108,11 +108,6 @@ class CastWatch(TorchFunctionMode):
         """Whether the model has looked at a type or at the precision."""
         return any(isinstance(event.function, str) for event in self.events)
 
-    @property
-    def asks(self) -> bool:
-        """Whether the model has looked at the precision."""
-        return any(event.function == "autocast" for event in self.events)
-
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Open for the calls of the model."""

@@ -91,11 +91,6 @@ class Stage:
     frontier: tuple[RematPoint, ...] = ()
 
     @property
-    def recompute_s(self) -> float:
-        """Predicted seconds of running ops again for a backward that needs it."""
-        return self.segments_s + (self.forward_s if self.remat is Remat.FULL else 0.0)
-
-    @property
     def microbatch_bytes(self) -> tuple[int, int]:
         """What it keeps of a micro-batch that it will recompute, and has besides when it has."""
         if not self.segments:

@@ -12,8 +12,8 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.passes.cut.problem import CutProblem
+from gpipe_compiler.passes.disjoint import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)

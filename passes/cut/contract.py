@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from gpipe_compiler.cluster import Link
-from gpipe_compiler.disjoint import DisjointSets
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut.constraints import ConstraintWords, Ranges, StageRanges
 from gpipe_compiler.passes.cut.problem import (
@@ -25,6 +24,7 @@ from gpipe_compiler.passes.cut.problem import (
     Seconds,
     Traffic,
 )
+from gpipe_compiler.passes.disjoint import DisjointSets
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,11 +139,6 @@ class SegmentChoice:
     peak: int
     whole: int
 
-    @property
-    def again(self) -> int:
-        """Bytes that a micro-batch has at most in its backward, beside those it kept."""
-        return self.peak - self.kept
-
 
 def evaluate(problem: RematProblem, segments: Collection[Segment]) -> SegmentChoice:
     """What some segments come to, by the definition, with those that the model itself has."""

@@ -5,20 +5,22 @@ long as `PYTORCH_CUDA_ALLOC_CONF` is not set): requests are rounded up to 512 by
 segments that the device gave. Those of at most 1 MiB share segments of 2 MiB, those under 10 MiB
 segments of 20 MiB, larger ones get a segment of their own, rounded up to 2 MiB. A request takes the
 smallest free block that holds it, which is split where enough would be left over; a freed block
-joins its free neighbours. Every stream has segments of its own. Segments are given back to the
-device only when it is out of memory, or on demand (`release_cached`).
+joins its free neighbours. Every stream has segments of its own.
 
-Not modelled: `record_stream`, which delays a free until another stream has come so far (here it
-takes effect at once), and what the CUDA context itself takes (some 500 MB on most devices).
+Not modelled: that segments are given back when the device is out of memory; `record_stream`, which
+delays a free until another stream has come so far (here it takes effect at once); and what the CUDA
+context itself takes (some 500 MB on most devices).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpipe_compiler.errors import PlanError
+from gpipe_compiler.planner.memory.job import DeviceJob
+from gpipe_compiler.planner.memory.simulator import MemorySimulator
+from gpipe_compiler.planner.memory.storages import Own, SharedBuffer
 
 SMALLEST_BLOCK = 512
 """Bytes (kMinBlockSize); every request is rounded up to a multiple."""
@@ -87,10 +89,8 @@ class CachingAllocator:
         reserved, allocated, live: bytes now, as in `Footprint`.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        """`capacity`: bytes that all segments together may have; None for any number."""
+    def __init__(self) -> None:
         self.reserved = self.allocated = self.live = 0
-        self._capacity = capacity
         self._most_reserved = self._most_allocated = self._most_live = 0
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._blocks: dict[int, _Block] = {}
@@ -106,9 +106,6 @@ class CachingAllocator:
         Returns:
             Their address, to give to `free`. Addresses of blocks in use are those of bytes that do
             not overlap.
-
-        Raises:
-            PlanError: when the device has no room, with all cached segments given back.
         """
         if size <= 0:
             return _NOWHERE
@@ -159,41 +156,8 @@ class CachingAllocator:
             block = before
         insort(pool.free, (block.size, block.address))
 
-    def release_cached(self) -> None:
-        """Gives back every segment of which nothing is in use (`torch.cuda.empty_cache`)."""
-        for pool in self._pools.values():
-            kept = []
-            for size, address in pool.free:
-                block = self._blocks[address]
-                if block.before is None and block.after is None:
-                    del self._blocks[address]
-                    self.reserved -= size
-                else:
-                    kept.append((size, address))
-            pool.free = kept
-
-    def segments(self) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """Every segment, as (address, bytes, bytes asked for or 0) of its blocks in order."""
-        for block in list(self._blocks.values()):
-            if block.before is None:
-                blocks, at = [], block
-                while True:
-                    blocks.append((at.address, at.size, at.asked))
-                    if at.after is None:
-                        break
-                    at = at.after
-                yield tuple(blocks)
-
     def _new_segment(self, rounded: int, pool: _Pool) -> _Block:
         size = _segment(rounded)
-        if self._capacity is not None and self.reserved + size > self._capacity:
-            self.release_cached()
-            if self.reserved + size > self._capacity:
-                raise PlanError(
-                    f"{rounded} bytes need a segment of {size}, and of {self._capacity} bytes of "
-                    f"the device {self.reserved} are in use",
-                    hint="use more stages, more micro-batches, or recompute more",
-                )
         block = self._blocks[self._next_address] = _Block(self._next_address, size, pool)
         self._next_address += size
         self.reserved += size
@@ -234,18 +198,55 @@ def _segment(rounded: int) -> int:
     return -(-rounded // SEGMENT_UNIT) * SEGMENT_UNIT
 
 
-def footprint(events: Iterable[tuple[int, int]]) -> Footprint:
-    """What a device of one stream reserves over a series of events.
+_STEPS = 2
+"""Steps that are played: in the second, the optimizer has what it remembers from step to step."""
 
-    Args:
-        events: (number of a block, its bytes) where it comes to life, (number, -1) where it ends.
-            A number may be used again once its block has ended.
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of what a device holds beside the storages of its program, piece by piece.
+
+    Attributes:
+        always: weights, workspaces, and the batch.
+        remembered: by the optimizer, from the end of the first step on.
+        updating: while it steps.
     """
+
+    always: tuple[int, ...]
+    remembered: tuple[int, ...] = ()
+    updating: tuple[int, ...] = ()
+
+
+def footprint_of(job: DeviceJob, held: Held, *, trains: bool) -> Footprint:
+    """The most that is live, allocated and reserved; gradients are dropped after each step."""
     allocator = CachingAllocator()
-    addresses: dict[int, int] = {}
-    for number, size in events:
-        if size >= 0:
-            addresses[number] = allocator.allocate(size)
-        else:
-            allocator.free(addresses.pop(number))
+    _allocate(allocator, held.always)
+    for turn in range(_STEPS if trains else 1):
+        addresses: dict[int, int] = {}
+
+        def hear(
+            number: int,
+            size: int,
+            _: SharedBuffer | Own,
+            addresses: dict[int, int] = addresses,
+        ) -> None:
+            if size >= 0:
+                addresses[number] = allocator.allocate(size)
+            else:
+                allocator.free(addresses.pop(number))
+
+        MemorySimulator(job, hear).run()
+        if not turn:
+            _allocate(allocator, held.remembered)
+        _free(allocator, _allocate(allocator, held.updating))
+        _free(allocator, addresses.values())
     return allocator.footprint
+
+
+def _allocate(allocator: CachingAllocator, sizes: Iterable[int]) -> list[int]:
+    return [allocator.allocate(size) for size in sizes]
+
+
+def _free(allocator: CachingAllocator, addresses: Iterable[int]) -> None:
+    for address in addresses:
+        allocator.free(address)

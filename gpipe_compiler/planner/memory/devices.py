@@ -24,9 +24,9 @@ from gpipe_compiler.plan.memory_curve import (
     MemoryPoint,
     PeakHolder,
 )
+from gpipe_compiler.planner.memory.allocator import Held, footprint_of
 from gpipe_compiler.planner.memory.holders import grown, holders_at
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun, StageMemory
-from gpipe_compiler.planner.memory.reserved import Held, footprint_of
 from gpipe_compiler.planner.memory.simulator import MemorySimulator
 from gpipe_compiler.planner.memory.storages import ActionDeltas
 from gpipe_compiler.runtime.core.request import RunRequest
