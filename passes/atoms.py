@@ -71,7 +71,6 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
     them leaves the graph free of cycles.
 
     Args:
-        effects: of the same graph.
         duplicable: the ops that are computed wherever they are needed (`passes.duplicate`).
     """
     kept = [op for op in graph.ops if op.name not in duplicable]

@@ -55,7 +55,6 @@ def call_attention_plainly(graph: Graph, kept: Collection[str] = ()) -> Graph:
 
     Args:
         graph: annotated; so is the result.
-        kept: names of ops that are to stay.
     """
     masked = [op for op in graph.ops if _mask_of(op) is not None]
     if not masked:

@@ -45,12 +45,7 @@ _BROADCASTING = frozenset({
 
 
 def narrow_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
-    """The graph with masks of one sample that are expanded; the very same where there are none.
-
-    Args:
-        graph: annotated.
-        kept: names of ops that are to stay.
-    """
+    """The graph with masks of one sample that are expanded; the very same where there are none."""
     if not any(map(is_attention, graph.ops)):
         return graph
     narrow = _narrow(graph, kept)
@@ -174,12 +169,7 @@ _OF_MASKS = _AND | {
 
 
 def simplify_padding_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
-    """The graph with masks without such conditions, not annotated; itself where there are none.
-
-    Args:
-        graph: annotated.
-        kept: names of ops that are to stay.
-    """
+    """The graph with masks without such conditions, not annotated; itself where there are none."""
     if not any(map(is_attention, graph.ops)):
         return graph
     found = effects(graph)

@@ -41,11 +41,7 @@ class _Taken(Enum):
 
 
 def first_gate(graph: Graph) -> Op | None:
-    """The first op that does to samples what a bound on something taken over the batch decides.
-
-    Args:
-        graph: annotated.
-    """
+    """The first op that does to samples what a bound on something taken over the batch decides."""
     found = {source.name: _Taken.ROWS for source in graph.inputs if source.batched}
     gates: dict[str, Op] = {}
     for op in graph.ops:

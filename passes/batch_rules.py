@@ -41,11 +41,7 @@ _FROM_NUMBERS = frozenset(
 
 
 def all_rules(graph: Graph) -> tuple[SampleRule, ...]:
-    """The rules by which the model or its graph tells them apart, in order.
-
-    Args:
-        graph: annotated.
-    """
+    """The rules by which the model or its graph tells them apart, in order."""
     found = ((number, op.source) for op in graph.ops for number in _compared(graph, op))
     rules = (SampleRule(int(n) + 1, line) for n, line in found if 0 < n <= LARGEST_BATCH)
     return in_order((*graph.sample_rules, *rules))

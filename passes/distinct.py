@@ -28,7 +28,6 @@ class IsolatedOp:
         inputs: the values that it reads, by name; tensors on the meta device, with the forms and
             needs of gradients that they have at the end of the run.
         states: fake parameters and buffers that it reads, by name.
-        writes: whether it writes in place.
     """
 
     run: DryRun
@@ -86,7 +85,6 @@ class Copies:
     """Fresh tensors to run an op on.
 
     Attributes:
-        environment: what the op reads, by name.
         leaves: the tensors to differentiate by, parameters not among them.
     """
 

@@ -162,11 +162,7 @@ class Memory:
 
 
 def written_memory(graph: Graph, effects: Effects, ops: Sequence[Op]) -> Iterator[Memory]:
-    """All memory that some of these ops write, with those of them that touch it.
-
-    Args:
-        ops: in the order of the graph.
-    """
+    """All memory that some of these ops write, with those of them that touch it."""
     order = {op.name: index for index, op in enumerate(ops)}
     yield from _written_values(graph, effects, order)
     yield from _written_states(graph, effects, ops)

@@ -32,12 +32,7 @@ _SAME_TYPE = VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous
 
 
 def without_empty_parts(graph: Graph, kept: Collection[str] = ()) -> Graph:
-    """The graph without empty parts of concatenations, not annotated; itself without any.
-
-    Args:
-        graph: annotated.
-        kept: names of ops that are to stay.
-    """
+    """The graph without empty parts of concatenations, not annotated; itself without any."""
     if not any(op for op in graph.ops if _is_empty(op)):
         return graph
     found = effects(graph)

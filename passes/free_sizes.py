@@ -161,7 +161,6 @@ class _Ran:
     """An op that has run.
 
     Attributes:
-        reads: the values that it was given.
         module: the one that it calls.
     """
 

@@ -48,9 +48,6 @@ def write_in_place(graph: Graph) -> Graph:
 
     Where a cut lies between an op and the maker of its operand, the op is `undone` again.
 
-    Args:
-        graph: annotated.
-
     Raises:
         ModelError: naming the op that cannot run.
     """

@@ -96,11 +96,7 @@ def _asks_type(op: Op) -> bool:
 
 
 def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
-    """For each output without a batch dimension, how it is put together.
-
-    Args:
-        graph: annotated by `passes.shapes`.
-    """
+    """For each output without a batch dimension, how it is put together."""
     names = [
         name
         for name in value_names(graph.outputs)

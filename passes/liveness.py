@@ -41,7 +41,6 @@ class Liveness:
     while any of them is. Non-tensors are live but weigh nothing.
 
     Attributes:
-        order: names of the ops.
         ranges: value -> live range.
         live: for every position, the names of the live values.
         bytes: for every position, bytes of the live storages.
@@ -112,11 +111,7 @@ def _events(ranges: Mapping[str, LiveRange]) -> tuple[dict[int, set[str]], dict[
 
 
 def storage_bytes(graph: Graph, ranges: Mapping[str, LiveRange]) -> dict[int, int]:
-    """Bytes of every storage: of its first value, or of all that one op makes first (a split).
-
-    Args:
-        ranges: of all values.
-    """
+    """Bytes of every storage: of its first value, or of all that one op makes first (a split)."""
     first: dict[int, int] = {}
     size: dict[int, int] = {}
     for name, span in sorted(ranges.items(), key=lambda item: item[1].born):

@@ -38,7 +38,6 @@ class Targets:
     """A mean over targets: those that are no `ignored` class, each weighing what its class does.
 
     Attributes:
-        targets: the class numbers.
         weights: the weights of the classes, None where each is one.
     """
 

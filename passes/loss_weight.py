@@ -50,9 +50,6 @@ def weigh_loss(graph: Graph) -> Graph:
     A loss that is divided by what depends on the batch is no sum over micro-batches, whatever it
     looks like on the example. One that adds up means over different things gets a term for each,
     made by ops at the end of the graph.
-
-    Args:
-        graph: annotated by `passes.shapes`.
     """
     if graph.loss is None or graph.loss.over_batch:
         return graph

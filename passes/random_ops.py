@@ -31,9 +31,6 @@ def shared_draws(graph: Graph, *, training: bool | None = None) -> Mapping[str, 
 
     Such as noise for a weight, or a number that decides for a whole batch: it is drawn once for all
     micro-batches. Runs at the graph's batch size and at twice that.
-
-    Args:
-        training: as in `random_ops`.
     """
     ops = observed(graph, training=training).ops
     once = {name: op.drawn for name, op in ops.items() if op.drawn}
@@ -50,11 +47,7 @@ def shared_draws(graph: Graph, *, training: bool | None = None) -> Mapping[str, 
 
 
 def first_numbers(graph: Graph, counts: Mapping[str, int]) -> Mapping[str, int]:
-    """The number in the whole model of the first random aten op of each op.
-
-    Args:
-        counts: as `random_ops` gives them.
-    """
+    """The number in the whole model of the first random aten op of each op."""
     numbers: dict[str, int] = {}
     count = 0
     for op in graph.ops:
@@ -70,6 +63,5 @@ def numbers_of(
 
     Args:
         first: of each op's own.
-        counts: how many each runs.
     """
     return tuple(first[op.name] + index for op in ops for index in range(counts.get(op.name, 0)))

@@ -173,9 +173,6 @@ def copy_written_inputs(graph: Graph, names: Collection[str]) -> Graph:
     A stage must not write to what it was given: the memory is the caller's or another stage's, and
     other stages would be given what it held before. A copy is a value like any other, which goes
     to later stages, and to the caller, with what was written.
-
-    Args:
-        names: inputs of the graph.
     """
     taken = {source.name for source in graph.inputs}
     taken.update(name for op in graph.ops for name in (op.name, *op.outputs))

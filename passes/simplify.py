@@ -59,7 +59,6 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
 
     Args:
         graph: annotated; so is the result.
-        kept: names of ops that are to stay.
     """
     graph = _inside_ops(graph)
     sizes, found = _Sizes(graph), effects(graph)

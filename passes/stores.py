@@ -246,10 +246,6 @@ def without_unread_stores(graph: Graph, kept: Collection[str] = ()) -> Graph:
     """The graph without tensors that are only written into, as caches are in eval mode.
 
     Not annotated; itself where there are none.
-
-    Args:
-        graph: annotated.
-        kept: names of ops that are to stay.
     """
     if not any(map(_target, graph.ops)):
         return graph

@@ -41,11 +41,7 @@ _SELECTING = frozenset(
 
 
 def selection_behind(graph: Graph, value: str) -> Op | None:
-    """The op by which the number of elements of a value depends on values; None where none does.
-
-    Args:
-        graph: annotated.
-    """
+    """The op by which the number of elements of a value depends on values; None where none does."""
     pending, seen = [value], set()
     while pending:
         op = graph.producer.get(pending.pop())

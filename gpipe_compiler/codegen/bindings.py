@@ -146,9 +146,6 @@ class Bindings:
         """Whether the result of an op has no name, as its only reader spells what makes it.
 
         So it is where the user wrote it so, and for calls of blocks as `_is_part` has it.
-
-        Args:
-            ops: all ops of the method.
         """
         value = op.result
         if not isinstance(value, str) or self.uses.count.get(value) != 1:

@@ -60,7 +60,6 @@ class StageMethods:
     """What a stage runs and holds.
 
     Attributes:
-        state: the modules and tensors that it owns.
         ops: all, those of the loss included.
         outputs: what `forward` returns.
         methods: those that are written with calls of blocks, by name, in the order in which they
@@ -92,7 +91,6 @@ class StageBlocks:
         searched: what was looked through.
         written: the blocks of all stages that may be constructed, by their ids.
         worth: the storages of all stages that are worth letting go of early.
-        file: that of the stage.
     """
 
     facts: CodeFacts
@@ -181,11 +179,7 @@ class StageBlocks:
         return modules | self.calls.functions
 
     def write(self, block: BlockClass, wanted: str, file: SourceFile) -> WrittenBlock:
-        """Adds the class of a block, whose first call is one of the stage, to a file.
-
-        Args:
-            wanted: what it is to be called.
-        """
+        """Adds the class of a block, whose first call is one of the stage, to a file."""
         first = block.first
         if first.path in self.helpers:
             return self._write_function(block, wanted, file)
@@ -381,7 +375,6 @@ class StageBlocks:
 
         Args:
             device: the argument that is the device, where it is given that.
-            reserved: names that no variable takes.
         """
         root = block.first.path
         states = {

@@ -40,9 +40,7 @@ def write_body(
 
     Args:
         direct: whether what is returned needs no name.
-        worth: the storages that are worth letting go of before the method ends.
         unlike: values whose sizes differ from call to call; how many of the first ones do not.
-        reserved: names that no variable takes.
 
     Raises:
         EmitError: naming the user's line, for an op that has no spelling.

@@ -65,7 +65,6 @@ class Calls:
     """How the methods of a stage and of its blocks call blocks.
 
     Attributes:
-        holders: the modules of the stage by their paths.
         written: the blocks that may be called, by their ids.
         helpers: those that are functions, by the paths of their calls.
     """

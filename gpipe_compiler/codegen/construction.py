@@ -161,12 +161,8 @@ class Construction:
     type checkers know nothing of what is set on an nn.Module from outside.
 
     Attributes:
-        file: that they are written in.
-        stage: its number.
-        holders: the modules of the stage by their paths.
         of_path: the blocks, by the paths of their modules.
         split: whether other stages run ops of a module too.
-        written: the blocks that may be constructed, by their ids.
     """
 
     graph: Graph

@@ -54,10 +54,8 @@ class LoopFinder:
 
     Attributes:
         functions: the names of functions, by the paths of their calls.
-        holders: the modules of the stage by their paths.
         worth: the storages that are worth letting go of; those of the last rounds are added that
             stand for others.
-        draws: as in the method.
     """
 
     graph: Graph

@@ -19,11 +19,6 @@ def draws_within(
 
     None where that is not to nest: what draws in the layer stands elsewhere, too, or the layer may
     be left out in eval mode, in which it may draw otherwise.
-
-    Args:
-        ops: of the method.
-        draws: as in the method.
-        nested: names of ops.
     """
     if draws is None:
         return None

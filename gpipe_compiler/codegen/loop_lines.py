@@ -96,9 +96,6 @@ class LoopLines:
     ) -> list[Statement]:
         """Writes a loop, its rounds ending with what the next one is given; returns the statements
         up to it.
-
-        Args:
-            statements: of its rounds.
         """
         opened = self.open.pop()
         made = {loop.carried[value]: own for value, own in opened.given.items()}

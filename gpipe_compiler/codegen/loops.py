@@ -25,7 +25,6 @@ class Loop:
         keys: of these modules, round by round.
         whole: whether these are all modules of the lists.
         numbers: what the rounds are numbered by, where something in them depends on that.
-        count: of the rounds.
         carried: what the last round is given by the one before it, and what it makes in its place.
         own: the values that the last round makes, or is given by the one before.
         after: those that are read after the loop.

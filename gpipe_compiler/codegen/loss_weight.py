@@ -32,7 +32,6 @@ class WeightSource:
     """The module of the loss's weight, and what `schedule.py` says about it.
 
     Attributes:
-        text: the source of `loss_weight.py`.
         inputs: inputs of the pipeline, in the order of arguments.
         outputs: what it counts.
         renamed: whether some of its own state names are no names of the model.

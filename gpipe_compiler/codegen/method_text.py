@@ -42,7 +42,6 @@ def with_type(body: MethodBody, modules: Collection[str], *, direct: bool) -> Me
     """A method that returns one tensor, in such a way that a type checker knows it for one.
 
     Args:
-        modules: the expressions for modules.
         direct: return the last expression where it is only bound to be returned.
     """
     if not body.statements or len(body.returns) != 1:

@@ -53,11 +53,7 @@ class Method:
 
 
 def forward_method(facts: CodeFacts, stage: Stage, returns: tuple[str, ...]) -> Method:
-    """A stage's `forward`.
-
-    Raises:
-        EmitError: when it reads a value that it does not have.
-    """
+    """A stage's `forward`."""
     graph = facts.graph
     ops = [graph.op_of[name] for name in stage.ops if name not in graph.loss_only]
     read = {value for op in ops for value in op.inputs}
@@ -66,11 +62,7 @@ def forward_method(facts: CodeFacts, stage: Stage, returns: tuple[str, ...]) -> 
 
 
 def loss_method(facts: CodeFacts, stage: Stage, outputs: Sequence[str]) -> Method:
-    """The last stage's `loss`, of outputs and inputs of that stage; it returns the terms.
-
-    Raises:
-        EmitError: when it reads a value that it does not have.
-    """
+    """The last stage's `loss`, of outputs and inputs of that stage; it returns the terms."""
     graph = facts.graph
     assert graph.loss is not None
     known = dict.fromkeys((*outputs, *stage.inputs))

@@ -38,12 +38,7 @@ class Releases:
     def of(
         cls, graph: Graph, ops: Sequence[Op], method: Method, worth: Collection[int]
     ) -> Releases:
-        """Those of a method; who calls it holds its arguments to the end.
-
-        Args:
-            ops: of the method, as they are written.
-            worth: the storages that are worth letting go of.
-        """
+        """Those of a method; who calls it holds its arguments to the end."""
         last: dict[str, int] = {}
         for position, op in enumerate(ops):
             last.update(dict.fromkeys((*op.outputs, *op.inputs), position))

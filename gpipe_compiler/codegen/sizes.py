@@ -38,11 +38,7 @@ def is_told(template: Argument, known: Collection[Dim]) -> bool:
 def write_template(
     template: Argument, graph: Graph, writer: ExpressionWriter, arguments: Sequence[str]
 ) -> Expression | None:
-    """A template in terms of a method's arguments; None where it does not follow from their shapes.
-
-    Args:
-        arguments: the values to read from.
-    """
+    """A template in terms of a method's arguments; None where their shapes do not tell."""
     if not is_told(template, told(graph, arguments)):
         return None
     base = _base(graph, writer, arguments)
@@ -223,7 +219,6 @@ class SizeReader:
 
     Attributes:
         multiples: of values that grow with the samples, how many times these they are.
-        ops: of the method.
     """
 
     graph: Graph

@@ -37,7 +37,6 @@ class StageSource:
     """A stage module, and what `schedule.py` says about it.
 
     Attributes:
-        text: the source of `stage_<index>.py`.
         inputs, outputs, loss_inputs: values in the order of arguments and results.
         state: the stage's own state names to the canonical ones of the model.
         renamed: whether some of the former are no names of the model.

@@ -46,11 +46,7 @@ class AskingWeights:
         return bool(self._fixed) and any(map(self.fixes, module.parameters()))
 
     def refuse_left(self) -> None:
-        """Holds a recorded forward to it that its weights require gradients as before.
-
-        Raises:
-            TraceError: naming the line.
-        """
+        """Holds a recorded forward to it that its weights require gradients as before."""
         for node, where in self._fixed.values():
             raise _not_alike(node, "leaves", "which is trained, without gradients", where)
 

@@ -77,7 +77,6 @@ class Proof:
     """Runs a model with numbers on some of the samples of its example.
 
     Attributes:
-        signature: of the subject.
         model: a copy of its model, which runs.
     """
 

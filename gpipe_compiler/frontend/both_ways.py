@@ -105,7 +105,6 @@ class _Program:
     """What was recorded: nodes in order, without those that read what is there before.
 
     Attributes:
-        places: of the nodes.
         given: the nodes of inputs.
     """
 

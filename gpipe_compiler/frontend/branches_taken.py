@@ -99,9 +99,6 @@ def refuse_gradient_branches(entry: Entry, asked: SourceLocation) -> None:
 
     Args:
         asked: the first line that is told which of both it is.
-
-    Raises:
-        TraceError: naming the line.
     """
     runs = [_run(entry, SMALLEST_BATCH, gradients=gradients) for gradients in (True, False)]
     if None in runs or not any(different(*map(_results, runs))):
@@ -237,9 +234,6 @@ def _require(recorder: Recorder, asked: _Asked, value: Any) -> None:
 def refuse_changing(recorder: Recorder) -> None:
     """Refuses what is decided by a draw, a weight that training changes, or a buffer that forward
     does.
-
-    Raises:
-        TraceError: naming the line.
     """
     nodes = list(recorder.graph.nodes)
     tensors = [tensor for node in nodes for tensor in node.meta.get(WRITES, ())]

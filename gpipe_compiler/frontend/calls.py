@@ -101,11 +101,7 @@ _USUAL = {"layout": torch.strided, "pin_memory": False}
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> Written:
-    """The call of a function of torch, as a person writes it.
-
-    Args:
-        made: what it returned.
-    """
+    """The call of a function of torch, as a person writes it."""
     if getattr(func, "__module__", "") == "torch._tensor":  # operators are wrapped in Python
         func = inspect.unwrap(func)
     name = getattr(func, "__name__", "")

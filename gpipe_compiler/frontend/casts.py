@@ -85,9 +85,6 @@ class CastWatch(TorchFunctionMode):
     """Notes events while it is open, and lets casts that return their argument stand in a trace.
 
     What torch.nn leaf modules do inside is theirs: they are called whole in any precision.
-
-    Attributes:
-        events: in order.
     """
 
     def __init__(self, entry: Entry, *, traced: bool) -> None:

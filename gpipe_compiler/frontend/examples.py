@@ -157,11 +157,7 @@ def _holds_tensors(leaf: object) -> bool:
 
 
 def check_tensors(nest: object, what: str, location: SourceLocation | None) -> None:
-    """Refuses an example without tensors, with an empty one, or with arrays in place of them.
-
-    Raises:
-        ModelError: for any of these.
-    """
+    """Refuses an example without tensors, with an empty one, or with arrays in place of them."""
     found = False
     for keys, leaf in leaves_of(nest):
         path = "".join(f"[{key!r}]" for key in keys)
@@ -201,11 +197,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
 
 
 def check_call(model: nn.Module, call: Call, what: str) -> None:
-    """Refuses a call that does not fit the signature of the model's forward.
-
-    Raises:
-        ModelError: with the line where forward is defined.
-    """
+    """Refuses a call that does not fit the signature of the model's forward."""
     args, kwargs = call
     try:
         signature = inspect.signature(model.forward)

@@ -28,15 +28,7 @@ ToName = Callable[[str], str]
 
 
 def expand_repeats(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
-    """The graph of the whole model.
-
-    Args:
-        graph: of the shortened subject.
-        whole: the subject that was shortened.
-
-    Returns:
-        None where the repetitions in the graph cannot be alike.
-    """
+    """The graph of the whole model; None where the repetitions in the graph cannot be alike."""
     pieces = _pieces(graph, short.runs)
     if pieces is None or not all(_match(graph, piece) for piece in pieces):
         return None
@@ -167,11 +159,7 @@ def _called(op: Op) -> Hashable:
 
 @dataclass
 class _Writer:
-    """Writes the ops of the whole model down.
-
-    Attributes:
-        modules: those that the ops call.
-    """
+    """Writes the ops of the whole model down."""
 
     graph: Graph
     runs: Sequence[EqualRun]

@@ -131,7 +131,6 @@ def read_sizes(
     is one at the number that each of them is in the example.
 
     Args:
-        placeholders: of the inputs, in order.
         values: of all nodes of the trace.
         where: the user's line behind a guard of torch's, in words.
     """

@@ -30,12 +30,6 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
 
     A trace holds what one draw led to. A model that draws, and computes the same whatever it gets,
     is let through; so is one on meta, whose runs have no numbers.
-
-    Args:
-        entry: of the model, which draws.
-
-    Raises:
-        ModelError: naming the line that draws.
     """
     if entry.states.on_meta:
         return
@@ -75,9 +69,6 @@ def refuse_seeding(model: nn.Module, entry: Entry, samples: int) -> None:
 
     Args:
         entry: left with a copy of the model.
-
-    Raises:
-        ModelError: naming the line.
     """
     lines: list[SourceLocation | None] = []
     seed = torch.manual_seed

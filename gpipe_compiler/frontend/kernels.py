@@ -56,7 +56,6 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool
     A model whose Python code asks for the numbers in a tensor cannot be run so: False.
 
     Args:
-        whole: the model.
         short: the same with fewer layers, which is run to learn what the model returns.
         exported: of the program that the model is where it sees that it is exported.
 

@@ -48,10 +48,8 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
     """The Graph that a torch.fx graph of an entry stands for.
 
     Args:
-        graph: as above.
         root: where the graph's `get_attr` targets are found; what is missing there is looked up in
             the entry, and so are the targets of `call_module`.
-        entry: what was traced.
 
     Raises:
         TraceError: for a node that no Graph can hold.

@@ -51,11 +51,7 @@ class Position:
     """
 
     def __init__(self, graph: fx.Graph, *, gradients: bool) -> None:
-        """Outside of every module and region.
-
-        Args:
-            gradients: whether autograd records there.
-        """
+        """Outside of every module and region."""
         self.checkpoint: int | None = None
         self.gradients = gradients
         self._graph = graph

@@ -219,9 +219,6 @@ def follow(
 ) -> Mapping[Precision, str]:
     """Lets constants of a trace follow the types that they come from.
 
-    Args:
-        events: of the trace.
-
     Returns:
         The precisions that the trace is not for, and why.
     """

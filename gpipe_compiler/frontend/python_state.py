@@ -32,7 +32,6 @@ class _Place:
 
     Attributes:
         reader: the function or class of the user's that it belongs to.
-        put: gives it another value.
     """
 
     value: object
@@ -232,9 +231,6 @@ def hooks_kept(model: nn.Module) -> Iterator[None]:
     """Refuses a model whose hooks are others after its calls: a later call computes something else.
 
     Handles in closures of hooks are the model's own also where a copy of it is called.
-
-    Raises:
-        ModelError: naming the hook.
     """
     before = _hooks(model)
     yield
@@ -265,11 +261,7 @@ def _hooks(model: nn.Module) -> dict[tuple[str, str, int], object]:
 
 @contextlib.contextmanager
 def no_new_parameters() -> Iterator[None]:
-    """Refuses a model whose forward makes parameters, in place of others that it had.
-
-    Raises:
-        ModelError: naming the line.
-    """
+    """Refuses a model whose forward makes parameters, in place of others that it had."""
     register = nn.Module.register_parameter
 
     def watched(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

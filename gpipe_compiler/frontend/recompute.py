@@ -111,9 +111,6 @@ def refuse_other_recomputation(
 
     Args:
         run: gives the results of a training step, entering this around its forward.
-
-    Raises:
-        ModelError: naming the line of such a checkpoint.
     """
     lines: Sequence[_Line] = ()
 

@@ -122,9 +122,7 @@ class _Trace:
     """A recorded run, and what was noted meanwhile.
 
     Attributes:
-        inputs: the nodes of the inputs, in order.
         free: the dimensions that were to stay free, beside the batch.
-        sizes: the user's lines that looked at sizes.
         gradients: whether it was recorded as autograd would record it.
     """
 
@@ -309,7 +307,6 @@ def _record(
 
     Args:
         leaves: the paths of the modules that are called whole.
-        free: the dimensions that are free to vary too.
 
     Raises:
         TraceError: for what no graph can hold.

@@ -80,8 +80,6 @@ class Recorder(TorchFunctionMode):
     """Makes a graph of the calls of torch while it is entered.
 
     Attributes:
-        graph: so far.
-        position: where in the model calls are made now.
         tensors: the nodes that stand for tensors.
         is_on: whether calls are recorded.
         event: number of the call that is being made.

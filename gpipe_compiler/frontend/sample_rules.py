@@ -27,9 +27,6 @@ def sample_rules(
 
     What torch compares, to see whether sizes are equal, distinguishes no batches, but for counts
     of pieces, as of `x.split(300)`; what the user's own code asks does.
-
-    Args:
-        placeholders: of the inputs, in order.
     """
     sizes: list[Any] = [
         known.shape[source.batch_dim]

@@ -26,7 +26,6 @@ class Signature:
 
     Attributes:
         examples: the example tensors, in the order of `inputs`.
-        batch_size: samples in them.
     """
 
     inputs: tuple[Input, ...]

@@ -43,9 +43,6 @@ class StateTable:
 def state_table(model: nn.Module, initial: Mapping[str, Steps] | None = None) -> StateTable:
     """The parameters and buffers of a model.
 
-    Args:
-        initial: how tensors on meta begin, by name.
-
     Raises:
         ModelError: when a lazy module has not seen its first input yet.
     """

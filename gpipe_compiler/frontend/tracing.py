@@ -71,11 +71,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
 def _with_both_ways(
     subject: Subject, precision: Precision, refusal: TraceError, keeps: bool | None
 ) -> Graph:
-    """The graph of a model that leaves layers out at random.
-
-    Args:
-        keeps: as `keeps_layers` finds it.
-    """
+    """The graph of a model that leaves layers out at random."""
     if keeps is None:
         raise refusal
     try:
@@ -119,9 +115,6 @@ def unchecked(subject: Subject, precision: Precision) -> Graph:
     """The graph of a model as it is recorded.
 
     A model that is another program in the precision asked for is traced in that precision.
-
-    Raises:
-        TraceError: when it cannot be traced.
     """
     graph = _in_both_modes(subject, Precision.FP32)
     return _in_both_modes(subject, precision) if precision in graph.unlike else graph

@@ -18,11 +18,7 @@ from gpipe_compiler.frontend.user_code import definition
 
 
 def refuse_gradient_hooks(model: nn.Module) -> None:
-    """Refuses hooks on the gradients of parameters: those of the stages are other tensors.
-
-    Raises:
-        TraceError: naming the parameter and where its hook is defined.
-    """
+    """Refuses hooks on the gradients of parameters: those of the stages are other tensors."""
     for name, parameter in model.named_parameters():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         for hook in (*(parameter._backward_hooks or {}).values(), *(after or {}).values()):
@@ -41,9 +37,6 @@ def refuse_writing_switches(model: nn.Module, *, training: bool) -> None:
 
     Args:
         training: whether it is compiled for both modes.
-
-    Raises:
-        TraceError: naming the weight and where the switch is defined.
     """
     switches = (
         own

@@ -212,11 +212,7 @@ def _module_name(file: Path) -> str:
 
 
 def call_user_code(function: Callable[[], T], what: str) -> T:
-    """Calls a function of the user's file.
-
-    Raises:
-        ModelError: when it raises, with the last of the user's lines on the way.
-    """
+    """Calls a function of the user's file."""
     with located(what):
         return function()
 
@@ -341,11 +337,7 @@ def line_of_forward(model: nn.Module) -> SourceLocation | None:
 
 
 def refuse_unwritable_names(model: nn.Module) -> None:
-    """Refuses names of modules and of their tensors that no file could hold.
-
-    Raises:
-        ModelError: with the class of the model.
-    """
+    """Refuses names of modules and of their tensors that no file could hold."""
     for module in model.modules():
         # By keys(): those of TorchScript are no dicts.
         tables = module._modules.keys(), module._parameters.keys(), module._buffers.keys()

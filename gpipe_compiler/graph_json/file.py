@@ -154,11 +154,7 @@ def read_graph(path: Path) -> BareGraph:
 
 
 def check_graph(graph: BareGraph) -> BareGraph:
-    """The same graph, if it is one.
-
-    Raises:
-        ModelError: with everything that is wrong in it.
-    """
+    """The same graph, if it is one."""
     ops = [{key: getattr(op, key) for key in _FIELDS} for op in graph.ops]
     parse_graph({"ops": ops, "edges": list(map(list, graph.edges))}, graph.name)
     return graph

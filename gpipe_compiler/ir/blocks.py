@@ -28,7 +28,6 @@ class BlockCall:
     """A call of a module: consecutive ops of its forward, those of its own modules as calls.
 
     Attributes:
-        path: of the module.
         inputs: the values it is given, in the order in which it reads them.
         outputs: the values it makes that are read after it, in the order in which it makes them.
         stage: the stage whose method makes the call.
@@ -142,7 +141,6 @@ def nest(
     Args:
         is_block: whether the module at a path is a block; ops of one that is not are taken for
             those of the module around it.
-        stage: that the method is one of.
         again: the paths of modules whose calls run a second time in the backward.
         apart: calls of such modules that are none of the block, whose ops count likewise.
     """

@@ -41,11 +41,8 @@ class Methods:
     """The methods of one stage.
 
     Attributes:
-        contents: the modules and states of the stage.
         modules: the paths of those that may be blocks, calls of functions included.
         parted: the calls of modules that have ops which are not among these.
-        stage: its number.
-        again: the paths of modules whose calls run a second time in the backward.
     """
 
     contents: Contents
@@ -203,8 +200,6 @@ class _Grouping:
     """Joins equal calls, inner ones first.
 
     Attributes:
-        contents: of each stage.
-        parted: of each stage, as of `Methods`.
         of_call: the blocks of the calls, by their stages and paths.
         unequal: by stage, the calls of modules of which one call is not like another: those that
             are parted, where others are not.

@@ -82,11 +82,7 @@ class Contents:
         return kept[0], kept[1]
 
     def form(self, root: str, inner: Collection[str]) -> tuple[Hashable, list[Constant]]:
-        """What the module at `root` holds by itself, but for numbers, and those.
-
-        Args:
-            inner: as in `own`.
-        """
+        """What the module at `root` holds by itself, but for numbers, and those."""
         forms: list[Hashable] = []
         constants: list[Constant] = []
         modules, states = self.own(root, inner)

@@ -23,9 +23,6 @@ def check(graph: Graph, *, after: str) -> Graph:
 
     Args:
         after: what has just produced the graph; named in the error.
-
-    Raises:
-        IllegalGraphError: with every violation.
     """
     violations = list(_violations(graph))
     if violations:

@@ -287,7 +287,6 @@ class SweepPoint:
 
     Attributes:
         devices: of one replica of the pipeline.
-        batch_size: samples of the mini-batch.
         plan: None where there can be none, for the reason that `problem` is.
     """
 

@@ -44,9 +44,6 @@ def constrain(
 ) -> CutProblem:
     """The problem of a graph (`cut_problem.problem_of`), under constraints.
 
-    Args:
-        stages: how many there are to be.
-
     Raises:
         UsageError: with all that is unknown or contradicts something, and why.
     """

@@ -246,11 +246,7 @@ class MicrobatchGraph:
     def of(
         cls, graph: Graph, costs: Sequence[Costs], plain: Graph | None = None
     ) -> MicrobatchGraph:
-        """An annotated graph, and how it was before any op wrote in place that need not.
-
-        Raises:
-            ModelError: naming an op that cannot run.
-        """
+        """An annotated graph, and how it was before any op wrote in place that need not."""
         return cls(graph, tuple(costs), CutFacts.of(graph, costs[0], plain))
 
 

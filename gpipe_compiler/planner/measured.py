@@ -31,9 +31,6 @@ def clocked(plan: Plan, directory: Path, progress: Callable[[str], None]) -> Pla
     Under torchrun only where this machine has a core or a GPU for every process, and torchrun can
     be started.
 
-    Args:
-        progress: called with what is about to be done.
-
     Raises:
         ValidationError: when the package cannot be run.
     """
@@ -68,9 +65,6 @@ def start_command(script: Path, devices: int, start: Start) -> list[str]:
 def time_step(directory: Path, devices: int, start: Start) -> float:
     """Seconds of a step of a package, as its own `run.py bench` finds them: forward and backward of
     a mini-batch, without the optimizer.
-
-    Raises:
-        ValidationError: when the package cannot be run.
     """
     with tempfile.TemporaryDirectory(prefix="gpipe-clock-") as scratch:
         report = Path(scratch, "times.json")

@@ -61,7 +61,6 @@ def what_if(planner: Planner, plan: Plan, policy: Policy) -> WhatIf:
     """What each remedy would save; those that the model or the schedule refuses are left out.
 
     Args:
-        planner: that made the plan, of a graph that torch can run.
         policy: that of the plan; the schedule is the plan's, whatever it says.
     """
     devices = len(plan.orders)
@@ -183,7 +182,6 @@ def refuse_too_large(
     """Makes sure that a plan fits its devices.
 
     Args:
-        policy: that of the plan.
         choice: the rest of what it was made for.
         tried: settings of which none fits, and this is the nearest.
 

@@ -167,9 +167,6 @@ class Planner:
 
         Args:
             microbatches: that the graph is or was prepared for.
-
-        Raises:
-            ModelError: naming the op that cannot run on so few samples.
         """
         if self.analysis is not None:
             return self.analysis(samples, policy.precision)
@@ -219,9 +216,6 @@ class Planner:
 
         Returns:
             It before any op writes in place that need not, and the graph to be planned.
-
-        Raises:
-            ModelError: naming the op that cannot run on so few samples.
         """
         at = PassSetting(samples, precision, in_place=in_place)
         plain, graph = self._transformed(at)
@@ -245,7 +239,6 @@ class Planner:
         """The best plan found for a choice, which says how to schedule and what to recompute.
 
         Args:
-            policy: all the rest.
             work: how much every cut may work out (`passes.cut.cut`).
             exact_memory: whether to trace what devices truly take, and to fit that; by default
                 where a cut may take all the work. Never of a graph that torch cannot run.
@@ -267,9 +260,6 @@ class Planner:
 def _mixes(graph: Graph, policy: Policy) -> bool:
     """Whether training computes results of one sample from the others of its micro-batch, as
     BatchNorm does.
-
-    Args:
-        graph: annotated.
     """
     if graph.loss is None or policy.batchnorm is BatchNorm.EXACT:
         return False
@@ -283,7 +273,6 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
     The schedule is lowered and proved free of deadlock.
 
     Args:
-        batch_size: samples of a mini-batch.
         exact_memory: whether what the devices take is found out by tracing the stages, which
             torch must be able to run; else it is what the search counts (`in_flight`).
 

@@ -103,9 +103,6 @@ def devices_there(cluster: Cluster, replicas: int) -> int:
 def microbatch_size(batch_size: int, microbatches: int, replicas: int = 1) -> int:
     """Samples in a micro-batch.
 
-    Args:
-        replicas: that share the batch.
-
     Raises:
         UsageError: for no micro-batches.
         PlanError: when the batch does not split evenly.

@@ -173,9 +173,7 @@ class DeviceRematOptions:
         """Those of a device.
 
         Args:
-            stages: of the plan, by number.
             known: the ways of each stage.
-            split: whether backwards are.
         """
         numbers = sorted({action.stage for action in order})
         waits = waiting(order, joint)
@@ -306,11 +304,7 @@ class RematOptions:
     def levels(
         self, stages: Sequence[Stage], order: Sequence[Compute], joint: Collection[int], kind: int
     ) -> Iterator[DeviceRematOptions]:
-        """What the stages of a device can do, with segments further and further inside.
-
-        Args:
-            kind: of device.
-        """
+        """What the stages of a device can do, with segments further and further inside."""
         calls = {n: self._by_calls(stages[n], kind) for n in {action.stage for action in order}}
         for level in range(max(map(len, calls.values()))):
             known = {

@@ -28,10 +28,6 @@ def without_pipeline(planner: Planner, plan: Plan, policy: Policy) -> tuple[Whol
 
     Nothing is recomputed but what the model itself checkpoints. Each device has all of its share
     of the mini-batch at once, as in a plain training loop.
-
-    Args:
-        plan: of this planner, with its graph.
-        policy: that it was made for.
     """
     count = len(plan.orders) * plan.replicas
     if count == 1:

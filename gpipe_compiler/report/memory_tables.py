@@ -190,11 +190,7 @@ def _saved(size: int) -> str:
 
 
 def memory_document(plan: Plan, device: int | None = None) -> dict[str, Any]:
-    """The same as values of JSON, with source lines.
-
-    Raises:
-        UsageError: as `show_memory`.
-    """
+    """The same as values of JSON, with source lines."""
     check_memory(plan, device)
     devices = range(len(plan.prediction.memory)) if device is None else (device,)
     remedies = [] if plan.what_if is None else to_fields(plan.what_if.remedies)

@@ -153,11 +153,7 @@ def cell(text: str) -> Text:
 
 
 def add_rows(table: Table, rows: Sequence[Sequence[str]], what: str) -> None:
-    """Adds rows to a table; of very many the first and the last ones, and how many are between.
-
-    Args:
-        what: the rows are, in the plural.
-    """
+    """Adds rows to a table; of very many the first and the last ones, and how many are between."""
     if len(rows) <= MOST_ROWS:
         for row in rows:
             table.add_row(*map(cell, row))

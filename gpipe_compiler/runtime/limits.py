@@ -45,7 +45,6 @@ def refuse_torn(
     """Makes sure that no group of samples lies in two micro-batches.
 
     Args:
-        name: of the model.
         samples: in each micro-batch.
         parts: into which the mini-batch is cut.
 
@@ -66,9 +65,7 @@ def refuse_alone(name: str, line: str, samples: Sequence[int]) -> None:
     """Makes sure that no micro-batch is of one sample where that is computed otherwise.
 
     Args:
-        name: of the model.
         line: by which it treats one sample differently; "" where none does.
-        samples: in each micro-batch.
 
     Raises:
         UsageError: naming the line.
@@ -83,10 +80,6 @@ def refuse_alone(name: str, line: str, samples: Sequence[int]) -> None:
 
 def refuse_untried(name: str, limits: Sequence[SampleLimit], samples: int, parts: int) -> None:
     """Makes sure that a mini-batch has no more samples than a package was tried with.
-
-    Args:
-        name: of the model.
-        parts: into which the mini-batch is cut.
 
     Raises:
         UsageError: naming the line that treats larger ones differently.

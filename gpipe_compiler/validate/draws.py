@@ -255,7 +255,6 @@ class _Cut:
     """How a tensor, or a number of entries, is cut into micro-batches.
 
     Attributes:
-        dim: of a tensor.
         each: entries for one sample.
         inner: whether the samples follow each other fastest.
     """

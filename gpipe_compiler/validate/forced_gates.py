@@ -29,7 +29,6 @@ def force_gates(model: nn.Module, names: Collection[str], *, outcome: bool) -> N
     """Changes a model, and so its copies: single numbers and flags among its state decide so.
 
     Args:
-        names: of the state.
         outcome: of every comparison with such a number, or with what is computed of them.
     """
     for name, tensor in named_state(model):
@@ -64,7 +63,6 @@ class _Forced(TorchFunctionMode):
     """Follows what is computed of a model's state alone.
 
     Args:
-        state: its tensors.
         deciding: those of them whose comparisons are forced.
     """
 

@@ -109,11 +109,7 @@ class Losses:
 
 
 def explain(graph: Graph, losses: Losses) -> UnsplittableError:
-    """The error for a loss that micro-batches do not give, with the line at fault if it is found.
-
-    Args:
-        graph: annotated by `passes.shapes`.
-    """
+    """The error for a loss that micro-batches do not give, with the line at fault, if found."""
     cause, location = cause_of(graph) or _unknown(graph)
     return UnsplittableError(
         f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "

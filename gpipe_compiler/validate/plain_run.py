@@ -201,11 +201,7 @@ def evaluate(
     precision: Precision,
     once: Collection[str] = (),
 ) -> list[Outputs]:
-    """What each call gives, without gradients; the state is afterwards what it was.
-
-    Args:
-        once: as in `train_step`.
-    """
+    """What each call gives, without gradients; the state is afterwards what it was."""
     begin = _beginning(entry.model, once)
     found = []
     with state_restored(entry.model), _as_planned(precision):

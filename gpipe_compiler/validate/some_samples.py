@@ -71,12 +71,7 @@ def first_wrong(
 
 @dataclass(frozen=True, eq=False)
 class SomeSamples:
-    """Runs of a graph on some of the samples of its example.
-
-    Attributes:
-        other: as for `values_of`.
-        count: of the samples.
-    """
+    """Runs of a graph on some of the samples of its example."""
 
     graph: Graph
     other: Mapping[str, torch.Tensor]
@@ -243,11 +238,7 @@ def _takes_by_number(graph: Graph, op: Op) -> bool:
 
 
 def refuse_numbering_in_loss(graph: Graph) -> None:
-    """Refuses a loss that tells samples apart by their numbers, or by how many there are.
-
-    Raises:
-        ModelError: naming the line of the op.
-    """
+    """Refuses a loss that tells samples apart by their numbers, or by how many there are."""
     if graph.loss is None or graph.loss.over_batch or on_meta(graph):
         return
     counting = counting_in_loss(graph)

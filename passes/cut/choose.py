@@ -240,11 +240,7 @@ class _Cutter:
         return self.solver.search(space, last=whole)
 
     def _proof(self, found: _Looked) -> _Looked:
-        """The search of all there is, or a bound where that is too much.
-
-        Args:
-            found: what has been seen so far.
-        """
+        """The search of all there is, or a bound where that is too much."""
         solver = self.solver
         solver.proves = True
         masks = down_sets(self.graph, MOST_DOWN_SETS)

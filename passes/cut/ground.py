@@ -78,11 +78,7 @@ class Known:
 
 @dataclass(eq=False)
 class Ground:
-    """One problem.
-
-    Attributes:
-        known: where the grounds of other problems are.
-    """
+    """One problem."""
 
     problem: CutProblem
     graph: Contracted

@@ -62,7 +62,6 @@ def cut_inside(
     Args:
         best: of all cuts of the problem, in the same setting.
         share: such as 0.03.
-        work, known: as of `cut`.
     """
     if share <= 0 or not opened(modules, best.stage_of):
         return best

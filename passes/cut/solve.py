@@ -299,11 +299,7 @@ class Solver:
         return next(true for true in self.device_orders if true.slots == device_order.slots)
 
     def consider(self, stage_of: Sequence[int]) -> None:
-        """Keeps a cut, on the best order of devices for it, when it is the best so far.
-
-        Args:
-            stage_of: for every node of the problem.
-        """
+        """Keeps a cut, on the best order of devices for it, when it is the best so far."""
         if self.evaluator.allows(stage_of):
             for device_order in self.device_orders:
                 self._keep(device_order, stage_of)

@@ -28,7 +28,6 @@ class GraphPart:
     """Consecutive ops of a graph, and their connections to the rest of it.
 
     Attributes:
-        ops: in the order in which they run.
         inputs: the values they are given.
         outputs: the values they hand on, the loss not among them.
         returned: those of the outputs for which gradients come back.

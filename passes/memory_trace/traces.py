@@ -64,11 +64,9 @@ class MemoryTraces:
 
         Args:
             ops: their names, in the order in which they run, those of the loss included.
-            inputs: the values that it takes.
             outputs: the values that it hands on; the loss need not be among them.
             returned: the outputs for which gradients come back; by default all that need one.
             segments: names of consecutive ops that are recomputed in the backward.
-            split: whether the backward is in two parts.
 
         Raises:
             ModelError: naming the op that cannot run.

@@ -29,7 +29,6 @@ def stage_problem(
 
     Args:
         seconds: of every op's forward.
-        ops: of the stage, in order.
     """
     position = {name: index for index, name in enumerate(ops)}
     numbers: dict[int, int] = {}
@@ -122,8 +121,6 @@ def whole_calls(
     by how many others lie around them: the outermost first, and then these with those inside.
 
     Args:
-        seconds: of every op's forward.
-        ops: of the stage, in order.
         calls: the path of a module, and the ops of the call but for those that are duplicable.
     """
     position = {name: index for index, name in enumerate(ops)}

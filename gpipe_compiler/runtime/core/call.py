@@ -41,7 +41,6 @@ class Call:
     """What a call of the pipeline is about, in this replica of it.
 
     Attributes:
-        training: whether the stages are in training mode.
         samples: in each micro-batch; none where the inputs were refused, or where this replica's
             share of the mini-batch is empty.
         listed: whether the micro-batches were passed as a list.

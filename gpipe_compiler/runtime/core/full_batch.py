@@ -61,11 +61,7 @@ def joint_of(whole: Sequence[bool], *, random: bool) -> frozenset[int]:
 
 
 def batch_dims(spec: PipelineSpec, leaves: Sequence[Leaf]) -> BatchDims:
-    """Those of inputs, boundary values and outputs.
-
-    Args:
-        leaves: the outputs.
-    """
+    """Those of inputs, boundary values and outputs."""
     return {
         **{source.name: source.batch_dim for source in spec.inputs},
         **{leaf.value: leaf.batch_dim for leaf in leaves},

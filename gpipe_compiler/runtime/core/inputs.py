@@ -124,9 +124,6 @@ def bind(
 ) -> tuple[Values, Sizes]:
     """The tensors of a call by the names of the pipeline's inputs, and its sizes.
 
-    Args:
-        needed: the inputs that must be there; others may be None or absent.
-
     Raises:
         UsageError: when one is missing, is no tensor, has another dtype or shape, when a tensor is
             passed that the pipeline knows nothing of, or when sizes are not what the model demands.

@@ -242,11 +242,7 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 def make_reducer(
     topology: Topology, stages: LocalStages, owners: Mapping[str, Sequence[int]]
 ) -> Reducer | None:
-    """What averages gradients over replicas; None where there is one.
-
-    Args:
-        owners: of each trained parameter that several stages own, these.
-    """
+    """What averages gradients over replicas; None where there is one."""
     if topology.replicas == 1:
         return None
     placed = {

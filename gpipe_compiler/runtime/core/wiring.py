@@ -88,13 +88,7 @@ def wire(
     split: Collection[int] = (),
     wanted: frozenset[str] = frozenset(),
 ) -> tuple[StageWiring, ...]:
-    """The wiring of every stage.
-
-    Args:
-        joint: the stages that take all micro-batches as one.
-        split: those whose backward is in two parts.
-        wanted: the inputs whose gradients the caller wants.
-    """
+    """The wiring of every stage."""
     crossings = {c.value: c for c in crossings_for(spec, work, wanted)}
     dims = batch_dims(spec, output_leaves(spec.outputs))
     loss = spec.loss if work.makes_loss else None
