@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -28,6 +30,8 @@ from gpipe_compiler.ir import (
     ModuleCall,
     ModuleSpec,
     Op,
+    Ref,
+    StateRef,
     called,
     ops_within,
 )
@@ -44,7 +48,9 @@ from gpipe_compiler.ir.symbolic import (
     shape_of,
 )
 from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, modes
-from gpipe_compiler.passes.lookups import within_tables
+from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.positions import Cases, Positions
+from gpipe_compiler.passes.positions.coordinates import Affine
 from gpipe_compiler.passes.repeats import ShortenedGraph
 from gpipe_compiler.passes.unknown_sizes import of_unknown_size
 from gpipe_compiler.quiet import quiet
@@ -345,3 +351,49 @@ def _input(graph: Graph, source: Input, numbers: Mapping[Size, Any]) -> torch.Te
         shape[source.batch_dim] = numbers[BATCH] * rows
     strides = like_strides(example, shape)
     return torch.empty_strided(shape, strides, dtype=example.dtype, device="cpu")
+
+
+def within_tables(graph: Graph) -> Iterator[Requirement]:
+    """That positions which follow from sizes lie within the tables in which they are looked up.
+
+    torch checks indices when it has their values, on a GPU after the step.
+    """
+    positions = Positions(graph, effects(graph))
+    for op in graph.ops:
+        found = _lookup(graph, op)
+        element = None if found is None else positions.element(Ref(found[0]))
+        if found is None or not isinstance(element, Cases):
+            continue
+        index, rows = found
+        for _, affine in element.cases:
+            count = _count(affine, graph.values[index].dims)
+            if is_free(count):
+                where = op.source.brief if op.source is not None else UNKNOWN_LINE
+                yield Requirement(count, Relation.AT_MOST, rows, where)
+
+
+def _count(affine: Affine, dims: Sequence[Dim]) -> Dim:
+    """How many rows a table has to have for indices up to the largest."""
+    grows = [
+        (weight, size) for weight, size in zip(affine.weights, dims, strict=True) if weight > 0
+    ]
+    rest = int(affine.offset) + 1 - sum(weight for weight, _ in grows)
+    terms = [size if weight == 1 else size * weight for weight, size in grows]
+    return functools.reduce(operator.add, [*terms, rest] if rest or not terms else terms)
+
+
+def _lookup(graph: Graph, op: Op) -> tuple[str, int] | None:
+    """The value of the indices of a look-up, and the rows of its table."""
+    call = op.call
+    if isinstance(call, ModuleCall):
+        spec = graph.modules[call.module]
+        if spec.cls is nn.Embedding and call.args and isinstance(call.args[0], Ref):
+            return call.args[0].name, graph.state[spec.state["weight"]].shape[0]
+        return None
+    match called(call), call.args:
+        case ("embedding", (Ref(name=index), StateRef(name=table), *_)):
+            return index, graph.state[table].shape[0]
+        case ("getitem", (StateRef(name=table), Ref(name=index))):
+            return index, graph.state[table].shape[0]
+        case _:
+            return None

@@ -2,7 +2,7 @@
 
 A trace has no numbers, so a run on the example tells what each question comes to, such as
 `if h.isnan().any()` and `int(self.steps)`. The trace takes that answer, and the graph requires it
-of every batch.
+of every batch. Of torch's own methods that branch so, some do without; others are refused.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses import FakeTensor
+from torch.optim import swa_utils
 
 from gpipe_compiler.errors import SourceLocation, TraceError
-from gpipe_compiler.frontend import padded_encoder
+from gpipe_compiler.frontend import encoders
 from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.locate import asking_frame, is_users, location
+from gpipe_compiler.frontend.locate import asking_frame, calling_line, is_users, location
 from gpipe_compiler.frontend.opened import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
 from gpipe_compiler.frontend.recompute import activations_kept
@@ -39,7 +40,7 @@ from gpipe_compiler.frontend.without_numbers import SMALLEST_BATCH
 from gpipe_compiler.ir.branches import require
 from gpipe_compiler.quiet import quiet
 
-_PACKED = padded_encoder.packed.__name__
+_PACKED = encoders.packed.__name__
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -147,8 +148,8 @@ def _asked(answer: Callable[[Callable[[torch.Tensor], Any], _Asked], Any]) -> It
             if cls is torch.Tensor or name in vars(cls):
                 asking = _asking(getattr(cls, name), name, answer)
                 around.enter_context(mock.patch.object(cls, name, asking))
-        asking = _asking(padded_encoder.packed, _PACKED, answer)
-        around.enter_context(mock.patch.object(padded_encoder, _PACKED, asking))
+        asking = _asking(encoders.packed, _PACKED, answer)
+        around.enter_context(mock.patch.object(encoders, _PACKED, asking))
         yield
 
 
@@ -217,7 +218,7 @@ def _require(recorder: Recorder, asked: _Asked, value: Any) -> None:
     line = asked.line.brief
     if asked.unless is not None:
         condition = condition if value else asked.unless
-        line = f"{line} ({padded_encoder.PACKS})"
+        line = f"{line} ({encoders.PACKS})"
     if isinstance(value, bool):
         if condition.dtype is not torch.bool:
             condition = recorder.called(operator.ne, condition, 0)
@@ -278,3 +279,51 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
                 seen.add(source)
                 pending.append(source)
                 yield source
+
+
+@contextlib.contextmanager
+def without_branches() -> Iterator[None]:
+    """Lets a trace follow averages of weights; refuses the adaptive softmax."""
+    averages = mock.patch.object(swa_utils.AveragedModel, "update_parameters", _average)
+    with averages, mock.patch.object(nn.AdaptiveLogSoftmaxWithLoss, "forward", _refuse):
+        yield
+
+
+@torch.no_grad()
+def _average(averaged: swa_utils.AveragedModel, model: nn.Module) -> None:
+    """As torch's own, which asks how many models it has averaged: the first one is copied."""
+    held: Any = averaged
+    own: list[torch.Tensor] = list(held.parameters())
+    theirs: list[torch.Tensor] = list(model.parameters())
+    if held.use_buffers:
+        own = [*held.module.parameters(), *held.module.buffers()]
+        theirs += model.buffers()
+    pairs = [
+        (mean.detach(), weight.detach().to(mean.device))
+        for mean, weight in zip(own, theirs, strict=False)
+    ]
+    first = held.n_averaged == 0
+    if held.multi_avg_fn is not None:
+        for dtype in dict.fromkeys(mean.dtype for mean, _ in pairs):
+            means, weights = zip(*(pair for pair in pairs if pair[0].dtype == dtype), strict=True)
+            held.multi_avg_fn(list(means), list(weights), held.n_averaged)
+        for mean, weight in pairs:
+            mean.copy_(torch.where(first, weight, mean))
+    else:
+        average = held.avg_fn or swa_utils.get_swa_avg_fn()  # type: ignore[no-untyped-call]
+        for mean, weight in pairs:
+            mean.copy_(torch.where(first, weight, average(mean, weight, held.n_averaged)))
+    if not held.use_buffers:
+        for copied, buffer in zip(held.module.buffers(), model.buffers(), strict=True):
+            copied.detach().copy_(buffer.detach().to(copied.device))
+    held.n_averaged += 1
+
+
+def _refuse(layer: nn.Module, *_: object) -> None:
+    raise TraceError(
+        f"{type(layer).__name__} computes the clusters alone in which a target is: weights of the "
+        "others get no gradient, and which these are is not known before the step",
+        location=calling_line(),
+        hint="take the loss of all clusters, which is the same number: "
+        "F.nll_loss(layer.log_prob(hidden), target)",
+    )

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import Notice
-from gpipe_compiler.frontend.alignment import aligned, passed
-from gpipe_compiler.frontend.always_contiguous import always_contiguous
+from gpipe_compiler.frontend.alignment import aligned, always_contiguous, passed
 from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.ir import (
     Argument,

@@ -24,6 +24,7 @@ from gpipe_compiler.frontend.branches_taken import (
     asks_for_numbers,
     refuse_changing,
     refuse_gradient_branches,
+    without_branches,
 )
 from gpipe_compiler.frontend.calls_seen import calls_seen, saw_constructor
 from gpipe_compiler.frontend.casts import CastWatch
@@ -58,7 +59,6 @@ from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.trace_settings import tracing_settings
 from gpipe_compiler.frontend.user_code import line_of_forward
-from gpipe_compiler.frontend.without_branches import without_branches
 from gpipe_compiler.frontend.without_numbers import (
     SMALLEST_BATCH,
     inputs_without_numbers,

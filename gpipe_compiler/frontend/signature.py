@@ -1,4 +1,4 @@
-"""The example call as a flat list of named tensors, and back."""
+"""The example call as a flat list of named tensors, and back; and at other sizes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.naming import UniqueNames, identifier
 from gpipe_compiler.frontend.structure import with_tensors
-from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Input
-from gpipe_compiler.ir.sizes import is_free
+from gpipe_compiler.frontend.subject import Example, Subject
+from gpipe_compiler.ir import Graph, Input
+from gpipe_compiler.ir.sizes import SMALLEST, is_free
 from gpipe_compiler.runtime.core.nest import Path, tensors_of
-from gpipe_compiler.runtime.sizes import value_at
+from gpipe_compiler.runtime.sizes import Sizes, value_at
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,48 @@ def resize(tensor: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
         return tensor.clone()
     repeats = -(-count // tensor.shape[dim])
     return torch.cat([tensor] * repeats, dim).narrow(dim, 0, count).clone()
+
+
+def resized(subject: Subject, graph: Graph) -> Subject:
+    """The subject with its example repeated, or cut, to the sizes of its wish.
+
+    Args:
+        graph: as it was traced from the subject.
+
+    Raises:
+        UsageError: for a size that is not free, or that the model does not take.
+    """
+    known = {size.name: size.example for size in graph.sizes}
+    wanted = subject.free.at
+    for name in sorted(wanted.keys() - known.keys()):
+        raise UsageError(
+            f"--at {name}={wanted[name]}: the model leaves no size of this name free",
+            hint=f"those that it does: {', '.join(known) or 'none'}",
+        )
+    sizes = {**known, **wanted}
+    for name in wanted:
+        if sizes[name] < SMALLEST:
+            raise UsageError(
+                f"--at {name}={sizes[name]}: sizes that are free are at least {SMALLEST}",
+                hint="torch computes otherwise where a dimension has one element",
+            )
+    for demand in graph.requires:
+        if not demand.holds(sizes):
+            told = ", ".join(f"{name}={size}" for name, size in wanted.items())
+            raise UsageError(
+                f"--at {told}: the model demands {demand}: {demand.where}",
+                hint="ask for sizes for which that holds",
+            )
+    args, kwargs, target = _call_at(subject, graph, sizes)
+    example = subject.example
+    if example is not None:
+        real = dataclasses.replace(
+            subject, args=example.args, kwargs=example.kwargs, target=example.target
+        )
+        example = Example(*_call_at(real, graph, sizes))
+    return dataclasses.replace(subject, args=args, kwargs=kwargs, target=target, example=example)
+
+
+def _call_at(subject: Subject, graph: Graph, sizes: Sizes) -> tuple[Any, Any, Any]:
+    signature = read_signature(subject, on_meta=False).at(graph.inputs, sizes)
+    return signature.rebuild(signature.examples)

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpipe_compiler.frontend.encoders import unpacked
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.padded_encoder import unpacked
 from gpipe_compiler.frontend.state import isolated, put_tensors
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 

@@ -22,8 +22,7 @@ from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan.fields import to_fields, typed
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.plan.stages import OpNote, Prediction, Stage, WhatIf, list_ops
-from gpipe_compiler.plan.whole_model import WholeModel
+from gpipe_compiler.plan.stages import OpNote, Prediction, Stage, WhatIf, WholeModel, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
 from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
@@ -53,7 +52,7 @@ class Plan:
         optimizer: whose memory and time count, in words; "" in inference and in older plans.
         cut_inside: the share of the best time with cuts anywhere that could be given for cuts which
             open fewer modules.
-        opened: the modules that lie in several stages, of those that count (`cut.modules`).
+        opened: the modules that lie in several stages, of those that count (`cut.inside`).
         whole: what the same devices do without a pipeline: one alone, and all as replicas; empty
             where the plan itself has one device.
         calibration: by what op times of forwards and of backwards were scaled.

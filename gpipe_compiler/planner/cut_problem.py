@@ -13,7 +13,7 @@ from gpipe_compiler.ir.sizes import asked
 from gpipe_compiler.options import AnyOptimizer
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
-from gpipe_compiler.passes.cut.modules import ModuleNodes, module_calls
+from gpipe_compiler.passes.cut.inside import ModuleNodes, module_calls
 from gpipe_compiler.passes.cut.problem import (
     GRAPH_INPUT,
     CutProblem,

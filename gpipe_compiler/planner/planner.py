@@ -16,7 +16,7 @@ from gpipe_compiler.options import NO_CONSTRAINTS, Calibration, Constraints, Pol
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cost import rooflines
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
-from gpipe_compiler.passes.cut.modules import opened
+from gpipe_compiler.passes.cut.inside import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.passes.measure import costs_by_kind, scaled

@@ -12,7 +12,7 @@ from gpipe_compiler.errors import ModelError, PlanError, UsageError
 from gpipe_compiler.options import Objective, Policy, RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
-from gpipe_compiler.plan.whole_model import WholeModel
+from gpipe_compiler.plan.stages import WholeModel
 from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.planner import Planner, make_plan
 from gpipe_compiler.planner.planning import microbatch_size

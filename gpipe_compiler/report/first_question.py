@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.whole_model import WholeModel
+from gpipe_compiler.plan.stages import WholeModel
 from gpipe_compiler.report.facts import fullest_device
 from gpipe_compiler.report.terminal import table_of
 from gpipe_compiler.runtime.wording import counted, printable

@@ -18,7 +18,7 @@ from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.comparable_runs import settles_in_eval
 from gpipe_compiler.frontend.materialise import real_example
-from gpipe_compiler.frontend.resized import resized
+from gpipe_compiler.frontend.signature import resized
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines

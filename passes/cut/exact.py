@@ -16,6 +16,7 @@ import numpy as np
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
+from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, excess_of
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
 from gpipe_compiler.passes.cut.setting import CutSetting
@@ -38,9 +39,6 @@ from gpipe_compiler.runtime.spec import ScheduleKind
 
 CHILDREN = 60_000
 """Beginnings that are worked out at once, about."""
-
-TOLERANCE = 1e-10
-"""Relative: cuts closer together than this count as equally good."""
 
 
 class Goal(Enum):

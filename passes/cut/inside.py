@@ -1,16 +1,29 @@
 """Of all cuts that are nearly as good as the best, the one that opens the fewest modules.
 
-What opens less is said in `modules.py`. In graphs that can be cut in few ways all cuts are judged,
-those that open the least first, so that none that is good enough opens less. In larger ones modules
-that the best cut opens are kept whole, the outermost first, as long as the cut stays good enough.
+A call of a module is *opened* by a cut when its nodes lie in more than one stage. Which of two cuts
+opens less is a comparison of numbers, the first that differs deciding:
+
+- how many calls at depth 1 are opened, then at depth 2, and so on. Only modules count that have
+  nodes of their own, which stand in no module further inside: a layer that adds a residual, a
+  module made of convolutions. The depth of a call is the number of such calls around it, itself
+  included.
+- how many *containers*: modules that only call others, such as a list of layers, a `Sequential` of
+  blocks. A part of one reads like the whole, so a cut between two layers opens nothing that
+  counts before these.
+
+What holds all nodes, as the model itself does, is opened by every cut and counts nowhere.
+
+In graphs that can be cut in few ways all cuts are judged, those that open the least first, so that
+none that is good enough opens less. In larger ones modules that the best cut opens are kept whole,
+the outermost first, as long as the cut stays good enough.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from gpipe_compiler.errors import PlanError
@@ -19,7 +32,6 @@ from gpipe_compiler.passes.cut.contract import Contracted, contract, relevant
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, slot_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.ground import Known, most_places
-from gpipe_compiler.passes.cut.modules import ModuleNodes, opened, openness
 from gpipe_compiler.passes.cut.orders import down_sets
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
@@ -224,3 +236,66 @@ def _stages(graph: Contracted, chain: Sequence[int]) -> Iterator[int]:
     place = {node: number for number, members in enumerate(graph.members) for node in members}
     for node in range(len(place)):
         yield next(stage for stage, mask in enumerate(chain) if mask >> place[node] & 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNodes:
+    """One call of a module.
+
+    Attributes:
+        depth: as above; 0 for a container.
+    """
+
+    path: str
+    nodes: tuple[int, ...]
+    depth: int
+
+
+def module_calls(
+    paths: Sequence[str], turn: Callable[[int, str], int] = lambda node, path: 0
+) -> tuple[ModuleNodes, ...]:
+    """The calls that a cut may open or not, each set of nodes once.
+
+    Args:
+        paths: of every node, the module whose forward it stands in.
+        turn: of a node and a module around it, how many calls of that came before.
+    """
+    calls: dict[tuple[str, int], list[int]] = {}
+    for node, path in enumerate(paths):
+        for prefix in _prefixes(path):
+            calls.setdefault((prefix, turn(node, prefix)), []).append(node)
+    own = set(enumerate(paths))
+    found: dict[tuple[int, ...], tuple[str, bool]] = {}
+    for (path, _), nodes in calls.items():
+        counts = any((node, path) in own for node in nodes)
+        if 1 < len(nodes) < len(paths) and (counts or tuple(nodes) not in found):
+            found[tuple(nodes)] = path, counts
+    around: dict[str, list[set[int]]] = {}
+    for call, (path, counts) in found.items():
+        if counts:
+            around.setdefault(path, []).append(set(call))
+    return tuple(
+        ModuleNodes(
+            path,
+            nodes,
+            counts * sum(nodes[0] in other for p in _prefixes(path) for other in around.get(p, ())),
+        )
+        for nodes, (path, counts) in found.items()
+    )
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """The modules around a module, itself last; not the model."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def opened(modules: Sequence[ModuleNodes], stage_of: Sequence[int]) -> tuple[ModuleNodes, ...]:
+    return tuple(m for m in modules if len({stage_of[node] for node in m.nodes}) > 1)
+
+
+def openness(modules: Sequence[ModuleNodes], stage_of: Sequence[int]) -> tuple[int, ...]:
+    """How much a cut opens, to be compared with that of other cuts of the same problem."""
+    depths = [module.depth for module in opened(modules, stage_of)]
+    deepest = max((module.depth for module in modules), default=0)
+    return *(depths.count(depth) for depth in range(1, deepest + 1)), depths.count(0)

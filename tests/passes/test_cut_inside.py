@@ -13,8 +13,7 @@ from random_problems import random_constraints, random_problem, random_setting
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.inside import cut_inside
-from gpipe_compiler.passes.cut.modules import module_calls, openness
+from gpipe_compiler.passes.cut.inside import cut_inside, module_calls, openness
 
 FAST = Link(1e6, 0.0)
 

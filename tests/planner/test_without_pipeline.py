@@ -14,7 +14,7 @@ from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions, LossChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.whole_model import WholeModel
+from gpipe_compiler.plan.stages import WholeModel
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 
 WIDTH, SAMPLES, LAYERS = 64, 8, 4

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.whole_model import WholeModel
+from gpipe_compiler.plan.stages import WholeModel
 from gpipe_compiler.report.first_question import COLUMNS, first_question, verdict, way_rows
 from gpipe_compiler.report.html import format_report
 from gpipe_compiler.report.text import format_plan, plain_text

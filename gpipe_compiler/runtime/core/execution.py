@@ -17,7 +17,7 @@ from ..schedule.actions import SharedSum
 from ..spec import Joined, PipelineSpec
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
-from .input_gradients import give_back, wanted_of
+from .gradients import give_back, wanted_of
 from .inputs import BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of

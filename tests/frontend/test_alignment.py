@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpipe_compiler.frontend.always_contiguous import always_contiguous
+from gpipe_compiler.frontend.alignment import always_contiguous
 from gpipe_compiler.ir import ByMode, FunctionCall, MethodCall, Mode, Op, Ref
 
 

@@ -74,7 +74,7 @@ def test_in_training(*, frozen: bool) -> None:
 
     assert set(graph.fused) == ({False, True} if frozen else {False})
     assert kernel_is_called(Frozen(frozen=frozen).train(), x) is frozen
-    assert "body, test_fused_layers.py" in graph.fused[False]
+    assert "body, test_encoders.py" in graph.fused[False]
 
 
 def test_not_where_torch_is_told_not_to() -> None:
