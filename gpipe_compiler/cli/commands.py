@@ -348,7 +348,7 @@ _MODEL = (
         "loss",
         "loss_over",
     ),
-    *("per_microbatch", "batch_dim", "print_after", "pass_option", "free", "fix", "at"),
+    *("per_microbatch", "print_after", "pass_option", "free", "fix", "at"),
 )
 """Options that say how a package trains, or how a model is traced and transformed."""
 
@@ -372,4 +372,9 @@ def onnx_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
             f"{', '.join(given)}: an ONNX model is neither traced nor trained",
             hint="leave it out, or compile the model.py that it was exported from",
         )
-    return OnnxFile(Path(arguments.model), tuple(arguments.input), tuple(arguments.custom_ops))
+    return OnnxFile(
+        Path(arguments.model),
+        tuple(arguments.input),
+        tuple(arguments.custom_ops),
+        dict(arguments.batch_dim),
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -11,10 +12,12 @@ class OnnxFile:
     """An ONNX model to be compiled.
 
     Attributes:
-        inputs: shapes of its inputs, as `--input` takes them.
+        inputs: shapes of its inputs, or files of arrays, as `--input` takes them.
         custom_ops: libraries of custom operators that it needs.
+        batch_dims: by input, the dimension that is the batch, None for none; others are found out.
     """
 
     path: Path
     inputs: tuple[str, ...] = ()
     custom_ops: tuple[Path, ...] = ()
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)

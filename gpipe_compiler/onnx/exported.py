@@ -110,7 +110,7 @@ class ExportedStages:
         except ModelError as error:
             hint = "compile with --microbatches 1, or with --target torch"
             raise ModelError(error.problem, location=error.location, hint=hint) from error
-        check_rows(plan, _numbers(plan))
+        check_rows(plan.known_graph, _numbers(plan))
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
         write_exported(plan, folder, progress)
@@ -197,8 +197,8 @@ def _whole(entry: Entry, graph: Graph) -> WholeModel:
             )
         return {name: array_of(tensor) for name, tensor in zip(names, found, strict=True)}
 
-    batched = frozenset(item.name for item in graph.inputs if item.batched)
-    return WholeModel(run, closeness(graph, quantised=False), batched)
+    dims = {item.name: item.batch_dim for item in graph.inputs if item.batch_dim is not None}
+    return WholeModel(run, closeness(graph, quantised=False), dims)
 
 
 def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validation:

@@ -16,12 +16,12 @@ from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.onnx.codegen.package import write_onnx
 from gpipe_compiler.onnx.frontend.graph import graph_of, unshaped
-from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of
+from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of, title
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
-from gpipe_compiler.onnx.validate import random_inputs, refuse_meeting, validate_onnx
+from gpipe_compiler.onnx.validate import refuse_meeting, validate_onnx
 from gpipe_compiler.options import Auto, CompileOptions
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import Costs
@@ -30,7 +30,7 @@ from gpipe_compiler.passes.measure import on_kinds
 from gpipe_compiler.passes.saved_tensors import SavedTensors
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.planner.batch_outputs import check_rows, in_one_piece
+from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph
 from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner
 from gpipe_compiler.runtime.spec import Precision
@@ -59,19 +59,21 @@ class OnnxStages:
         _refuse_unfit(options)
         progress("reading the model")
         model = read_model(file.path, file.custom_ops)
-        sizes = input_sizes(model, file.inputs)
+        sizes = input_sizes(model, file.inputs, file.batch_dims)
+        progress("looking whether a batch can be split")
+        sizes = _as_split(model, sizes, options)
         options = dataclasses.replace(
             options, training=False, remedies=False, microbatches=_microbatches(options, sizes)
         )
-        return cls(options, model, sizes, planner_of(model, sizes, options))
+        return cls(options, model, sizes, planner_of(model, sizes, options), _batch_note(sizes))
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
         try:
             made, frontier = plan_as_asked(self.planner, self.options, progress)
         except PlanError as error:
             raise _explained(error, self.planner.graph) from error
-        _refuse_parts(made)
-        made = in_one_piece(made, self._refuse)
+        if made.microbatches > 1 and not self.sizes.requests:
+            _check_rows(made.known_graph)
         return self._with_limit(made), frontier
 
     def _with_limit(self, plan: Plan) -> Plan:
@@ -83,14 +85,10 @@ class OnnxStages:
             return plan
         rule: SampleRule | None = above[0]
         if self.options.validate:
-            rule = refuse_meeting(self.model, self.sizes, plan, above, seed=self.options.seed)
+            size, counts = plan.microbatch_size, (plan.batch_size, plan.batch_size + 1)
+            seed = self.options.seed
+            rule = refuse_meeting(self.model, self.sizes, graph, size, counts, above, seed=seed)
         return dataclasses.replace(plan, graph=graph.replace(untried_in_pieces=rule))
-
-    def _refuse(self, plan: Plan) -> None:
-        """Raises ModelError where micro-batches do not give what the batch does."""
-        _refuse_parts(plan)
-        if self.options.validate and not self.sizes.fixed:
-            refuse_meeting(self.model, self.sizes, plan, (), seed=self.options.seed)
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
         write_onnx(plan, self.model, self.sizes, folder, progress)
@@ -106,9 +104,60 @@ class OnnxStages:
 open_target = OnnxStages.open
 
 
-def _refuse_parts(plan: Plan) -> None:
+def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> InputSizes:
+    """The sizes as they are, or for whole calls where a batch cannot be split.
+
+    Several micro-batches that the user asks for are not looked at: the error then says why there
+    are none.
+    """
+    if not sizes.batch_dims:
+        return sizes.in_requests("none of its inputs has a batch")
+    asked = options.microbatches
+    if isinstance(asked, int) and asked > 1 and not sizes.fixed:
+        return sizes
+    samples = sizes.batch if sizes.fixed else max(_LEAST, sizes.batch // 2 * 2)
+    try:
+        graph = graph_of(model, sizes, samples)
+        _check_rows(graph)
+        _refuse_ranges(graph)
+        if options.validate and not sizes.fixed:
+            refuse_meeting(model, sizes, graph, samples // 2, (samples,), seed=options.seed)
+    except ModelError as error:
+        return sizes.in_requests(error.problem)
+    return sizes
+
+
+_LEAST = 4
+"""Samples that are tried, two in each of two micro-batches."""
+
+
+def _refuse_ranges(graph: Graph) -> None:
+    """Raises ModelError for a node that rounds by the largest number of a whole batch."""
+    for op in graph.ops:
+        node = node_of(op)
+        if node.op_type.startswith("DynamicQuantize") and not graph.batched.isdisjoint(op.inputs):
+            raise ModelError(
+                f"{title(node)} rounds the samples of a batch by the largest number in any of them"
+            )
+
+
+def _check_rows(graph: Graph) -> None:
     """Raises ModelError for outputs that have no rows for the samples of micro-batches."""
-    check_rows(plan, {op.name for op in plan.known_graph.ops if node_of(op).op_type in _SHAPES})
+    check_rows(graph, {op.name for op in graph.ops if node_of(op).op_type in _SHAPES})
+    apart = [name for name in graph.output_values if not graph.values[name].splittable]
+    if apart:
+        raise ModelError(
+            f"the rows of {', '.join(apart)} are not those of the samples of a batch",
+            hint="compile with --microbatches 1",
+        )
+
+
+def _batch_note(sizes: InputSizes) -> str:
+    """What the plan says of the batch, where there is something to say."""
+    if sizes.requests:
+        return f"a micro-batch is a whole call of the model: {sizes.requests}"
+    other = [f"{dim} of {name}" for name, dim in sizes.batch_dims.items() if dim]
+    return f"the batch is dimension {', '.join(other)}" if other else ""
 
 
 def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
@@ -137,7 +186,7 @@ def _microbatches(options: CompileOptions, sizes: InputSizes) -> int | Auto | No
     A mini-batch of such a model is as many micro-batches as are asked for, not a given number of
     samples.
     """
-    if not sizes.fixed or isinstance(options.microbatches, int):
+    if not (sizes.fixed or sizes.requests) or isinstance(options.microbatches, int):
         return options.microbatches
     return MICROBATCHES_PER_STAGE * (options.stages if isinstance(options.stages, int) else 1)
 
@@ -155,9 +204,9 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
         return MicrobatchGraph(graph, costs, _facts(graph, costs[0]))
 
     whole = graph_of(model, sizes, sizes.batch)
-    if sizes.fixed:
+    if sizes.fixed or sizes.requests:
         assert isinstance(options.microbatches, int)
-        whole = whole.replace(batch_size=sizes.batch * options.microbatches)
+        whole = whole.replace(batch_size=whole.batch_size * options.microbatches)
     return Planner(whole, options.cluster, options.measured, options.constraints, analysed)
 
 
@@ -175,7 +224,7 @@ def _measured(
     """Costs on each kind of device, by the clock of this machine."""
     here = next(filter(is_here, kinds), None) or this_machine()
     estimated = onnx_rooflines(graph, [here, *kinds])
-    inputs = random_inputs(sizes, graph.batch_size, seed=0)
+    inputs = sizes.arrays(sizes.batch if sizes.requests else graph.batch_size, seed=0)
     return on_kinds(onnx_measured(model, graph, inputs, estimated[0]), estimated, kinds)
 
 

@@ -46,20 +46,15 @@ def _outputs(names: Sequence[str]) -> str:
     return f"output{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
+def check_rows(graph: Graph, shape_ops: Collection[str] = ()) -> None:
     """Makes sure that outputs which follow from samples have rows for them.
 
     Args:
         shape_ops: names of ops that read nothing but the shape of what they are given.
 
     Raises:
-        ModelError: naming those that have none (a mean, a loss), where there are several
-            micro-batches.
+        ModelError: naming those that have none (a mean, a loss).
     """
-    graph = plan.graph
-    assert graph is not None
-    if plan.microbatches == 1:
-        return
     varying = {source.name for source in graph.inputs if source.batched}
     for op in graph.ops:
         if not varying.isdisjoint(op.inputs) and op.name not in shape_ops:
@@ -71,7 +66,7 @@ def check_rows(plan: Plan, shape_ops: Collection[str] = ()) -> None:
     ]
     if faulty:
         raise ModelError(
-            f"the {_outputs(faulty)} of {plan.name} cannot be put together from "
+            f"the {_outputs(faulty)} of {graph.name} cannot be put together from "
             "micro-batches: there are no rows for the samples of a batch",
             hint="compile with --microbatches 1, or leave it out of what the model returns (a "
             "loss: call the model without labels, see --input)",

@@ -358,7 +358,7 @@ def _another_alone(graph: Graph, replicas: int) -> ModelError:
 
 def _check_outputs(graph: Graph, microbatches: int) -> None:
     """Makes sure that the outputs of a batch are those of its micro-batches put together."""
-    if microbatches == 1:
+    if microbatches == 1 or graph.whole_batch:  # then a micro-batch is a mini-batch of its own
         return
     for name in graph.output_values:
         value = graph.values[name]

@@ -142,12 +142,19 @@ def _refused(proto: ModelProto, said: str, folder: Path) -> ModelError:
         ("string", "output odd .* holds STRING"),
         ("sequence", r"output odd .* is no tensor \(sequence\)"),
         ("weight", "output w0 .* is a weight"),
-        ("mean", r"output odd \(a number\) .* no rows for the samples"),
         ("random", "RandomNormalLike that makes odd draws random numbers"),
     ],
 )
 def test_outputs_that_are_refused(kind: str, said: str, tmp_path: Path) -> None:
     _refused(odd_models.with_output(kind), said, tmp_path)
+
+
+def test_a_mean_of_a_batch_has_no_parts(tmp_path: Path) -> None:
+    path = onnx_models.write(odd_models.with_output("mean"), tmp_path / "model.onnx")
+    options = CompileOptions(2, microbatches=4)
+    with pytest.raises(ModelError, match=r"output odd \(a number\) .* no rows for the samples"):
+        compile_onnx(path, options, tmp_path / "package")
+    packages.assert_equal(_compile(path), path, {"x": ROWS})
 
 
 @pytest.mark.parametrize("kind", ["string", "sequence", "optional"])

@@ -87,9 +87,12 @@ def test_small(kind: str, stages: int, tmp_path: Path) -> None:
         assert {"DynamicQuantizeLinear", "MatMulInteger"} <= _operators(model)
     made = compile_onnx(model, CompileOptions(stages, validate=False), tmp_path / "p")
     assert made.directory is not None
+    # What is rounded by the largest number of a batch is not split.
+    assert ("whole call" in made.batch) == (kind == "dynamic")
+    plan = None if kind == "dynamic" else made.plan
     for samples in (8, 5, 1):
         x = np.random.default_rng(samples).standard_normal((samples, 16)).astype(np.float32)
-        packages.assert_equal(made.directory, model, {"x": x}, plan=made.plan)
+        packages.assert_equal(made.directory, model, {"x": x}, plan=plan)
 
 
 def _export(model: nn.Module, args: torch.Tensor, path: Path) -> Path:

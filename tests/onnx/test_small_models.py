@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_models
 import packages
@@ -12,6 +13,7 @@ import pytest
 
 from gpipe_compiler.compile import Compiled
 from gpipe_compiler.errors import ModelError, PlanError
+from gpipe_compiler.ir import ValueKind
 
 Compile = Callable[..., Compiled]
 
@@ -85,17 +87,24 @@ def test_a_batch_of_one_size_only(compile_model: Compile) -> None:
     assert compiled.validation.passed
 
 
-def test_samples_that_meet_are_refused(compile_model: Compile) -> None:
+def test_samples_that_meet_are_refused_in_parts(compile_model: Compile) -> None:
     with pytest.raises(ModelError, match="the samples of a batch meet") as caught:
-        compile_model(onnx_models.data_dependent())
+        compile_model(onnx_models.data_dependent(), microbatches=4)
     assert "--microbatches 1" in caught.value.hint
 
 
-def test_what_has_no_shape_stays_in_its_stage(compile_model: Compile) -> None:
-    compiled = compile_model(onnx_models.data_dependent(), 2, microbatches=1)
-    assert compiled.validation is not None
-    assert compiled.validation.passed
-    assert not {"places", "floats"} & {c.value for c in compiled.plan.crossings}
+def test_samples_that_meet_are_computed_in_whole_calls(
+    compile_model: Compile, tmp_path: Path
+) -> None:
+    """Unless parts are asked for; what has another shape in every call may cross too."""
+    compiled = compile_model(onnx_models.data_dependent(), 8)
+    assert "a micro-batch is a whole call" in compiled.batch
+    assert compiled.plan.known_graph.values["places"].kind is ValueKind.TENSOR
+    assert compiled.directory is not None
+    for samples in (8, 1, 9):
+        arrays = packages.random(compiled.directory, 1)
+        arrays["x"] = np.random.default_rng(samples).normal(size=(samples, 16)).astype(np.float32)
+        packages.assert_equal(compiled.directory, tmp_path / "model.onnx", arrays)
 
 
 def test_too_many_stages(compile_model: Compile) -> None:

@@ -46,9 +46,9 @@ def write_onnx(
         EmitError: when onnx.checker refuses a stage.
     """
     progress("writing the stages")
-    write_stages(plan, model, folder)
+    write_stages(plan, model, folder, free=any(sizes.free.values()))
     close = closeness(plan.known_graph, quantised=is_quantised(plan.known_graph))
-    _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free))
+    _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free, sizes.integers))
 
 
 def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:

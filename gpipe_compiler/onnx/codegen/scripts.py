@@ -46,11 +46,13 @@ class Traits:
         close: how close the outputs are to those of the whole model.
         fixed: whether the model takes batches of one size only.
         free: the dimensions of each input that may be of any size, without the batch.
+        integers: by input, those that random numbers may be, where that is known.
     """
 
     close: Closeness
     fixed: bool = False
     free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    integers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def closeness(graph: Graph, *, quantised: bool) -> Closeness:
@@ -113,9 +115,11 @@ def _is_processor(name_: str) -> bool:
 def _input(source: Input, traits: Traits) -> ArrayInput:
     free = traits.free.get(source.name, ())
     sizes: list[int | None] = [*(source.example_shape or ())]
-    if source.batched and not traits.fixed:
-        sizes[0] = None
-    return ArrayInput(source.name, _numpy(source.dtype), tuple(sizes), source.batched, free)
+    if source.batch_dim is not None and not traits.fixed:
+        sizes[source.batch_dim] = None
+    integers = traits.integers.get(source.name, (0, 2))
+    kind = _numpy(source.dtype)
+    return ArrayInput(source.name, kind, tuple(sizes), source.batch_dim, free, integers)
 
 
 def _numpy(dtype: torch.dtype | None) -> str:

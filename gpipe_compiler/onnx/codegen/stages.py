@@ -28,17 +28,20 @@ def stage_file(stage: Stage) -> str:
     return f"stage_{stage.index}.onnx"
 
 
-def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> None:
+def write_stages(plan: Plan, model: OnnxModel, folder: Path, *, free: bool) -> None:
     """Writes the model of every stage, checked by onnx.checker.
 
     Large weights go into `stage_<k>.onnx.data`, one after another and never all in memory.
+
+    Args:
+        free: whether sizes other than the batch are free, so that none holds for all calls.
 
     Raises:
         EmitError: naming the stage that the checker refuses.
     """
     apart = weight_bytes(model) > INLINE
     for stage in plan.stages:
-        proto = stage_model(plan, model, stage)
+        proto = stage_model(plan, model, stage, free=free)
         path = folder / stage_file(stage)
         if apart:
             write_weights(proto.graph, model.path.parent, path.with_name(f"{path.name}.data"))
@@ -47,7 +50,7 @@ def write_stages(plan: Plan, model: OnnxModel, folder: Path) -> None:
         save(proto, path, f"the model of stage {stage.index}")
 
 
-def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
+def stage_model(plan: Plan, model: OnnxModel, stage: Stage, *, free: bool) -> ModelProto:
     """The model of one stage; weights that stand in files of the whole model are left there."""
     graph = plan.known_graph
     whole = model.proto
@@ -60,7 +63,6 @@ def stage_model(plan: Plan, model: OnnxModel, stage: Stage) -> ModelProto:
     proto.graph.name = f"{printable(plan.name)}_stage_{stage.index}"
     proto.graph.node.extend(nodes)
     declared = _declared(whole)
-    free = _free_sizes(whole)
     for name in stage.inputs:
         proto.graph.input.append(declared.get(name) or boundary(graph, name, free=free))
     for name in stage.outputs:
@@ -88,15 +90,6 @@ def _declared(whole: ModelProto) -> Mapping[str, ValueInfoProto]:
         for value in (*whole.graph.input, *whole.graph.output)
         if not value.type.HasField("tensor_type") or value.type.tensor_type.HasField("shape")
     }
-
-
-def _free_sizes(whole: ModelProto) -> bool:
-    """Whether sizes other than the batch are free, so that no other size holds for all calls."""
-    return any(
-        not dim.HasField("dim_value")
-        for value in whole.graph.input
-        for dim in value.type.tensor_type.shape.dim[1:]
-    )
 
 
 def boundary(graph: Graph, name: str, *, free: bool) -> ValueInfoProto:

@@ -46,36 +46,42 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
             not known, naming the nodes.
     """
     proto = model.proto
-    once = describe(model, sizes.at(samples))
-    twice = once if sizes.fixed else describe(model, sizes.at(2 * samples))
+    shapes = sizes.at(sizes.batch if sizes.requests else samples)
+    once = describe(model, sizes.arrays(sizes.batch if sizes.requests else samples, 0))
+    single = sizes.fixed or sizes.requests
+    twice = once if single else describe(model, sizes.arrays(2 * samples, 1))
     dense = ((tensor, tensor.dims) for tensor in proto.graph.initializer)
     sparse = ((held.values, held.dims) for held in proto.graph.sparse_initializer)
     states = {tensor.name: _state(tensor, dims) for tensor, dims in (*dense, *sparse)}
     ops = _ops(proto.graph.node, states)
     values = {}
     for name in (*sizes.shapes, *(value for op in ops for value in op.outputs)):
-        values[name] = _value(name, once.get(name), twice.get(name), samples, fixed=sizes.fixed)
+        if sizes.requests:
+            values[name] = _whole(name, once.get(name))
+        else:
+            values[name] = _value(name, once.get(name), twice.get(name), samples, fixed=sizes.fixed)
     graph = Graph(
         name=model.name,
         inputs=tuple(
             Input(
                 name,
                 ("inputs", name),
-                0 if name in sizes.batched else None,
+                sizes.split_dims.get(name),
                 shape,
                 sizes.dtypes[name],
             )
-            for name, shape in sizes.at(samples).items()
+            for name, shape in shapes.items()
         ),
         ops=ops,
         outputs={result.name: Ref(result.name) for result in proto.graph.output},
         state=states,
         modules={},
-        batch_size=samples,
+        batch_size=1 if sizes.requests else samples,
+        whole_batch=sizes.requests,
         values=values,
         example={
             name: torch.empty(shape, dtype=sizes.dtypes[name], device="meta")
-            for name, shape in sizes.at(samples).items()
+            for name, shape in shapes.items()
         },
     )
     _check_outputs(model, graph, once)
@@ -122,6 +128,15 @@ def _state(tensor: TensorProto, dims: Iterable[int]) -> State:
     if dtype is None:  # strings, and types of 4 bits: two in a byte
         shape, dtype = ((math.prod(shape) + 1) // 2,), torch.uint8
     return State(tensor.name, StateKind.PARAMETER, shape, dtype)
+
+
+def _whole(name: str, known: Described | None) -> Value:
+    """A value of a whole call, of which any tensor crosses."""
+    if known is None or not known.is_tensor:
+        return Value(name, ValueKind.OTHER)
+    assert known.shape is not None
+    dtype = torch_dtype(known.element)
+    return Value(name, ValueKind.TENSOR, known.shape, dtype, splittable=not known.numeric)
 
 
 def _value(

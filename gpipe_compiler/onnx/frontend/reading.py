@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+import onnxruntime
 from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from onnx.external_data_helper import uses_external_data
@@ -17,12 +18,11 @@ from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
 from gpipe_compiler.onnx.frontend.nodes import subgraphs, title
-from gpipe_compiler.onnx.runtime.stage import Whole
+from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
 
-OLDEST_OPSET = 13
-"""Of the standard operators. Older ones give shapes as attributes, and ONNX's own converter brings
-them here."""
+OLDEST_OPSET = 7
+"""Of the standard operators: the oldest that ONNX Runtime promises to run."""
 
 _STANDARD = ("", "ai.onnx")
 
@@ -67,7 +67,7 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
     Raises:
         UsageError: when there is no such file.
         ModelError: for a file that is no ONNX model or only part of one, weights that are missing,
-            operators older than opset 13, and whatever ONNX's own checker refuses.
+            operators older than opset 7, and whatever ONNX's own checker refuses.
     """
     if not path.is_file():
         problem = f"{path} is a directory" if path.is_dir() else f"there is no file {path}"
@@ -237,14 +237,14 @@ def tensors_of(graph: GraphProto) -> Iterator[TensorProto]:
             yield from tensors_of(inner)
 
 
-def whole_session(model: OnnxModel) -> Whole:
-    """The model, loaded.
+def whole_session(model: OnnxModel, *, optimised: bool = True) -> Whole:
+    """The model, loaded; and optimised by ONNX Runtime.
 
     Raises:
         ModelError: when ONNX Runtime refuses it, naming the node where that is known.
     """
     try:
-        return Whole(model.path, custom_ops=model.custom_ops)
+        return Whole(model.path, custom_ops=model.custom_ops, optimised=optimised)
     except StageError as error:
         nodes = [title(n) for n in model.proto.graph.node if _names(n, str(error))]
         at = f" (at {nodes[0]})" if nodes else ""
@@ -253,6 +253,30 @@ def whole_session(model: OnnxModel) -> Whole:
             hint="it has to run in one piece before it can run in stages; libraries of custom "
             "operators are named with --custom-ops",
         ) from error
+
+
+_FOLDER = "session.model_external_initializers_file_folder_path"
+"""Where ONNX Runtime looks for the weights of a model that it is given as bytes."""
+
+
+def session_of(
+    model: OnnxModel, proto: ModelProto | None = None, profile: Path | None = None
+) -> onnxruntime.InferenceSession:
+    """A session of one thread that runs node by node, as none are fused.
+
+    Args:
+        proto: run in place of the model, with its weights.
+        profile: how the file of a profile begins; None for no profile.
+    """
+    options = SessionChoice(custom_ops=model.custom_ops).options()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    if proto is not None:
+        options.add_session_config_entry(_FOLDER, str(model.path.parent))
+    source = str(model.path) if proto is None else proto.SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
 def _names(node: NodeProto, message: str) -> bool:

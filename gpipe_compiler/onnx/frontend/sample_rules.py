@@ -47,6 +47,8 @@ def sample_rules(model: ModelProto) -> Mapping[int, str]:
             counted.update(node.output if first not in weights else ())
         elif node.op_type == "Slice" and first not in counted:
             ends, axes = (known.get("".join(node.input[at : at + 1])) for at in (2, 3))
+            given = _numbers_of(node)  # before opset 10
+            ends, axes = given.get("ends", ends), given.get("axes", axes)
             if ends is not None and (axes is None or 0 in axes):
                 found.update((number, title(node)) for number in _numbers(ends))
         elif first in counted or (node.op_type not in _SHAPED and not counted.isdisjoint(others)):
@@ -54,6 +56,7 @@ def sample_rules(model: ModelProto) -> Mapping[int, str]:
             if picked is None or (picked <= 0).any():  # else other dimensions than the first
                 counted.update(node.output)
             constants = [known[name] for name in node.input if name in known]
+            constants += _numbers_of(node).values() if node.op_type == "Clip" else ()  # opset 6
             for constant in constants if node.op_type not in _NO_RULES else ():
                 found.update((number, title(node)) for number in _numbers(constant))
     return dict(sorted(found.items()))
@@ -104,6 +107,12 @@ def _constant(node: NodeProto) -> Iterator[tuple[str, np.ndarray]]:
             yield node.output[0], numpy_helper.to_array(value)
         elif isinstance(value, int | float | list):
             yield node.output[0], np.asarray(value)
+
+
+def _numbers_of(node: NodeProto) -> dict[str, np.ndarray]:
+    """The numbers in the attributes of a node."""
+    found = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    return {n: np.asarray(v) for n, v in found.items() if isinstance(v, int | float | list)}
 
 
 def _numbers(constant: np.ndarray) -> Iterator[int]:

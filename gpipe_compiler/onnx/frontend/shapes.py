@@ -1,27 +1,24 @@
 """Types and shapes of all values of an ONNX model, for inputs of given sizes.
 
-Found by ONNX's own shape inference, with the sizes of the inputs filled in; for operators that it
-does not know (those of ONNX Runtime, `com.microsoft`) or gives up on (Loop), by ONNX Runtime's;
-else taken from what the model declares. Inputs of the same shape replace the weights, so a model of
-any size takes no memory.
+Found by ONNX's own shape inference, with the sizes of the inputs filled in and the shapes that the
+model declares; what it does not know is recorded while ONNX Runtime runs the model. Where a shape
+follows from the numbers in the inputs, no run shows it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+import numpy as np
 import onnx
-import onnxruntime
-from onnx import GraphProto, ModelProto, TensorProto, TypeProto, ValueInfoProto
-from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
+from onnxruntime import OrtValue
 
-from gpipe_compiler.onnx.frontend.reading import OnnxModel, without_weights
+from gpipe_compiler.onnx.frontend.number_shapes import number_shapes
+from gpipe_compiler.onnx.frontend.reading import OnnxModel, session_of, without_weights
 from gpipe_compiler.onnx.frontend.types import torch_dtype
-from gpipe_compiler.onnx.runtime.stage import SessionChoice
+from gpipe_compiler.onnx.runtime.stage import values_of
 
 _SMALL = 1024
 """Elements up to which a weight may hold a shape, so that its numbers are looked at."""
@@ -33,27 +30,37 @@ class Described:
 
     Attributes:
         element: the type of its elements (`TensorProto.DataType`); 0 for anything but tensors.
-        shape: None where it follows from the numbers in other tensors, or is not known.
+        shape: None where it is not known.
+        numeric: whether the shape may be another for inputs of the same shapes.
     """
 
     element: int
     shape: tuple[int, ...] | None
+    numeric: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is one that arrays can hold, of a shape that was seen."""
+        return self.shape is not None and torch_dtype(self.element) is not None
 
     @property
     def crosses(self) -> bool:
-        """Whether the value can be handed from one stage to another."""
-        return self.shape is not None and torch_dtype(self.element) is not None
+        """Whether micro-batches of the value can be handed from one stage to another."""
+        return self.is_tensor and not self.numeric
 
 
-def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Described]:
+def describe(model: OnnxModel, inputs: Mapping[str, np.ndarray]) -> Mapping[str, Described]:
     """Every value of the main graph, for inputs of these shapes; unknown ones are left out."""
+    sizes = {name: array.shape for name, array in inputs.items()}
     light = without_weights(model.proto, _SMALL, sizes)
-    found = _inferred(light, model.custom_ops)
-    missing = _unknown(light, found)
-    declared = [value for value in _declared(model.proto, sizes) if value.name in missing]
-    if declared:
-        light.graph.value_info.extend(declared)
-        found = _inferred(light, model.custom_ops)
+    found = _inferred(light)
+    unknown = _unknown(light, found)
+    if unknown:
+        found |= _further(model, inputs, unknown)
+        declared = [v for v in _declared(model.proto, sizes) if v.name in _unknown(light, found)]
+        if declared:
+            light.graph.value_info.extend(declared)
+            found = {**_inferred(light), **{n: k for n, k in found.items() if k.shape is not None}}
     for tensor in model.proto.graph.initializer:
         found[tensor.name] = Described(tensor.data_type, tuple(tensor.dims))
     for sparse in model.proto.graph.sparse_initializer:
@@ -61,22 +68,49 @@ def describe(model: OnnxModel, sizes: Mapping[str, tuple[int, ...]]) -> Mapping[
     return found
 
 
-def _inferred(light: ModelProto, custom_ops: Sequence[Path]) -> dict[str, Described]:
-    """What the three ways of inference know, one after another."""
+def _inferred(light: ModelProto) -> dict[str, Described]:
     inferred = onnx.shape_inference.infer_shapes(light, check_type=False, data_prop=True)
-    found = dict(_described(inferred.graph))
-    for further in (_by_runtime, _by_symbols):
-        if not _unknown(light, found):
-            break
-        for name, known in further(light, custom_ops):
-            if known.shape is not None or name not in found:
-                found[name] = known
-    return found
+    return dict(_described(inferred.graph))
 
 
 def _unknown(light: ModelProto, found: Mapping[str, Described]) -> frozenset[str]:
     made = (name for node in light.graph.node for name in node.output if name)
     return frozenset(name for name in made if name not in found or found[name].shape is None)
+
+
+def _further(
+    model: OnnxModel, inputs: Mapping[str, np.ndarray], names: Collection[str]
+) -> dict[str, Described]:
+    """What a run shows of values. One whose shape follows from numbers is declared, or numeric."""
+    numeric = number_shapes(model.proto)
+    sizes = {name: array.shape for name, array in inputs.items()}
+    promised = {value.name: _of(value.type) for value in _declared(model.proto, sizes)}
+    return {
+        name: Described(known.element, known.shape, name in numeric and promised.get(name) != known)
+        for name, known in _recorded(model, inputs, names)
+    }
+
+
+def _recorded(
+    model: OnnxModel, inputs: Mapping[str, np.ndarray], names: Collection[str]
+) -> Iterator[tuple[str, Described]]:
+    """What ONNX Runtime makes of these values; nothing where it cannot run the model."""
+    asked = ModelProto()
+    asked.CopyFrom(model.proto)
+    del asked.graph.output[:]
+    asked.graph.output.extend(ValueInfoProto(name=name) for name in sorted(names))
+    try:
+        session = session_of(model, asked)
+        found = session.run_with_ort_values(sorted(names), values_of(session, inputs))
+    except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; reported elsewhere
+        return
+    yield from zip(sorted(names), map(_seen, found), strict=True)
+
+
+def _seen(value: OrtValue | None) -> Described:
+    if value is None or not value.has_value() or not value.is_tensor():
+        return Described(0, None)
+    return Described(value.element_type(), tuple(value.shape()))
 
 
 def _declared(proto: ModelProto, sizes: Mapping[str, tuple[int, ...]]) -> Iterator[ValueInfoProto]:
@@ -116,47 +150,3 @@ def _of(kind: TypeProto) -> Described:
     if not all(dim.HasField("dim_value") for dim in dims):
         return Described(tensor.elem_type, None)
     return Described(tensor.elem_type, tuple(dim.dim_value for dim in dims))
-
-
-def _by_symbols(light: ModelProto, _: Sequence[Path]) -> Iterator[tuple[str, Described]]:
-    """What ONNX Runtime's inference over symbols makes of it, as of Loops; nothing if it gives up.
-
-    It leaves files behind in the working directory when it does.
-    """
-    with tempfile.TemporaryDirectory(prefix="gpipe-shapes-") as scratch, contextlib.chdir(scratch):
-        try:
-            inferred = SymbolicShapeInference.infer_shapes(light, auto_merge=True)
-        except Exception:  # noqa: BLE001  # it raises whatever it trips over; what it knows is extra
-            return
-    if inferred is not None:
-        yield from _described(inferred.graph)
-
-
-def _by_runtime(light: ModelProto, custom_ops: Sequence[Path]) -> Iterator[tuple[str, Described]]:
-    """What ONNX Runtime knows of a model when it loads it: of its own operators too."""
-    asked = ModelProto()
-    asked.CopyFrom(light)
-    del asked.graph.output[:]
-    asked.graph.output.extend(
-        ValueInfoProto(name=name) for node in asked.graph.node for name in node.output if name
-    )
-    try:
-        options = SessionChoice(custom_ops=tuple(custom_ops)).options()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        session = onnxruntime.InferenceSession(
-            asked.SerializeToString(), options, providers=["CPUExecutionProvider"]
-        )
-    except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; reported elsewhere
-        return
-    for output in session.get_outputs():
-        element = _ELEMENTS.get(output.type)
-        # It gives an unknown rank as that of a number, so numbers are not believed.
-        known = bool(output.shape) and all(isinstance(size, int) for size in output.shape)
-        if element is not None and known:
-            yield output.name, Described(element, tuple(output.shape))
-
-
-_ELEMENTS: Mapping[str, int] = {
-    f"tensor({name.lower()})": element for name, element in TensorProto.DataType.items()
-}
-"""Types as ONNX Runtime names them."""

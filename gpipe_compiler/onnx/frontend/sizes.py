@@ -1,70 +1,111 @@
-"""Sizes of the inputs of an ONNX model: which dimension is the batch, how large the others are.
+"""Sizes of the inputs of an ONNX model, and arrays of them.
 
-The batch is dimension 0: of every input where it is symbolic. Where it is a number in all of them,
-it is that of the first input, and of those that agree with it; micro-batches are of just that size.
-Other symbolic dimensions, such as the length of a sequence, have to be given, each symbol once.
+The batch is the dimension that is called so, else dimension 0, of every input where it is symbolic.
+Where the first size is a number in all of them, it is that of the first input, and of those that
+agree with it; micro-batches are of just that size. Other symbolic dimensions, such as the length of
+a sequence, have to be given, each symbol once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
 from onnx import ValueInfoProto
 
 from gpipe_compiler.errors import ModelError, UsageError
+from gpipe_compiler.onnx.frontend.batch import NAMELESS, Dims, batch_dims
+from gpipe_compiler.onnx.frontend.integer_inputs import PLAIN, Range, integer_ranges
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_name, torch_dtype
+from gpipe_compiler.onnx.runtime.arrays import array_dtype, arrays_of, random_array
+from gpipe_compiler.runtime.errors import UsageError as RuntimeUsageError
 
 DEFAULT_BATCH = 8
 """Samples of a mini-batch where nobody says how many."""
 
-Dims: TypeAlias = "tuple[int | str, ...] | None"
-"""Sizes, and names of those that are open; None where the model leaves out the shape."""
-
-_NAMELESS = "?"
-"""An open size without a name."""
-
 _SPEC = re.compile(r"(?:(?P<name>.+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>\w+))?", re.DOTALL)
 """What `--input` takes. Names of ONNX may hold anything, also `:` and `=`."""
+
+_FILES = (".npz", ".npy")
 
 
 @dataclass(frozen=True)
 class InputSizes:
-    """The shapes of all inputs for one batch.
+    """The inputs of a model for one batch.
 
     Attributes:
         batch: samples.
         shapes: by name; for `batch` samples.
-        batched: the inputs whose dimension 0 is the batch.
+        batch_dims: by name, the dimension that is the batch; without inputs that all samples share.
         free: by name, the dimensions that may be of another size in every call, without the batch.
-        fixed: whether the model takes batches of no other size.
+        fixed: whether the model takes batches of no other size, into which a mini-batch is split.
         dtypes: by name.
+        integers: by name, the integers that an input may hold, where that is known.
+        data: by name, the numbers that the user gives for `batch` samples.
+        requests: why a batch cannot be split, so that a micro-batch is a whole call of the model;
+            "" where it can.
     """
 
     batch: int
     shapes: Mapping[str, tuple[int, ...]]
-    batched: frozenset[str]
+    batch_dims: Mapping[str, int]
     free: Mapping[str, tuple[int, ...]]
     fixed: bool
     dtypes: Mapping[str, torch.dtype]
+    integers: Mapping[str, Range] = field(default_factory=dict)
+    data: Mapping[str, np.ndarray] = field(default_factory=dict)
+    requests: str = ""
+
+    @property
+    def split_dims(self) -> Mapping[str, int]:
+        """By input, the dimension along which a mini-batch is split."""
+        return {} if self.requests else self.batch_dims
+
+    def in_requests(self, reason: str) -> InputSizes:
+        """The same, for a model whose batches are not split."""
+        if self.fixed:
+            return dataclasses.replace(self, requests=reason, batch_dims={}, fixed=False)
+        batch = {name: (dim,) for name, dim in self.batch_dims.items()}
+        free = {n: tuple(sorted((*dims, *batch.get(n, ())))) for n, dims in self.free.items()}
+        return dataclasses.replace(self, requests=reason, free=free)
 
     def at(self, samples: int) -> dict[str, tuple[int, ...]]:
         """The shapes for a number of samples."""
-        return {
-            name: (samples, *shape[1:]) if name in self.batched else shape
-            for name, shape in self.shapes.items()
-        }
+        shapes = dict(self.shapes)
+        for name, dim in self.batch_dims.items():
+            shapes[name] = (*shapes[name][:dim], samples, *shapes[name][dim + 1 :])
+        return shapes
+
+    def arrays(self, samples: int, seed: int) -> dict[str, np.ndarray]:
+        """Numbers for the inputs: the user's, else random ones."""
+        generator = np.random.default_rng(seed % 2**63)
+        found = {}
+        for name, shape in self.at(samples).items():
+            kind = str(self.dtypes[name]).removeprefix("torch.")
+            if name not in self.data:
+                found[name] = random_array(generator, shape, kind, self.integers.get(name, PLAIN))
+            elif name in self.batch_dims:
+                places = np.arange(seed, seed + samples) % self.batch
+                found[name] = np.take(self.data[name], places, axis=self.batch_dims[name])
+            else:
+                found[name] = self.data[name]
+        return found
 
 
-def input_sizes(model: OnnxModel, specs: Sequence[str] = ()) -> InputSizes:
+def input_sizes(
+    model: OnnxModel, specs: Sequence[str] = (), asked: Mapping[str, int | None] | None = None
+) -> InputSizes:
     """The sizes that a model declares, completed by what the user gives.
 
     Args:
-        specs: `[NAME=]8x128:int64` each, as `--input` takes them.
+        specs: `[NAME=]8x128:int64` each, as `--input` takes them, or a file of arrays (.npz).
+        asked: by input, the dimension that is the batch; None for none.
 
     Raises:
         UsageError: for specs that name no input, or contradict the model, and where dimensions
@@ -72,18 +113,21 @@ def input_sizes(model: OnnxModel, specs: Sequence[str] = ()) -> InputSizes:
         ModelError: for an input that is no tensor, or of a type that no stage can be handed.
     """
     sources = _sources(model)
-    given = _given(model, sources, specs)
+    dtypes = {name: _dtype(model, source) for name, source in sources.items()}
+    data = _data(model, dtypes, [spec for spec in specs if spec.endswith(_FILES)])
+    given = _given(model, sources, [spec for spec in specs if not spec.endswith(_FILES)])
+    given |= {name: array.shape for name, array in data.items()}
     declared = {name: _declared(source) for name, source in sources.items()}
     for name, shape in given.items():
         _agree(model, name, declared[name], shape)
     symbols = _symbols(declared, given)
     fixed = _fixed_batch(model, declared)
-    batched = _batched(declared, given, fixed)
-    samples = fixed or _samples(given, batched)
+    batch = batch_dims(declared, given, fixed, asked or {})
+    samples = fixed or _samples(given, batch)
     shapes: dict[str, tuple[int, ...]] = {}
     missing = []
     for name, dims in declared.items():
-        known = given.get(name) or _filled(dims, symbols, samples if name in batched else None)
+        known = given.get(name) or _filled(dims, symbols, samples, batch.get(name))
         open_dims = [dim for dim in known or () if isinstance(dim, str)]
         if known is None or open_dims:
             missing.append(f"{name} ({', '.join(open_dims) or 'its whole shape'})")
@@ -96,11 +140,39 @@ def input_sizes(model: OnnxModel, specs: Sequence[str] = ()) -> InputSizes:
     return InputSizes(
         samples,
         shapes,
-        batched,
-        {name: _free(declared[name], shape, name in batched) for name, shape in shapes.items()},
+        batch,
+        {name: _free(declared[name], shape, batch.get(name)) for name, shape in shapes.items()},
         fixed is not None,
-        {name: _dtype(model, source) for name, source in sources.items()},
+        dtypes,
+        integer_ranges(model.proto),
+        data,
     )
+
+
+def _data(
+    model: OnnxModel, dtypes: Mapping[str, torch.dtype], files: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """The arrays in the files that the user gives.
+
+    Raises:
+        UsageError: for files that cannot be read, and arrays that are no inputs or of another type.
+    """
+    found: dict[str, np.ndarray] = {}
+    for file in files:
+        try:
+            found |= arrays_of(list(dtypes), Path(file))
+        except RuntimeUsageError as error:
+            raise UsageError(f"--input: {error}") from error
+    for name, array in found.items():
+        if name not in dtypes:
+            raise UsageError(
+                f"--input gives {name}, which is no input of {model.path.name}",
+                hint=f"its inputs are {', '.join(dtypes)}",
+            )
+        wanted = array_dtype(str(dtypes[name]).removeprefix("torch."))
+        if array.dtype != wanted:
+            raise UsageError(f"--input gives {name} as {array.dtype}, but it is {wanted}")
+    return found
 
 
 def _sources(model: OnnxModel) -> dict[str, ValueInfoProto]:
@@ -149,7 +221,7 @@ def _declared(source: ValueInfoProto) -> Dims:
     return tuple(
         dim.dim_value
         if dim.HasField("dim_value") and dim.dim_value >= 0
-        else dim.dim_param or _NAMELESS
+        else dim.dim_param or NAMELESS
         for dim in source.type.tensor_type.shape.dim
     )
 
@@ -174,39 +246,23 @@ def _fixed_batch(model: OnnxModel, declared: Mapping[str, Dims]) -> int | None:
     return size
 
 
-def _batched(
-    declared: Mapping[str, Dims], given: Mapping[str, tuple[int, ...]], fixed: int | None
-) -> frozenset[str]:
-    """The inputs whose dimension 0 is the batch.
-
-    Not where its symbol is that of another dimension too, as of [batch, length] and [length, 4].
-    """
-    first = {name: dims[0] for name, dims in declared.items() if dims}
-    first |= {
-        name: _NAMELESS for name, dims in declared.items() if dims is None and given.get(name)
-    }
-    if fixed is not None:
-        return frozenset(name for name, size in first.items() if size == fixed)
-    later = {dim for dims in declared.values() for dim in (dims or ())[1:]} - {_NAMELESS}
-    free = {name for name, dim in first.items() if isinstance(dim, str)}
-    return frozenset({name for name in free if first[name] not in later} or free)
-
-
 def _filled(
-    dims: Dims, symbols: Mapping[str, int], samples: int | None
+    dims: Dims, symbols: Mapping[str, int], samples: int, batch: int | None
 ) -> tuple[int | str, ...] | None:
     """A shape with all that is known of its open sizes."""
     if dims is None:
         return None
     known = [symbols.get(dim, dim) if isinstance(dim, str) else dim for dim in dims]
-    if samples is not None:
-        known[0] = samples
+    if batch is not None:
+        known[batch] = samples
     return tuple(known)
 
 
-def _free(dims: Dims, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+def _free(dims: Dims, shape: tuple[int, ...], batch: int | None) -> tuple[int, ...]:
     return tuple(
-        at for at in range(int(batched), len(shape)) if dims is None or isinstance(dims[at], str)
+        at
+        for at in range(len(shape))
+        if at != batch and (dims is None or isinstance(dims[at], str))
     )
 
 
@@ -259,20 +315,20 @@ def _symbols(
     found: dict[str, int] = {}
     for name, shape in given.items():
         for dim, size in zip(declared[name] or (), shape, strict=False):
-            if not isinstance(dim, str) or dim == _NAMELESS:
+            if not isinstance(dim, str) or dim == NAMELESS:
                 continue
             if found.setdefault(dim, size) != size:
                 raise UsageError(f"--input gives {dim} as {found[dim]} and, in {name}, as {size}")
     return found
 
 
-def _samples(given: Mapping[str, tuple[int, ...]], batched: frozenset[str]) -> int:
+def _samples(given: Mapping[str, tuple[int, ...]], batch: Mapping[str, int]) -> int:
     """The samples of a batch.
 
     Raises:
         UsageError: where inputs are given with different numbers of them.
     """
-    sizes = {given[name][0] for name in batched if name in given}
+    sizes = {given[name][dim] for name, dim in batch.items() if name in given}
     if len(sizes) > 1:
         raise UsageError(
             f"--input gives batches of {' and '.join(map(str, sorted(sizes)))} samples"

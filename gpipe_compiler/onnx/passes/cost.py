@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnxruntime
 import torch
 from onnx import ModelProto, NodeProto, helper
 
@@ -26,8 +25,8 @@ from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Op, Ref, StateRef
 from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of, subgraphs, tensor_sizes
-from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
-from gpipe_compiler.onnx.runtime.stage import SessionChoice, run_session
+from gpipe_compiler.onnx.frontend.reading import OnnxModel, session_of, whole_session
+from gpipe_compiler.onnx.runtime.stage import run_session
 from gpipe_compiler.passes.cost import Costs, KernelCost, OpCost
 
 Sizes: TypeAlias = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -211,9 +210,6 @@ RUNS = 5
 
 _KERNEL = "_kernel_time"
 
-_FOLDER = "session.model_external_initializers_file_folder_path"
-"""Where ONNX Runtime looks for the weights of a model that it is given as bytes."""
-
 
 def onnx_measured(
     model: OnnxModel, graph: Graph, inputs: Mapping[str, np.ndarray], estimated: Costs
@@ -249,15 +245,7 @@ def onnx_measured(
 def _profile(model: OnnxModel, graph: Graph, inputs: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Median seconds of every op that ran."""
     with tempfile.TemporaryDirectory(prefix="gpipe-profile-") as scratch:
-        options = SessionChoice(custom_ops=model.custom_ops).options()
-        folder = str(model.path.parent)
-        options.add_session_config_entry(_FOLDER, folder)
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.enable_profiling = True
-        options.profile_file_prefix = str(Path(scratch, "profile"))
-        session = onnxruntime.InferenceSession(
-            _named(model, graph), options, providers=["CPUExecutionProvider"]
-        )
+        session = session_of(model, _named(model, graph), Path(scratch, "profile"))
         for _ in range(1 + RUNS):
             run_session(session, inputs)
         events = json.loads(Path(session.end_profiling()).read_text())
@@ -285,13 +273,13 @@ def _optimised_s(model: OnnxModel, inputs: Mapping[str, np.ndarray]) -> float:
     return statistics.median(seconds[1:])
 
 
-def _named(model: OnnxModel, graph: Graph) -> str | bytes:
-    """The model, in which every node has the name of its op."""
+def _named(model: OnnxModel, graph: Graph) -> ModelProto | None:
+    """The model, in which every node has the name of its op; None where all of them do."""
     names = [op.name for op in graph.ops]
     if [node.name for node in model.proto.graph.node] == names:
-        return str(model.path)
+        return None
     copy = ModelProto()
     copy.CopyFrom(model.proto)
     for node, name in zip(copy.graph.node, names, strict=True):
         node.name = name
-    return bytes(copy.SerializeToString())
+    return copy

@@ -138,21 +138,26 @@ def random_arrays(spec: OnnxPipelineSpec, samples: int, seed: int = 0) -> dict[s
     arrays = {}
     for known in spec.inputs:
         shape = [samples if size is None else size for size in known.shape]
-        if known.batched:
-            shape[0] = samples
+        if known.batch_dim is not None:
+            shape[known.batch_dim] = samples
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if 8 * math.prod(shape) > memory:  # they are drawn in 64 bits
             raise UsageError(f"a batch of {samples:,} samples is larger than this machine's memory")
-        arrays[known.name] = random_array(generator, shape, known.dtype)
+        arrays[known.name] = random_array(generator, shape, known.dtype, known.integers)
     return arrays
 
 
-def random_array(generator: np.random.Generator, shape: Sequence[int], kind: str) -> np.ndarray:
-    """Normal numbers, and integers that are 0 or 1; other types as `array_dtype` says."""
+def random_array(
+    generator: np.random.Generator,
+    shape: Sequence[int],
+    kind: str,
+    integers: tuple[int, int] = (0, 2),
+) -> np.ndarray:
+    """Normal numbers, integers between two, and booleans; other types as `array_dtype` says."""
     dtype = array_dtype(kind)
     if kind == "bfloat16":
         drawn = generator.standard_normal(shape).astype(np.float32)
         return (drawn.view(np.uint32) >> 16).astype(dtype)
     if np.issubdtype(dtype, np.inexact):
         return generator.standard_normal(shape).astype(dtype)
-    return generator.integers(0, 2, shape).astype(dtype)
+    return generator.integers(*((0, 2) if kind == "bool" else integers), shape).astype(dtype)

@@ -31,8 +31,8 @@ def batch_size(spec: OnnxPipelineSpec, arrays: Mapping[str, object]) -> int:
             faults.append(f"the input {known.name} is a {type(array).__name__}, no numpy array")
         elif fault := _fault(known, array):
             faults.append(fault)
-        elif known.batched:
-            sizes[known.name] = array.shape[0]
+        elif known.batch_dim is not None:
+            sizes[known.name] = array.shape[known.batch_dim]
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{name} {size}" for name, size in sizes.items())
         faults.append(f"inputs hold different numbers of samples: {listing}")
@@ -42,20 +42,17 @@ def batch_size(spec: OnnxPipelineSpec, arrays: Mapping[str, object]) -> int:
 
 
 def _fault(known: ArrayInput, array: np.ndarray) -> str:
-    sizes = [None if dim in known.free else size for dim, size in enumerate(known.shape)]
-    if known.batched:
-        sizes[0] = None
-    wanted = "x".join("any" if size is None else str(size) for size in sizes)
-    if known.batched:
-        wanted = f"B{wanted.removeprefix('any')}"
+    sizes = ["any" if dim in known.free else str(size) for dim, size in enumerate(known.shape)]
+    if known.batch_dim is not None:
+        sizes[known.batch_dim] = "B"
     fits = len(array.shape) == len(sizes) and all(
-        size in (None, given) for size, given in zip(sizes, array.shape, strict=True)
+        size in ("any", "B", str(given)) for size, given in zip(sizes, array.shape, strict=True)
     )
     if not fits:
-        return f"the input {known.name} is {'x'.join(map(str, array.shape))}, not {wanted}"
+        return f"the input {known.name} is {'x'.join(map(str, array.shape))}, not {'x'.join(sizes)}"
     if array.dtype != array_dtype(known.dtype):
         return f"the input {known.name} is {array.dtype}, not {array_dtype(known.dtype)}"
-    if known.batched and not array.shape[0]:
+    if known.batch_dim is not None and not array.shape[known.batch_dim]:
         return f"the input {known.name} is an empty batch"
     return ""
 
@@ -101,13 +98,18 @@ def split(spec: OnnxPipelineSpec, arrays: Arrays, sizes: Sequence[int]) -> list[
     """The inputs of each micro-batch; they look into the caller's arrays."""
     found: list[Values] = [{} for _ in sizes]
     for known in spec.inputs:
-        array = np.asarray(arrays[known.name], order="C")  # ascontiguousarray gives numbers a size
-        start = 0
+        array, dim, start = arrays[known.name], known.batch_dim, 0
         for values, size in zip(found, sizes, strict=True):
-            part = array[start : start + size] if known.batched else array
-            values[known.name] = value_of(part, known.dtype)
+            part = array if dim is None else rows(array, dim, start, size)
+            # ascontiguousarray gives numbers a size
+            values[known.name] = value_of(np.asarray(part, order="C"), known.dtype)
             start += size
     return found
+
+
+def rows(array: np.ndarray, dim: int, start: int, size: int) -> np.ndarray:
+    """Samples of an array that lie along a dimension; what is given looks into it."""
+    return array[(slice(None),) * dim + (slice(start, start + size),)]
 
 
 def join(dims: Mapping[str, int | None], results: Sequence[Arrays]) -> dict[str, np.ndarray]:

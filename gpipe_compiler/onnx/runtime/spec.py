@@ -16,15 +16,17 @@ class ArrayInput:
     Attributes:
         dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`).
         shape: as planned; None for the batch, where any size will do.
-        batched: whether dimension 0 is the batch, so that it is split into micro-batches.
+        batch_dim: the dimension that is split into micro-batches; None where all take the whole.
         free: further dimensions that may be of any size.
+        integers: the first integer that random numbers may be, and the one after the last.
     """
 
     name: str
     dtype: str
     shape: tuple[int | None, ...]
-    batched: bool = True
+    batch_dim: int | None = 0
     free: tuple[int, ...] = ()
+    integers: tuple[int, int] = (0, 2)
 
 
 @dataclass(frozen=True, slots=True)

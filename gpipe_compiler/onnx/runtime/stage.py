@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from onnxruntime import OrtValue
+from onnxruntime import GraphOptimizationLevel, OrtValue
 
 from ...runtime.errors import StageError
 from .arrays import array_of, name_of, value_of
@@ -108,15 +108,28 @@ class OnnxStage:
 class Whole:
     """A model on the processor.
 
+    Args:
+        optimised: whether ONNX Runtime fuses nodes, so that it rounds in another order.
+
     Raises:
         StageError: when ONNX Runtime refuses the model.
     """
 
-    def __init__(self, model: Path, threads: int = 1, custom_ops: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        model: Path,
+        threads: int = 1,
+        custom_ops: Sequence[Path] = (),
+        *,
+        optimised: bool = True,
+    ) -> None:
         choice = SessionChoice(threads=threads, custom_ops=tuple(custom_ops))
         try:
+            options = choice.options()
+            if not optimised:
+                options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL
             self._session = onnxruntime.InferenceSession(
-                str(model), choice.options(), providers=choice.device.providers
+                str(model), options, providers=choice.device.providers
             )
         except Exception as error:  # onnxruntime's errors have no common class
             raise StageError(f"ONNX Runtime refuses {model}: {error}") from error
@@ -135,14 +148,18 @@ class Whole:
             raise StageError(f"the whole model fails: {error}") from error
 
 
+def values_of(session: onnxruntime.InferenceSession, arrays: Mapping[str, np.ndarray]) -> Values:
+    """The inputs of a session, of the types that it takes."""
+    kinds = {source.name: name_of(source.type) for source in session.get_inputs()}
+    return {name: value_of(array, kinds.get(name, "")) for name, array in arrays.items()}
+
+
 def run_session(
     session: onnxruntime.InferenceSession, arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     """The outputs of a session, by name; arrays may stand for types that numpy does not have."""
-    kinds = {source.name: name_of(source.type) for source in session.get_inputs()}
-    given = {name: value_of(array, kinds.get(name, "")) for name, array in arrays.items()}
     names = [output.name for output in session.get_outputs()]
-    found = session.run_with_ort_values(names, given)
+    found = session.run_with_ort_values(names, values_of(session, arrays))
     return {name: array_of(value) for name, value in zip(names, found, strict=True)}
 
 

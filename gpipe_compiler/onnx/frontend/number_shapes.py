@@ -1,0 +1,157 @@
+"""Which shapes follow from the numbers in the inputs of an ONNX model, and not from shapes alone.
+
+Such a shape is another for every input (`NonZero`, a `Reshape` to a computed size), so one run of
+the model does not show it. All others are functions of the shapes of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+
+from gpipe_compiler.onnx.frontend.nodes import captured, draws, subgraphs
+
+_STANDARD = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft", "com.microsoft.nchwc")
+"""Domains whose operators take the shapes of their results from shapes, but for those below."""
+
+_FROM_NUMBERS = frozenset(
+    {"NonZero", "Unique", "Compress", "NonMaxSuppression", "StringSplit", "ImageDecoder"}
+    | {
+        "BeamSearch",
+        "GreedySearch",
+        "Sampling",
+        "SequenceAt",
+        "SequenceErase",
+        "OptionalGetElement",
+    }
+)
+"""Operators whose results are as long as numbers say."""
+
+_SIZES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Reshape", "Expand", "Squeeze", "Unsqueeze", "OneHot"), (1,)),
+    **dict.fromkeys(("TopK", "Split", "CenterCropPad", "AffineGrid", "SplitToSequence"), (1,)),
+    **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"), (1,)),
+    **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"), (1,)),
+    **dict.fromkeys(("ReduceSumSquare", "Upsample"), (1,)),
+    **dict.fromkeys(("Tile", "DFT", "Col2Im"), (1, 2)),
+    **dict.fromkeys(("Slice", "DynamicSlice"), (1, 2, 3, 4)),
+    **dict.fromkeys(("Pad", "Resize", "STFT"), (1, 2, 3)),
+    **dict.fromkeys(("ConstantOfShape", "HannWindow", "HammingWindow", "BlackmanWindow"), (0,)),
+    **dict.fromkeys(("Range", "MelWeightMatrix"), (0, 1, 2)),
+    "MaxUnpool": (2,),
+}
+"""By operator, the inputs whose numbers say how large its results are."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What of a value follows from the numbers in the inputs: its numbers, its shape."""
+
+    numbers: bool = False
+    shape: bool = False
+
+    def __or__(self, other: _Known) -> _Known:
+        return _Known(self.numbers or other.numbers, self.shape or other.shape)
+
+
+_NEITHER, _NUMBERS, _BOTH = _Known(), _Known(numbers=True), _Known(numbers=True, shape=True)
+
+_Functions = Mapping[tuple[str, str], FunctionProto]
+
+
+def number_shapes(model: ModelProto) -> frozenset[str]:
+    """The values of the main graph whose shape may follow from the numbers in its inputs."""
+    functions = {(item.domain, item.name): item for item in model.functions}
+    weights = {tensor.name for tensor in model.graph.initializer}
+    known = {item.name: _NUMBERS for item in model.graph.input if item.name not in weights}
+    _follow(model.graph.node, known, functions)
+    return frozenset(name for name, found in known.items() if found.shape)
+
+
+def _follow(nodes: Iterable[NodeProto], known: dict[str, _Known], functions: _Functions) -> None:
+    """Adds what the nodes make; what is not known is a weight."""
+    for node in nodes:
+        made = zip(node.output, _results(node, known, functions), strict=False)
+        known.update((name, found) for name, found in made if name)
+
+
+def _results(
+    node: NodeProto, known: Mapping[str, _Known], functions: _Functions
+) -> Iterable[_Known]:
+    inputs = [known.get(name, _NEITHER) for name in node.input]
+    every = _joined([*inputs, *(known.get(name, _NEITHER) for name in captured(node))])
+    count = len(node.output)
+    called = functions.get((node.domain, node.op_type))
+    if called is not None:
+        inner = dict(zip(called.input, inputs, strict=False))
+        _follow(called.node, inner, functions)
+        return [inner.get(name, _NEITHER) for name in called.output]
+    bodies = list(subgraphs(node))
+    if node.op_type == "If":
+        branches = [_of_body(body, {}, known, functions) for body in bodies]
+        made = [_joined(outputs) for outputs in zip(*branches, strict=False)]
+        return [found | (_BOTH if inputs[0].numbers else _NEITHER) for found in made]
+    if node.op_type in ("Loop", "Scan"):
+        return _of_loop(node, bodies[0], inputs, known, functions)
+    if node.op_type in ("Shape", "Size"):
+        return [_Known(numbers=inputs[0].shape)]
+    if node.domain not in _STANDARD or bodies:
+        return [_BOTH if every.numbers else every] * count
+    sizes = [inputs[at] for at in _SIZES.get(node.op_type, ()) if at < len(inputs)]
+    shape = every.shape or _joined(sizes).numbers
+    shape |= node.op_type in _FROM_NUMBERS and every.numbers
+    if node.op_type == "ConstantOfShape":
+        return [_Known(numbers=shape, shape=shape)]
+    return [_Known(every.numbers or shape or draws(node), shape)] * count
+
+
+def _of_body(
+    body: GraphProto,
+    given: Mapping[str, _Known],
+    known: Mapping[str, _Known],
+    functions: _Functions,
+) -> list[_Known]:
+    """What a body makes of the values around it and of its own inputs."""
+    inner = {**known, **given}
+    _follow(body.node, inner, functions)
+    return [inner.get(item.name, _NEITHER) for item in body.output]
+
+
+def _of_loop(
+    node: NodeProto,
+    body: GraphProto,
+    inputs: list[_Known],
+    known: Mapping[str, _Known],
+    functions: _Functions,
+) -> list[_Known]:
+    """Of a Loop or Scan: its state goes round until nothing more is found of it."""
+    extra = (
+        2 if node.op_type == "Loop" else 0
+    )  # Loop: trips and condition; its body: number, condition
+    ends = 1 if extra else 0  # a Loop's body gives its condition first
+    rounds = _joined(inputs[:extra]).numbers
+    given = list(inputs)
+    given[:extra] = [_NEITHER, *inputs[1:2]][:extra]
+    given += [_NEITHER] * (len(body.input) - len(given))
+    while True:
+        names = [item.name for item in body.input]
+        made = _of_body(body, dict(zip(names, given, strict=False)), known, functions)
+        rounds = rounds or (bool(ends) and made[0].numbers)
+        states = made[ends : ends + max(0, len(given) - extra)]
+        after = list(given)
+        for at, found in enumerate(states):
+            if extra + at < len(after):
+                after[extra + at] = after[extra + at] | found
+        if after == given:
+            break
+        given = after
+    return [found | (_BOTH if rounds else _NEITHER) for found in made[ends:]]
+
+
+def _joined(found: Iterable[_Known]) -> _Known:
+    whole = _NEITHER
+    for item in found:
+        whole |= item
+    return whole
