@@ -37,7 +37,6 @@ class DispatchWatch(PlainDispatchMode):
         """To be overridden: `func` (an OpOverload) was called so and returned this."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the op and lets `saw` know."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
         self.saw(func, args, kwargs, returned)

@@ -85,7 +85,6 @@ def call_attention_plainly(graph: Graph, kept: Collection[str] = ()) -> Graph:
 
 
 def _mask_of(op: Op) -> Argument:
-    """The mask of a call of attention, None where it is given none."""
     call = op.call
     if not isinstance(call, FunctionCall) or call.function is not F.scaled_dot_product_attention:
         return None

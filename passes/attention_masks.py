@@ -104,7 +104,6 @@ def _agrees(graph: Graph, narrow: Collection[str], name: str) -> bool:
 
 
 def _tensors(graph: Graph, op: Op) -> Iterator[Ref | StateRef]:
-    """The operands that are no numbers."""
     for item in op.leaves:
         is_number = isinstance(item, Ref) and graph.values[item.name].kind is ValueKind.SCALAR
         if isinstance(item, Ref | StateRef) and not is_number:
@@ -146,7 +145,6 @@ def _is_expansion(op: Op) -> bool:
 
 
 def _of_one(op: Op) -> Op:
-    """An expansion to one sample."""
     call = op.call
     assert isinstance(call, MethodCall)
     source, *sizes = call.args

@@ -45,7 +45,6 @@ def _is_plain(graph: Graph, op: Op) -> bool:
 
 
 def _inside(op: Op) -> Iterator[Op]:
-    """The ops of a block, on what it is given, and its results."""
     assert isinstance(op.call, RegionCall)
     assert isinstance(op.result, tuple)
     body = op.call.body

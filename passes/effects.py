@@ -124,7 +124,6 @@ class _Collected:
     state_aliases: dict[str, set[str]] = field(default_factory=dict)
 
     def add(self, graph: Graph, run: ObservedRun) -> None:
-        """Adds what one mode of the graph shows."""
         for name, _, storage in run.tensors:
             self.aliases.setdefault(name, set()).update(run.sharing[storage])
             if storage.name.kind is NameKind.STATE:

@@ -74,7 +74,6 @@ class HostFakes(QuickFakes):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Runs the op on fake tensors."""
         if func is DEVICE:
             # Most calls are such questions; torch's fakes answer them after a long way round.
             (tensor,) = args

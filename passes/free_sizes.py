@@ -176,7 +176,6 @@ class _Ran:
     returned: Any
 
     def fits(self, op: Op, reads: Sequence[Any], module: ModuleSpec | None) -> bool:
-        """Whether an op is the same, and given the same."""
         return (
             (op is self.op or op.call == self.op.call)
             and module == self.module
@@ -211,7 +210,6 @@ class _SymbolicFakes(QuickFakes):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Runs the op on fake tensors."""
         unknown = of_unknown_size(self, func, args, kwargs or {})
         return self.dispatch(func, types, args, kwargs or {}) if unknown is None else unknown
 
@@ -250,7 +248,6 @@ class _Run:
                 }
 
     def told(self, graph: Graph) -> SymbolicRun:
-        """The result of the run for a graph."""
         values = self._values(graph)
         shapes: dict[str, Shape] = {}
         plain: dict[str, Any] = {}
@@ -285,7 +282,6 @@ class _Run:
         return self._required
 
     def _values(self, graph: Graph) -> dict[str, Any]:
-        """Every value by name."""
         environment: dict[str, Any] = dict(self._inputs)
         other = Mode.EVAL if self._training else Mode.TRAIN
         run: DryRun | None = None

@@ -242,7 +242,6 @@ def _layout(value: SeenValue) -> tuple[object, ...]:
 
 
 def _written(graph: Graph, chosen: Chosen) -> Graph:
-    """The graph with these variants, without descriptions of its values."""
     callers: dict[str, list[str]] = {}
     for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
         if isinstance(op.call, ModuleCall):

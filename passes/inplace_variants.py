@@ -255,7 +255,6 @@ def half_precision(graph: Graph) -> frozenset[str]:
 
 
 def _called(graph: Graph, op: Op) -> object:
-    """What an op calls: a function, the class of a module, the name of a method."""
     match op.call:
         case FunctionCall(function=function):
             return function

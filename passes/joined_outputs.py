@@ -129,7 +129,6 @@ class _Walk:
     written: Mapping[str, frozenset[str]]
 
     def ways(self) -> Mapping[str, Way]:
-        """Of every value."""
         found: dict[str, Way] = {}
         for source in self.graph.inputs:
             found[source.name] = Unjoined.ROWS if source.batched else Joined.SAME

@@ -135,7 +135,6 @@ class _Reader:
         return found
 
     def _hosts(self, table: Table) -> list[Host]:
-        """The equal hosts that a table describes."""
         count = table.value("count", _count) or 1
         cards = table.value("devices", self._cards, _DEVICES) or ()
         host = Host(cards, _link(table, "link"))

@@ -60,7 +60,6 @@ def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
 
 
 def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
-    """The names, and the user's method or function."""
     given = {value for value in call.inputs if _is_tensor(graph, value)}
     found: dict[str, str] = {}
     places: dict[int, tuple[Place, set[str]]] = {}

@@ -78,7 +78,6 @@ class StageMethods:
 
     @property
     def class_name(self) -> str:
-        """Of its module."""
         return f"Stage{self.stage.index}"
 
 
@@ -104,12 +103,10 @@ class StageBlocks:
 
     @property
     def contents(self) -> Contents:
-        """What the stage holds."""
         return self.searched.contents
 
     @cached_property
     def holders(self) -> Mapping[str, ModuleNode]:
-        """The modules of the stage by their paths."""
         return {holder.prefix[:-1]: holder for holder in self.own.state.root.all()}
 
     @cached_property
@@ -123,7 +120,6 @@ class StageBlocks:
 
     @cached_property
     def peaks(self) -> Peaks:
-        """What finds the storages of `worth`."""
         _, *segments = self.bodies.items()
         graph, runs = self.facts.graph, self.facts.runs
         return Peaks(graph, runs, self.blocks, dict(segments), self.worth)
@@ -141,7 +137,6 @@ class StageBlocks:
 
     @cached_property
     def calls(self) -> Calls:
-        """How methods call the blocks."""
         return Calls(
             self.facts, self.contents, self.blocks, self.holders, self.written, self.helpers
         )

@@ -262,7 +262,6 @@ class Construction:
         )
 
     def _module(self, item: ModuleNode, given: Arguments) -> Expression:
-        """A module with all that its constructor takes."""
         if item.prefix[:-1] in self.of_path:
             return self._block(item.prefix[:-1], given)
         if self._has_class(item):
@@ -312,7 +311,6 @@ class Construction:
         return lay_out(call(f"{around}.register_buffer", [name(quote(own)), made, *flag]), indent=2)
 
     def _block(self, path: str, given: Arguments) -> Expression:
-        """The call that constructs a block."""
         block = self.of_path[path]
         written = self.written[id(block)]
         if written.inline:
@@ -381,5 +379,4 @@ def _moved(block: BlockClass, path: str, given: Arguments) -> Arguments:
 
 
 def _below(root: ModuleNode, place: str) -> str:
-    """An expression of the stage as it is in the constructor of the module at `root`."""
     return "self" + place.removeprefix(root.place)

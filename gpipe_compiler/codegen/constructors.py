@@ -90,7 +90,6 @@ class ModuleNode:
         )
 
     def modules(self) -> Iterator[tuple[str, ModuleNode]]:
-        """The modules among the members, by name."""
         for own, item in self.members.items():
             if isinstance(item, ModuleNode):
                 yield own, item

@@ -98,7 +98,6 @@ def write_loss_weight(plan: Plan, graph: Graph) -> WeightSource | None:
 
 
 def _title(name: str, terms: Sequence[LossTerm]) -> str:
-    """The docstring of the file."""
     whats = [term.weight.what for term in terms if term.weight is not None]
     text = (
         f"The loss of {name} is a mean over {listed(whats)}. Micro-batches weigh in the loss of "

@@ -72,7 +72,6 @@ def _declared(statements: tuple[Statement, ...], variable: str) -> tuple[Stateme
 
 
 def _targets(statement: Statement) -> list[str]:
-    """The variables that a statement binds."""
     if not statement.target.endswith(" = "):
         return []
     return statement.target.removesuffix(" = ").removesuffix(",").split(", ")

@@ -58,7 +58,6 @@ class _Curve:
 
     @property
     def peak(self) -> int:
-        """The most bytes."""
         pairs = zip(self.before, self.needs, strict=True)
         return max((now + need.peak for now, need in pairs), default=0)
 
@@ -199,5 +198,4 @@ class Peaks:
 
 
 def _outputs(call: BlockCall) -> tuple[str, ...]:
-    """What the parts of a call make."""
     return tuple(value for part in call.parts for value in part.outputs)

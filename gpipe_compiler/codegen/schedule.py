@@ -108,7 +108,6 @@ def _together(plan: Plan) -> list[str]:
 
 
 def _legend(plan: Plan) -> list[str]:
-    """How to read the drawing."""
     several = len(plan.orders) < len(plan.stages)
     phases = {action.phase for order in plan.orders for action in order}
     split = Phase.WEIGHT in phases

@@ -103,7 +103,6 @@ def _manner(plan: Plan) -> str:
 
 
 def _stage_row(graph: Graph, stage: StageSource) -> str:
-    """One line of the table of stages."""
     parameters = sum(
         state.bytes // state.dtype.itemsize
         for name in dict.fromkeys(stage.state.values())

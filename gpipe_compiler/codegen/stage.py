@@ -262,7 +262,6 @@ def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:
 
 
 def _title(plan: Plan, stage: Stage, ops: Sequence[Op]) -> str:
-    """The docstring of the file."""
     text = (
         f"Stage {stage.index} of {plan.name}, the {_ordinal(stage.index + 1)} of {len(plan.stages)}"
     )

@@ -131,12 +131,10 @@ class _Asked:
 
     @property
     def place(self) -> tuple[CodeType, int]:
-        """As in `_Answer`."""
         return self.frame.f_code, self.frame.f_lasti
 
     @property
     def line(self) -> SourceLocation:
-        """Where it is asked."""
         return location(self.frame.f_code.co_filename, self.frame.f_lineno)
 
 

@@ -136,7 +136,6 @@ _own_is_grad_enabled = torch.is_grad_enabled
 
 
 def _is_grad_enabled() -> bool:
-    """Whether autograd records."""
     answer, recorder = _own_is_grad_enabled(), recording()
     return answer if recorder is None else recorder.asks_for_gradients(answer)
 

@@ -122,7 +122,6 @@ class CastWatch(TorchFunctionMode):
             yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one function of torch."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # something in the model compiles itself
             return func(*args, **kwargs)
@@ -215,7 +214,6 @@ def _constants(item: Any) -> Iterator[object]:
 
 
 def _calling() -> tuple[str, int]:
-    """The user's line that makes the call."""
     frame = sys._getframe(2)
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

@@ -80,7 +80,6 @@ class _Piece:
         return alike and self.starts[0] < other.starts[-1] and other.starts[0] < self.starts[-1]
 
     def joined(self, other: _Piece) -> _Piece:
-        """Both as one."""
         starts = tuple(map(min, self.starts, other.starts))
         return _Piece((*self.runs, *other.runs), starts)
 

@@ -86,7 +86,6 @@ class _Handle(RemovableHandle):
         self._put, self._tensor, self._recorder = put, tensor, recorder
 
     def remove(self) -> None:
-        """Once and for all."""
         put, self._put = self._put, None
         if put is None:
             return
@@ -232,7 +231,6 @@ class _ModuleHooks:
         return made
 
     def setup_output_hook(self, result: Any) -> Any:
-        """What the module returns."""
         results = result if isinstance(result, tuple) else (result,)
         after, views = _views(results)
         recorder = recording()

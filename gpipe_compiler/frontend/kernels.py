@@ -219,7 +219,6 @@ class KernelLog(PlainDispatchMode):
         return calls, tuple(path for path, _ in ends), named(number for _, number in ends)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes one kernel and returns what it returns."""
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default:  # no kernel: how a fake tensor reports its device
             return self._place.device if self._place.holds(args[0]) else func(*args, **kwargs)

@@ -200,7 +200,6 @@ class _Lowering:
                 return ModuleCall(self._module(str(node.target), node), args, kwargs)
 
     def argument(self, item: Any) -> Argument:
-        """A node's argument as one of the graph."""
         match item:
             case fx.Node():
                 if item not in self.arguments:

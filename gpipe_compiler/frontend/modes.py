@@ -162,8 +162,6 @@ class _Merging:
         )
 
     def _renamed(self, result: Result) -> Result:
-        """The result of an op of the eval graph, under names that are free."""
-
         def free(old: str) -> str:
             self._values[old] = self._free(old)
             return self._values[old]

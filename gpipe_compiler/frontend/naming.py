@@ -92,15 +92,12 @@ class _Renaming:
         self.names = {source.name: self._unique.unique(source.name) for source in graph.inputs}
 
     def argument(self, argument: Argument) -> Argument:
-        """An argument with the new names."""
-
         def new(leaf: Any) -> Argument:
             return Ref(self.names[leaf.name]) if isinstance(leaf, Ref) else leaf
 
         return map_argument(new, argument)
 
     def op(self, op: Op) -> Op:
-        """An op under its new name."""
         call = with_arguments(op.call, self.argument)
         if isinstance(call, RegionCall):
             call = dataclasses.replace(call, body=self._block(call.body))

@@ -273,7 +273,6 @@ class _Collected:
             self._take_used(text, home, file)
 
     def _import(self, statement: ast.Import | ast.ImportFrom, name: str, home: UsersFile) -> str:
-        """The import of one name."""
         found = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) == name]
         if isinstance(statement, ast.Import):
             for alias in found:  # several in `import torch, torch.nn`

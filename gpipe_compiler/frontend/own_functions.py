@@ -67,7 +67,6 @@ def _applied_by(apply: Callable[..., Any]) -> contextlib.AbstractContextManager[
 
 
 def _plain(cls: Any) -> Callable[..., Any]:
-    """What `cls.apply` is by itself."""
     applied: Callable[..., Any] = super(_HOLDER, cls).apply if _BELOW else _APPLY.__get__(None, cls)
     return applied
 

@@ -24,21 +24,17 @@ class _Asked(type):
     """What `type` is but for what it says of a fake tensor."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The type of an object, or a new type."""
         if len(args) == 1 and builtins.type(args[0]) is FakeTensor:
             return _plain(args[0])
         return builtins.type(*args, **kwargs)
 
     def __instancecheck__(cls, item: object) -> bool:
-        """Whether an object is a type."""
         return isinstance(item, builtins.type)
 
     def __subclasscheck__(cls, item: type) -> bool:
-        """Whether a type is a metaclass."""
         return issubclass(item, builtins.type)
 
     def __getitem__(cls, item: Any) -> Any:
-        """As in annotations."""
         return builtins.type[item]
 
 

@@ -184,7 +184,6 @@ class _Statements(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Assert(self, node: ast.Assert) -> None:
-        """`assert right`."""
         self._condition(node, True)
         self.generic_visit(node)
 
@@ -196,7 +195,6 @@ class _Statements(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_TryStar(self, node: ast.TryStar) -> None:
-        """The same of groups of exceptions."""
         self.visit_Try(node)
 
     def visit_With(self, node: ast.With) -> None:

@@ -149,7 +149,6 @@ class Recorder(TorchFunctionMode):
     # --- calls ------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one function of torch, and records it."""
         kwargs = kwargs or {}
         if not self.is_on:
             return func(*args, **kwargs)
@@ -183,7 +182,6 @@ class Recorder(TorchFunctionMode):
         return self._call(func, args, kwargs)
 
     def _get(self, func: Any, *args: Any) -> Any:
-        """An attribute of a tensor."""
         name = func.__self__.__name__
         if name == "data":
             data = args[0].detach()
@@ -204,7 +202,6 @@ class Recorder(TorchFunctionMode):
         return answer
 
     def _set(self, func: Any, tensor: Any, value: Any) -> None:
-        """An attribute of a tensor is assigned to."""
         if func.__self__.__name__ == "requires_grad":
             self._asking.say(tensor, bool(value))
         if func.__self__.__name__ != "data" or self.tensors.known(tensor) is None:

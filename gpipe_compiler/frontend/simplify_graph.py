@@ -77,15 +77,12 @@ class _Untupling:
         self._stands_for: dict[str, Argument] = {}
 
     def substitute(self, argument: Argument) -> Argument:
-        """An argument in terms of the new values."""
-
         def replace(leaf: Any) -> Argument:
             return self._stands_for.get(leaf.name, leaf) if isinstance(leaf, Ref) else leaf
 
         return map_argument(replace, argument)
 
     def op(self, op: Op) -> Iterator[Op]:
-        """The op anew; nothing where it only took a tuple apart."""
         if not isinstance(op.result, str):
             yield dataclasses.replace(op, call=with_arguments(op.call, self.substitute))
             return

@@ -56,7 +56,6 @@ class TraceFakes(QuickFakes):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        """Runs an op on fake tensors."""
         made = self._made(func, types, args, kwargs)
         if self._saw is not None:
             self._saw(func, args, made)
@@ -69,7 +68,6 @@ class TraceFakes(QuickFakes):
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
     ) -> Any:
-        """What an op makes."""
         if id(func) in _RULED and not kwargs and self.are_plain(args):
             made = self._by_rule(func, args)
             if made is not None:

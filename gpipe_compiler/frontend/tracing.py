@@ -71,7 +71,6 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
 def _with_both_ways(
     subject: Subject, precision: Precision, refusal: TraceError, keeps: bool | None
 ) -> Graph:
-    """The graph of a model that leaves layers out at random."""
     if keeps is None:
         raise refusal
     try:
@@ -154,7 +153,6 @@ def _uncalled(graph: Graph, model: nn.Module) -> Iterator[tuple[str, ModuleSpec]
 
 @uncollected()
 def _in_both_modes(subject: Subject, precision: Precision) -> Graph:
-    """The graph of both modes."""
     modes = (True, False) if subject.training else (False,)
     try:
         graphs = _recorded(subject, modes, precision)

@@ -210,7 +210,6 @@ def parse_graph(document: object, name: str = "graph", where: str = "") -> BareG
 
 
 def _ops(listed: object, faults: list[str]) -> list[BareOp]:
-    """The ops that are well formed."""
     if not isinstance(listed, list):
         faults.append(f'"ops" is to be a list, not {_kind(listed)}')
         return []

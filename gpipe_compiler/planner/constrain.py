@@ -69,7 +69,6 @@ def _refusal(faults: Sequence[str], hint: str = "") -> UsageError:
 
 
 def _path(op: Op) -> str:
-    """The module that an op is, or stands in."""
     return op.call.module if isinstance(op.call, ModuleCall) else op.module
 
 
@@ -148,7 +147,6 @@ class _Asked:
 
     @property
     def words(self) -> ConstraintWords:
-        """As the command line has them."""
         pins = {(node, stage): words for node, (stage, words) in self.pins.items()}
         return ConstraintWords(pins, self.groups, self.apart)
 

@@ -41,7 +41,6 @@ class _Change:
     words: tuple[str, ...] = ()
 
     def to(self, word: str, **settings: object) -> _Change:
-        """The same with other settings of the choice."""
         changed = dataclasses.replace(self.choice, **settings)  # type: ignore[arg-type]  # by name
         return _Change(changed, self.policy, (*self.words, word))
 

@@ -242,7 +242,6 @@ class _Exploration:
                 )
 
     def _kept(self, choice: Choice) -> Plan:
-        """A plan made while settings were compared."""
         if choice not in self.plans:
             self.plans[choice] = self.planner.plan(choice, self.policy, AT_FIRST)
         return self.plans[choice]

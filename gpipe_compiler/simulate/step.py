@@ -256,7 +256,6 @@ class _Run:
 
 
 def _each(action: Compute, microbatches: Sequence[int]) -> Sequence[Compute]:
-    """The same work on these micro-batches."""
     if len(microbatches) == 1 and microbatches[0] == action.microbatch:
         return (action,)
     return [Compute(action.stage, action.phase, microbatch) for microbatch in microbatches]

@@ -181,7 +181,6 @@ class _Forced(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls the function, and replaces its result where it is such a comparison."""
         made = func(*args, **(kwargs or {}))
         given = tensors_in((args, dict(kwargs or {})))
         if any(id(tensor) not in self._known for tensor in given):

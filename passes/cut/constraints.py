@@ -178,7 +178,6 @@ class StageRanges:
             self.least[leader] = bound
 
     def _latest(self) -> dict[int, int]:
-        """The last stage for every leader."""
         most = dict.fromkeys(self.leader, self.stages - 1)
         most.update((leader, stage) for leader, (_, stage, _) in self.pins.items())
         for leader, before in reversed(self.order):

@@ -129,7 +129,6 @@ class _Labels:
 
     @classmethod
     def none(cls) -> _Labels:
-        """One label before the first node."""
         nothing, no = np.zeros(1, np.int64), np.zeros(1, np.bool_)
         return cls(nothing, nothing, no, no, {}, {})
 

@@ -252,7 +252,6 @@ class _Pool:
             self.lost = min(self.lost, given_up)
 
     def empty(self) -> Extensions:
-        """All that waits, in the order it came; nothing waits afterwards."""
         together = _join(self.held)
         self.held, self._bounds = [], []
         return together

@@ -291,7 +291,6 @@ class _Long:
         return numbers
 
     def _source(self, label: Label) -> Label:
-        """The label in the shortened part of a record of a storage."""
         removed = self._short.gap.removed
         if label.block < FIRST:
             return label

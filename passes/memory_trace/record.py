@@ -144,7 +144,6 @@ class _Stage:
         return made
 
     def _backward(self, run: StageRun, made: _Round, forms: Mapping[str, torch.Tensor]) -> None:
-        """As `runtime.core.engine` asks for it."""
         graph = run.graph(0)
         roots = [root.edge for root in graph.outputs.values()]
         gradients = [self.watch.adopt(forms[name]) for name in graph.outputs]

@@ -105,7 +105,6 @@ class _Ways:
         return len(self.seconds)
 
     def rows(self, wanted: Rows) -> _Ways:
-        """Some of them."""
         return _Ways(*(getattr(self, name)[wanted] for name in _COLUMNS))
 
 
@@ -171,7 +170,6 @@ class _Search:
         self.ways: list[_Ways] = []
 
     def run(self) -> list[tuple[Segment, ...]]:
-        """The segments of all that is left at the end."""
         self._start()
         for index in range(len(self.places)):
             self.ways.append(self.arrivals[index].ways())
