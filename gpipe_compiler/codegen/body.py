@@ -7,9 +7,7 @@ from types import MappingProxyType
 
 from gpipe_compiler.codegen.bindings import returned
 from gpipe_compiler.codegen.body_writer import BodyWriter
-from gpipe_compiler.codegen.expressions import (
-    ExpressionWriter,
-)
+from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import name
 from gpipe_compiler.codegen.method_text import MethodBody, is_tensor, value_kind, with_type
 from gpipe_compiler.codegen.methods import Method
@@ -19,11 +17,7 @@ from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.uses import Uses, with_callers
 from gpipe_compiler.codegen.value_names import argument_name, name_of_result
 from gpipe_compiler.codegen.variables import Variables
-from gpipe_compiler.ir import (
-    Graph,
-    ModuleCall,
-    ValueKind,
-)
+from gpipe_compiler.ir import Graph, ModuleCall, ValueKind
 
 
 def write_body(

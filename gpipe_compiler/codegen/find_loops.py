@@ -27,16 +27,7 @@ from gpipe_compiler.codegen.loops import (
     parts_of,
 )
 from gpipe_compiler.codegen.sources import begins_with_module, is_repeated, statement_at
-from gpipe_compiler.ir import (
-    FunctionCall,
-    Graph,
-    Mode,
-    ModuleCall,
-    Op,
-    Ref,
-    RegionCall,
-    StateRef,
-)
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.arguments import leaves, map_argument
 from gpipe_compiler.ir.forms import structure
 from gpipe_compiler.ir.ops import called

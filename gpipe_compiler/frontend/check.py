@@ -23,12 +23,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.errors import (
-    GPipeCompilerError,
-    ModelError,
-    Notice,
-    summary,
-)
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summary
 from gpipe_compiler.frontend.comparable_runs import (
     EvenDraws,
     larger_batch,
@@ -38,15 +33,9 @@ from gpipe_compiler.frontend.comparable_runs import (
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, refuse_seeding
 from gpipe_compiler.frontend.locate import line_of
-from gpipe_compiler.frontend.python_state import (
-    buffer_assigned,
-    refuse_remembered,
-)
+from gpipe_compiler.frontend.python_state import buffer_assigned, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
-from gpipe_compiler.frontend.result_differences import (
-    different,
-    is_noise,
-)
+from gpipe_compiler.frontend.result_differences import different, is_noise
 from gpipe_compiler.frontend.run_results import (
     BUFFER,
     SEED,

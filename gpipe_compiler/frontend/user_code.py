@@ -23,13 +23,7 @@ from torch import nn
 from torch.library import Library
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
-from gpipe_compiler.frontend.locate import (
-    calling_line,
-    is_asked_by_user,
-    is_own,
-    is_users,
-    line_of,
-)
+from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, is_own, is_users, line_of
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
 from gpipe_compiler.runtime.wording import ending, is_text, text_of
 
