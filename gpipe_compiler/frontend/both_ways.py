@@ -16,8 +16,9 @@ from torch import fx
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES, decided
 from gpipe_compiler.frontend.position import LAYER, REGIONS
-from gpipe_compiler.frontend.recorder import EFFECT, WRITES, Recorder, decided
+from gpipe_compiler.frontend.recorder import Recorder
 from gpipe_compiler.ir.left_out import unless
 from gpipe_compiler.ir.symbolic import same_shape
 from gpipe_compiler.runtime.core.random import may_draw

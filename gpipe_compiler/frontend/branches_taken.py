@@ -27,11 +27,12 @@ from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend import encoders
 from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES
 from gpipe_compiler.frontend.locate import asking_frame, calling_line, is_users, location
 from gpipe_compiler.frontend.opened import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.recorder import EFFECT, WRITES, Recorder, recording
+from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.result_differences import Results, different
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import as_exported

@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.calls import Written
+from gpipe_compiler.frontend.growing_graph import WRITES
 from gpipe_compiler.frontend.locate import calling_line
-from gpipe_compiler.frontend.recorder import WRITES, Recorder, recording
+from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir.own_functions import OwnFunction, function_of_text
 from gpipe_compiler.runtime.core.random import may_draw

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.frontend.casts import READS, CastWatch, TorchCall
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.growing_graph import EVENT
 from gpipe_compiler.frontend.locate import location
 from gpipe_compiler.frontend.position import CHECKPOINT, REGIONS
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.recorder import EVENT
 from gpipe_compiler.frontend.recurrent import recurrent_forms
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of

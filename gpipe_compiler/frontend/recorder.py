@@ -9,49 +9,32 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import SourceLocation, TraceError
-from gpipe_compiler.frontend.asking_weights import AskingWeights
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
+from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import (
     at_number,
     has_tensors,
-    is_literal,
-    map_tensors,
     numbered,
     tensors_in,
     widened,
 )
 from gpipe_compiler.frontend.opened import OPENED
-from gpipe_compiler.frontend.position import Position
-from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.frontend.state import named_state
-from gpipe_compiler.frontend.tensor_nodes import TensorNodes
 from gpipe_compiler.frontend.untraced import own_gradients, transformed
-from gpipe_compiler.ir.branches import require
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
 from gpipe_compiler.runtime.core.random import may_draw
-
-EVENT = "gpipe_compiler_event"
-"""Key of node.meta: number of the call that made the node."""
-
-EFFECT = "gpipe_compiler_effect"
-"""Key of node.meta: the node may do more than give its value: write to a tensor, or draw."""
-
-WRITES = "gpipe_compiler_writes"
-"""Key of node.meta: the tensors that the node writes to."""
 
 _MOVES = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "cuda", "cpu", "requires_grad_", "pin_memory")
@@ -76,16 +59,13 @@ def recording() -> Recorder | None:
     return found if found is not None and found.is_on else None
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(GrowingGraph, TorchFunctionMode):
     """Makes a graph of the calls of torch while it is entered.
 
     Attributes:
-        tensors: the nodes that stand for tensors.
         is_on: whether calls are recorded.
-        event: number of the call that is being made.
         gradients_asked: the first of the user's lines that were told that autograd records.
         guessed: whether something was taken to be so that a run on the example can tell.
-        decisions: the nodes, of no other use, at which Python is told what follows from draws.
     """
 
     def __init__(self, *, gradients: bool = True, trains: bool = False) -> None:
@@ -95,17 +75,10 @@ class Recorder(TorchFunctionMode):
             gradients: whether autograd records at the start.
             trains: whether it is a step of training that is recorded.
         """
-        super().__init__()
-        self.graph = fx.Graph()
-        self.position = Position(self.graph, gradients=gradients)
+        super().__init__(gradients=gradients, trains=trains)
         self.is_on = True
-        self.event: int | None = None
         self.gradients_asked: SourceLocation | None = None
         self.guessed = False
-        self.decisions: list[fx.Node] = []
-        self._sizes = SizeNodes(self.graph, self.position)
-        self.tensors = TensorNodes(self.graph, self._sizes)
-        self._asking = AskingWeights(self.tensors, trains=trains)
         self._paths: dict[int, str] = {}
         self._own: dict[str, list[int]] = {}
         self._training: dict[str, bool] = {}
@@ -120,31 +93,6 @@ class Recorder(TorchFunctionMode):
         self._own = {path: _identities(modules[path]) for path in leaves}
         self._training = {path: modules[path].training for path in leaves}
         self.tensors.follow(modules)
-
-    def argument(self, item: Any) -> Any:
-        """An argument of a call, in terms of nodes."""
-        if isinstance(item, torch.Tensor):
-            node = self.tensors.node(item)
-            if not self._asking.fixes(item) or not self.position.gradients:
-                return node
-            return self._create("call_method", "detach", (node,), {}, item)
-        match item:
-            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-                return self._sizes.written(item)
-            case tuple() | list():
-                parts = [self.argument(part) for part in item]
-                return parts if isinstance(item, list) else tuple(parts)
-            case dict():
-                return {key: self.argument(part) for key, part in item.items()}
-            case slice(start=start, stop=stop, step=step):
-                return slice(*map(self.argument, (start, stop, step)))
-            case range():
-                return list(item)
-            case np.generic():
-                return item.item()
-            case np.ndarray():
-                return item.tolist()
-        return item
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -280,78 +228,6 @@ class Recorder(TorchFunctionMode):
             real = func(*args, **kwargs).detach()
         return self.from_numbers(real, made)
 
-    def from_numbers(self, real: torch.Tensor, made: torch.Tensor) -> Any:
-        """A new tensor of numbers that are known, and what stands for it in the trace."""
-        with unset_fake_temporarily():
-            numbers = real.tolist() if is_literal(real) else None
-        if numbers is not None:
-            options = {"dtype": made.dtype, "device": made.device}
-            return self.record(Written(torch.tensor, (numbers,), options), made, ())
-        self.tensors.constant(real)
-        return self.record(Written("clone", (real,)), made, ())
-
-    def record(
-        self, call: Written, made: Any, changed: Sequence[torch.Tensor], *, effect: bool = False
-    ) -> Any:
-        """What a call has made, with a node for it.
-
-        A call that returns its argument as it is gives another tensor, so that it has a node of
-        its own.
-        """
-        made = _apart(made, (call.args, call.kwargs), changed)
-        node = self.add(call, made, effect=bool(changed) or effect)
-        if changed:
-            node.meta[WRITES] = tuple(changed)
-        self._bind(node, made)
-        return made
-
-    def add(self, call: Written, made: Any, *, effect: bool = False) -> fx.Node:
-        """A node for a call; what it has made is not its yet."""
-        args, kwargs = self.argument(tuple(call.args)), self.argument(dict(call.kwargs))
-        kind = "call_method" if isinstance(call.target, str) else "call_function"
-        return self._create(kind, call.target, args, kwargs, made, effect)
-
-    def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a function makes, recorded though the model does not call it."""
-        return self.record(Written(function, args, kwargs), function(*args, **kwargs), ())
-
-    def requires(self, condition: torch.Tensor, line: str) -> None:
-        """Notes what has to hold of every batch, as the user's line goes another way elsewhere."""
-        arguments = self.argument(condition), line
-        self._create("call_function", require, arguments, {}, None, effect=True)
-
-    def decides(self, condition: torch.Tensor) -> None:
-        """Notes that Python is told what follows from draws."""
-        arguments = (self.argument(condition),)
-        made = self._create("call_function", decided, arguments, {}, None, effect=True)
-        self.decisions.append(made)
-
-    def _create(
-        self, kind: str, target: Any, args: Any, kwargs: Any, made: Any, effect: bool = False
-    ) -> fx.Node:
-        node = self.graph.create_node(kind, target, args, kwargs)
-        node.meta.update(self.position.origin())
-        node.meta["val"] = made
-        if effect:
-            node.meta[EFFECT] = True
-        if self.event is not None:
-            node.meta[EVENT] = self.event
-        return node
-
-    def _bind(self, node: fx.Node, made: Any) -> None:
-        """Lets nodes stand for the tensors that a call has made."""
-        if isinstance(made, torch.Tensor):
-            self.tensors.stands_for(node, made)
-        elif isinstance(made, torch.SymInt | torch.SymFloat | torch.SymBool):
-            self._sizes.note_number(node, made)
-        elif isinstance(made, tuple | list):
-            for index, part in enumerate(made):
-                if isinstance(part, torch.Tensor | torch.SymInt) or has_tensors(part):
-                    item = self._create("call_function", operator.getitem, (node, index), {}, part)
-                    self._bind(item, part)
-        elif isinstance(made, dict):
-            raise TraceError("a function of torch returns a dict", location=calling_line())
-
     # --- modules ----------------------------------------------------------------------------------
 
     def module(self, own: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -388,7 +264,7 @@ class Recorder(TorchFunctionMode):
             made = own(module, *args, **kwargs)
         changed = _changed_since(tensors, versions)
         with torch._C.DisableTorchFunction():
-            made = _apart(made, (args, kwargs), changed)
+            made = apart(made, (args, kwargs), changed)
         # What a layer writes to its statistics need not show in their versions.
         buffers = next(module.buffers(), None) is not None
         effect = bool(changed) or buffers or may_draw(type(module).forward)
@@ -418,17 +294,6 @@ class Recorder(TorchFunctionMode):
         if not self.decisions:
             self.sweep()
 
-    def sweep(self) -> None:
-        """Drops what nothing reads and has no effect."""
-        for node in reversed(list(self.graph.nodes)):
-            used = node.users or node.op in ("placeholder", "output")
-            if not used and not node.meta.get(EFFECT):
-                self.graph.erase_node(node)
-
-
-def decided(_condition: object) -> None:
-    """Marks in a recorded graph where Python decides by a draw."""
-
 
 def _changed_since(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> list[torch.Tensor]:
     """Those that were written to since they had these versions."""
@@ -441,16 +306,6 @@ def _writes_lists(func: Any) -> bool:
     """Whether a function writes to a list of tensors, which versions of fake ones do not show."""
     name = getattr(func, "__name__", "")
     return name.startswith("_foreach_") and name.endswith("_")
-
-
-def _apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
-    """What a call has made, with views in place of arguments that it returns as they were."""
-    given = {id(tensor) for tensor in tensors_in(arguments)} - {id(tensor) for tensor in changed}
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
-
-    return map_tensors(own, made)
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,169 @@
+"""A graph that grows by calls of torch, as they are made: what each is given and has made."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.asking_weights import AskingWeights
+from gpipe_compiler.frontend.calls import Written
+from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors, tensors_in
+from gpipe_compiler.frontend.position import Position
+from gpipe_compiler.frontend.size_nodes import SizeNodes
+from gpipe_compiler.frontend.tensor_nodes import TensorNodes
+from gpipe_compiler.ir.branches import require
+
+EVENT = "gpipe_compiler_event"
+"""Key of node.meta: number of the call that made the node."""
+
+EFFECT = "gpipe_compiler_effect"
+"""Key of node.meta: the node may do more than give its value: write to a tensor, or draw."""
+
+WRITES = "gpipe_compiler_writes"
+"""Key of node.meta: the tensors that the node writes to."""
+
+
+class GrowingGraph:
+    """Nodes for calls, in the order in which they are made.
+
+    Attributes:
+        tensors: the nodes that stand for tensors.
+        event: number of the call that is being made.
+        decisions: the nodes, of no other use, at which Python is told what follows from draws.
+    """
+
+    def __init__(self, *, gradients: bool, trains: bool) -> None:
+        super().__init__()
+        self.graph = fx.Graph()
+        self.position = Position(self.graph, gradients=gradients)
+        self.event: int | None = None
+        self.decisions: list[fx.Node] = []
+        self._sizes = SizeNodes(self.graph, self.position)
+        self.tensors = TensorNodes(self.graph, self._sizes)
+        self._asking = AskingWeights(self.tensors, trains=trains)
+
+    def argument(self, item: Any) -> Any:
+        """An argument of a call, in terms of nodes."""
+        if isinstance(item, torch.Tensor):
+            node = self.tensors.node(item)
+            if not self._asking.fixes(item) or not self.position.gradients:
+                return node
+            return self._create("call_method", "detach", (node,), {}, item)
+        match item:
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+                return self._sizes.written(item)
+            case tuple() | list():
+                parts = [self.argument(part) for part in item]
+                return parts if isinstance(item, list) else tuple(parts)
+            case dict():
+                return {key: self.argument(part) for key, part in item.items()}
+            case slice(start=start, stop=stop, step=step):
+                return slice(*map(self.argument, (start, stop, step)))
+            case range():
+                return list(item)
+            case np.generic():
+                return item.item()
+            case np.ndarray():
+                return item.tolist()
+        return item
+
+    def from_numbers(self, real: torch.Tensor, made: torch.Tensor) -> Any:
+        """A new tensor of numbers that are known, and what stands for it in the trace."""
+        with unset_fake_temporarily():
+            numbers = real.tolist() if is_literal(real) else None
+        if numbers is not None:
+            options = {"dtype": made.dtype, "device": made.device}
+            return self.record(Written(torch.tensor, (numbers,), options), made, ())
+        self.tensors.constant(real)
+        return self.record(Written("clone", (real,)), made, ())
+
+    def record(
+        self, call: Written, made: Any, changed: Sequence[torch.Tensor], *, effect: bool = False
+    ) -> Any:
+        """What a call has made, with a node for it.
+
+        A call that returns its argument as it is gives another tensor, so that it has a node of
+        its own.
+        """
+        made = apart(made, (call.args, call.kwargs), changed)
+        node = self.add(call, made, effect=bool(changed) or effect)
+        if changed:
+            node.meta[WRITES] = tuple(changed)
+        self._bind(node, made)
+        return made
+
+    def add(self, call: Written, made: Any, *, effect: bool = False) -> fx.Node:
+        """A node for a call; what it has made is not its yet."""
+        args, kwargs = self.argument(tuple(call.args)), self.argument(dict(call.kwargs))
+        kind = "call_method" if isinstance(call.target, str) else "call_function"
+        return self._create(kind, call.target, args, kwargs, made, effect)
+
+    def called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What a function makes, recorded though the model does not call it."""
+        return self.record(Written(function, args, kwargs), function(*args, **kwargs), ())
+
+    def requires(self, condition: torch.Tensor, line: str) -> None:
+        """Notes what has to hold of every batch, as the user's line goes another way elsewhere."""
+        arguments = self.argument(condition), line
+        self._create("call_function", require, arguments, {}, None, effect=True)
+
+    def decides(self, condition: torch.Tensor) -> None:
+        """Notes that Python is told what follows from draws."""
+        arguments = (self.argument(condition),)
+        made = self._create("call_function", decided, arguments, {}, None, effect=True)
+        self.decisions.append(made)
+
+    def _create(
+        self, kind: str, target: Any, args: Any, kwargs: Any, made: Any, effect: bool = False
+    ) -> fx.Node:
+        node = self.graph.create_node(kind, target, args, kwargs)
+        node.meta.update(self.position.origin())
+        node.meta["val"] = made
+        if effect:
+            node.meta[EFFECT] = True
+        if self.event is not None:
+            node.meta[EVENT] = self.event
+        return node
+
+    def _bind(self, node: fx.Node, made: Any) -> None:
+        """Lets nodes stand for the tensors that a call has made."""
+        if isinstance(made, torch.Tensor):
+            self.tensors.stands_for(node, made)
+        elif isinstance(made, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self._sizes.note_number(node, made)
+        elif isinstance(made, tuple | list):
+            for index, part in enumerate(made):
+                if isinstance(part, torch.Tensor | torch.SymInt) or has_tensors(part):
+                    item = self._create("call_function", operator.getitem, (node, index), {}, part)
+                    self._bind(item, part)
+        elif isinstance(made, dict):
+            raise TraceError("a function of torch returns a dict", location=calling_line())
+
+    def sweep(self) -> None:
+        """Drops what nothing reads and has no effect."""
+        for node in reversed(list(self.graph.nodes)):
+            used = node.users or node.op in ("placeholder", "output")
+            if not used and not node.meta.get(EFFECT):
+                self.graph.erase_node(node)
+
+
+def decided(_condition: object) -> None:
+    """Marks in a recorded graph where Python decides by a draw."""
+
+
+def apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
+    """What a call has made, with views in place of arguments that it returns as they were."""
+    given = {id(tensor) for tensor in tensors_in(arguments)} - {id(tensor) for tensor in changed}
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
+
+    return map_tensors(own, made)
