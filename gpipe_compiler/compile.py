@@ -42,7 +42,7 @@ from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.report.text import format_plan
 from gpipe_compiler.targets import load
-from gpipe_compiler.targets.sweep import sweep
+from gpipe_compiler.targets.planning import sweep
 from gpipe_compiler.targets.target import Target
 from gpipe_compiler.targets.torch_package import emit
 from gpipe_compiler.validate.launching import Launch, fresh

@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.branches_taken import (
     refuse_gradient_branches,
     without_branches,
 )
-from gpipe_compiler.frontend.calls_seen import calls_seen, saw_constructor
+from gpipe_compiler.frontend.calls_seen import calls_seen, saw_constructor, vmap_followed
 from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.free_sizes import (
@@ -41,17 +41,15 @@ from gpipe_compiler.frontend.free_sizes import (
     write_fixed,
 )
 from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
-from gpipe_compiler.frontend.kernels_recorded import vmap_followed
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
-from gpipe_compiler.frontend.noted_sizes import NotedSizes, noting_sizes
+from gpipe_compiler.frontend.noted_sizes import NotedSizes, noting_sizes, sample_rules
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.plain_types import plain_types
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.recorder import Recorder
-from gpipe_compiler.frontend.sample_rules import sample_rules
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of

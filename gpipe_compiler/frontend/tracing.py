@@ -12,9 +12,9 @@ from torch import nn
 from gpipe_compiler.errors import GPipeCompilerError, IllegalGraphError, TraceError
 from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.encoders import fused_layers, packing_encoder
+from gpipe_compiler.frontend.examples import given_values
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
-from gpipe_compiler.frontend.given_values import given_values
 from gpipe_compiler.frontend.host_draws import keeps_layers
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.given_values import given_values
+from gpipe_compiler.frontend.examples import given_values
 from gpipe_compiler.frontend.subject import Subject
 
 

@@ -16,8 +16,7 @@ from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.report.sweep import document, notes, show_sweep
 from gpipe_compiler.report.text import plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.targets.planning import planner_of
-from gpipe_compiler.targets.sweep import sweep
+from gpipe_compiler.targets.planning import planner_of, sweep
 
 WIDTH, SAMPLES, LAYERS = 64, 8, 4
 FLAT = Device("flat", 1e9, 1e18, 1 << 34, 0.0)
