@@ -228,6 +228,19 @@ def test_old_opsets_stay_what_they_are(opset: int, compile_model: Compile, tmp_p
     _assert_equal(compiled, tmp_path / "model.onnx", dims={"x": 0})
 
 
+def test_nodes_in_any_order(compile_model: Compile, tmp_path: Path) -> None:
+    """The checker of onnx refuses that, ONNX Runtime does not."""
+    proto = odd_models.nested()
+    nodes = list(proto.graph.node)[::-1]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    compiled = compile_model(proto, 2, validate=False)
+    assert compiled.directory is not None
+    for flag in (True, False):
+        arrays = packages.random(compiled.directory, 5) | {"flag": np.array(flag)}
+        packages.assert_equal(compiled.directory, tmp_path / "model.onnx", arrays)
+
+
 def test_numbers_of_samples_in_attributes() -> None:
     """Before opset 10 and 11."""
     cut = node("Slice", ["r1"], ["y"], axes=[0], starts=[0], ends=[40])

@@ -34,7 +34,7 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(("TopK", "Split", "CenterCropPad", "AffineGrid", "SplitToSequence"), (1,)),
     **dict.fromkeys(("ReduceSum", "ReduceMean", "ReduceMax", "ReduceMin", "ReduceProd"), (1,)),
     **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp"), (1,)),
-    **dict.fromkeys(("ReduceSumSquare", "Upsample"), (1,)),
+    **dict.fromkeys(("ReduceSumSquare", "Upsample", "SequenceAt", "ExpandDims"), (1,)),
     **dict.fromkeys(("Tile", "DFT", "Col2Im"), (1, 2)),
     **dict.fromkeys(("Slice", "DynamicSlice"), (1, 2, 3, 4)),
     **dict.fromkeys(("Pad", "Resize", "STFT"), (1, 2, 3)),

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import onnx
@@ -17,7 +18,7 @@ from onnx.external_data_helper import uses_external_data
 from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.onnx.frontend.nodes import subgraphs, title
+from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
 
@@ -88,6 +89,7 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
         what = "no outputs" if proto.graph.node else "no graph"
         raise ModelError(f"{path} holds {what}", hint="copy or export it again")
     _check_opset(model)
+    _sort(proto.graph)
     _check_weights(model)
     _check(model)
     return model
@@ -102,6 +104,24 @@ def _check_opset(model: OnnxModel) -> None:
                 hint="convert it: onnx.version_converter.convert_version(model, "
                 f"{OLDEST_OPSET}), or export it with a newer opset",
             )
+
+
+def _sort(graph: GraphProto) -> None:
+    """Puts nodes behind what they read, as ONNX Runtime does; their order stays where it can."""
+    maker = {name: place for place, node in enumerate(graph.node) for name in node.output if name}
+    reads = [
+        {maker[name] for name in (*node.input, *captured(node)) if name in maker}
+        for node in graph.node
+    ]
+    if all(max(made, default=-1) < place for place, made in enumerate(reads)):
+        return
+    try:
+        order = list(TopologicalSorter(dict(enumerate(reads))).static_order())
+    except CycleError:
+        return  # the checker says so
+    nodes = [NodeProto.FromString(graph.node[place].SerializeToString()) for place in order]
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _check_weights(model: OnnxModel) -> None:

@@ -20,8 +20,8 @@ from ...runtime.core.typed import microbatches, natural, path, positive, whole
 from ...runtime.errors import PipelineError, UsageError
 from ...runtime.wording import printable, printable_lines, printable_message
 from .arrays import arrays_of, random_arrays, write_arrays
-from .batches import batch_size
 from .check import Closeness, compare, format_rows
+from .distributed import rank_here
 from .pipeline import OnnxPipeline
 from .spec import OnnxPipelineSpec
 from .stage import Whole
@@ -224,10 +224,22 @@ def _bench(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
     if pipe.rank:
         return 0
     measured = seconds[WARM_UP:]
+    streamed = _streamed(pipe, inputs, arguments) if rank_here() is None else ""
     median = statistics.median(measured)
-    samples = batch_size(pipe.spec, inputs)
+    samples = pipe.samples(inputs)
     print(
         f"inference: median {median * 1e3:.3g} ms of {len(measured)}, fastest "
-        f"{min(measured) * 1e3:.3g} ms, {samples / median:.1f} samples/s"
+        f"{min(measured) * 1e3:.3g} ms, {samples / median:.1f} samples/s{streamed}"
     )
     return 0
+
+
+def _streamed(
+    pipe: OnnxPipeline, inputs: dict[str, np.ndarray], arguments: argparse.Namespace
+) -> str:
+    """How many calls a second there are where one follows another through the stages."""
+    start = time.perf_counter()
+    requests = (inputs for _ in range(arguments.steps))
+    for _outputs in pipe.stream(requests, microbatches=arguments.microbatches):
+        pass
+    return f"; streamed: {arguments.steps / (time.perf_counter() - start):.3g} calls/s"

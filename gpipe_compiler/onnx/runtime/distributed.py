@@ -102,14 +102,8 @@ class ProcessLinks:
         self._number = {name: number for number, name in enumerate(spec.crossings)}
         self._pending: list[tuple[Any, np.ndarray]] = []
 
-    def begin(self, microbatch: int) -> None:
-        """Gloo holds back who is far ahead."""
-
-    def end(self, device: int) -> None:
-        """Nothing: no other rank waits for it."""
-
-    def take(self, name: str, microbatch: int, source: int, device: int) -> OrtValue:
-        """A value from another rank; waits for it."""
+    def take(self, name: str, source: int) -> OrtValue:
+        """A value from the rank of a stage; waits for it."""
         rank, tag = self._placement[source], 2 * self._number[name]
         header = np.zeros(_HEADER_BYTES, dtype=np.uint8)
         self._world.receive(header, rank, tag)
@@ -118,8 +112,10 @@ class ProcessLinks:
         self._world.receive(array.reshape(-1).view(np.uint8), rank, tag + 1)
         return value_of(array, foreign)
 
-    def send(self, name: str, microbatch: int, value: OrtValue, targets: Sequence[int]) -> None:
-        """Hand a value to the ranks of these stages."""
+    def send(self, name: str, value: OrtValue, targets: Sequence[int]) -> None:
+        """Hand a value to the ranks of these stages; gloo holds back who is far ahead."""
+        if not targets:
+            return
         array = np.ascontiguousarray(array_of(value)).reshape(value.shape())
         packed = pickle.dumps((array.dtype.str, array.shape, foreign_name(value)))
         header = np.frombuffer(packed.ljust(_HEADER_BYTES), dtype=np.uint8).copy()

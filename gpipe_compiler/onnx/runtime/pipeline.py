@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 
 from ...runtime.errors import UsageError
 from ...runtime.limits import refuse_alone, refuse_untried
-from .arrays import array_of
+from .arrays import array_of, random_arrays
 from .batches import batch_size, join, sizes_of, split
 from .devices import parse_devices
 from .distributed import ProcessLinks, World, gathered, rank_here
-from .engine import OnnxEngine, orders_for, run_local
+from .engine import order_for, run_device
+from .flow import AHEAD, Flow, StoppedError
 from .spec import OnnxPipelineSpec
-from .stage import OnnxStage, SessionChoice
+from .stage import OnnxStage, SessionChoice, Values
+
+Outputs = dict[str, np.ndarray]
 
 
 class OnnxPipeline:
-    """The stages: all in this process, each device a thread; under torchrun, a process each.
+    """The stages: in this process, a thread for each; under torchrun, a process for each device.
 
         pipe = Pipeline()
         outputs = pipe({"images": images})        # numpy arrays by the model's own names
+        for outputs in pipe.stream(requests):     # one after another through the stages
+            ...
 
     Under torchrun every rank makes one and calls it alike; all get the outputs.
 
@@ -31,8 +40,12 @@ class OnnxPipeline:
         folder: of the package.
         devices: `cpu,cuda:0`: one for each device of the pipeline, or one for all; as planned
             unless given.
-        threads: of each stage's ops; one unless given, as the stages share the processor.
+        threads: of each stage's ops, for all or one by one; one unless given, as the stages share
+            the processor.
         custom_ops: libraries of custom operators that the model needs.
+
+        configure: called with the number of each stage and the options of its session, to change
+            them: affinities, profiling.
 
     Raises:
         UsageError: for devices and libraries that are not there.
@@ -45,27 +58,30 @@ class OnnxPipeline:
         folder: Path,
         *,
         devices: str | Sequence[str] | None = None,
-        threads: int = 1,
+        threads: int | Sequence[int] = 1,
         custom_ops: Sequence[Path] = (),
+        configure: Callable[[int, onnxruntime.SessionOptions], object] | None = None,
     ) -> None:
         missing = [str(library) for library in custom_ops if not library.is_file()]
         if missing:
             raise UsageError(f"there is no library {', '.join(missing)}")
+        count = len(spec.stages)
+        each = [threads] * count if isinstance(threads, int) else list(threads)
+        if len(each) != count:
+            raise UsageError(f"threads are given for {len(each)} stages, but there are {count}")
         self.spec = spec
         devices = spec.devices if devices is None else devices
         text = devices if isinstance(devices, str) else ",".join(devices)
         self.devices = parse_devices(text, len(spec.devices))
         self._world = World(len(spec.devices)) if rank_here() is not None else None
-        mine = range(len(spec.devices)) if self._world is None else (self._world.rank,)
-        self._engines: dict[int, OnnxEngine] = {}
-        for number in mine:
-            choice = SessionChoice(self.devices[number], threads, tuple(custom_ops))
-            stages = {
-                index: OnnxStage(index, stage, folder, choice)
-                for index, stage in enumerate(spec.stages)
-                if spec.placement[index] == number
-            }
-            self._engines[number] = OnnxEngine(spec, number, stages)
+        self._stages: dict[int, OnnxStage] = {}
+        for index, stage in enumerate(spec.stages):
+            device = spec.placement[index]
+            if self._world is None or device == self._world.rank:
+                choice = SessionChoice(self.devices[device], each[index], tuple(custom_ops))
+                self._stages[index] = OnnxStage(index, stage, folder, choice, configure)
+        stages = list(self._stages.values())
+        self._flow = Flow(spec, stages) if self._world is None else None
 
     @property
     def rank(self) -> int:
@@ -73,13 +89,26 @@ class OnnxPipeline:
         return 0 if self._world is None else self._world.rank
 
     def close(self) -> None:
-        """Leave the other ranks. Not needed where there are none."""
+        """Leave the other ranks, or let the threads end. Not needed where there are no ranks."""
         if self._world is not None:
             self._world.close()
+        if self._flow is not None:
+            self._flow.close()
+            self._flow = None
+
+    def eval(self) -> OnnxPipeline:
+        """The pipeline, which only infers; as a package of torch stages has it."""
+        return self
+
+    def __enter__(self) -> OnnxPipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __call__(
         self, inputs: Mapping[str, np.ndarray], *, microbatches: int | None = None
-    ) -> dict[str, np.ndarray]:
+    ) -> Outputs:
         """The outputs of a mini-batch, by name.
 
         Args:
@@ -89,16 +118,101 @@ class OnnxPipeline:
             UsageError: for inputs that do not fit.
             StageError: when a stage fails.
         """
-        sizes = sizes_of(self.spec, batch_size(self.spec, inputs), microbatches)
+        given = self._parts(inputs, microbatches)
+        if self._world is not None:
+            links = ProcessLinks(self.spec, self._world)
+            order = order_for(self.spec, self.rank, len(given))
+            mine = run_device(self.spec, self._stages, order, given, links)
+            return self._joined(gathered(self.spec, self._world, mine))
+        stopped = threading.Event()
+        parts = self._send(given, stopped)
+        try:
+            return self._outputs(parts)
+        except BaseException:  # Ctrl-C: what has not begun is not wanted
+            stopped.set()
+            raise
+
+    def submit(
+        self, inputs: Mapping[str, np.ndarray], *, microbatches: int | None = None
+    ) -> Future[Outputs]:
+        """The same, later: waits only until the first stage has room for it.
+
+        Calls from several threads follow one another. What is raised later, `result()` raises.
+
+        Raises:
+            UsageError: for inputs that do not fit, and under torchrun.
+        """
+        given, done = self._parts(inputs, microbatches), Future[Outputs]()
+        left, lock = [len(given)], threading.Lock()
+        parts: list[Future[Values]] = []
+
+        def finish(_: object) -> None:
+            with lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+            try:
+                done.set_result(self._outputs(parts))
+            except BaseException as error:  # noqa: BLE001  # raised where the future is asked
+                done.set_exception(error)
+
+        parts += self._send(given, threading.Event())
+        for part in parts:
+            part.add_done_callback(finish)
+        return done
+
+    def stream(
+        self, requests: Iterable[Mapping[str, np.ndarray]], *, microbatches: int | None = None
+    ) -> Iterator[Outputs]:
+        """The outputs of one call after another, in order; the stages work on several at once.
+
+        Requests are asked for as the stages take them and the outputs are taken.
+
+        Raises:
+            UsageError, StageError: as for a call, at its turn.
+        """
+        waiting: deque[Future[Outputs]] = deque()
+        for inputs in requests:
+            waiting.append(self.submit(inputs, microbatches=microbatches))
+            if len(waiting) > AHEAD * len(self.spec.stages):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def samples(self, inputs: Mapping[str, np.ndarray]) -> int:
+        """How many samples a call has.
+
+        Raises:
+            UsageError: for inputs that do not fit.
+        """
+        return batch_size(self.spec, inputs)
+
+    def warm_up(self, calls: int = 1) -> None:
+        """Runs random numbers, so that ONNX Runtime has its memory before the first request."""
+        samples = self.spec.microbatches * self.spec.microbatch_size
+        for seed in range(calls):
+            self(random_arrays(self.spec, samples, seed))
+
+    def _parts(self, inputs: Mapping[str, np.ndarray], microbatches: int | None) -> list[Values]:
+        """The inputs of each micro-batch."""
+        sizes = sizes_of(self.spec, self.samples(inputs), microbatches)
         refuse_alone(self.spec.name, self.spec.alone, sizes)
         refuse_untried(self.spec.name, self.spec.limits, sum(sizes), len(sizes))
-        given = split(self.spec, inputs, sizes)
-        dims = {output.name: output.batch_dim for output in self.spec.outputs}
-        if self._world is None:
-            found = run_local(self.spec, self._engines, given)
-            arrays = [{name: array_of(v) for name, v in values.items()} for values in found]
-            return join(dims, arrays)
-        order = orders_for(self.spec, len(given))[self.rank]
-        links = ProcessLinks(self.spec, self._world)
-        mine = self._engines[self.rank].run(order, given, links)
-        return join(dims, gathered(self.spec, self._world, mine))
+        return split(self.spec, inputs, sizes)
+
+    def _send(self, given: Sequence[Values], stopped: threading.Event) -> list[Future[Values]]:
+        if self._flow is None:
+            why = "is closed" if self._world is None else "of several processes takes calls alone"
+            raise UsageError(f"the pipeline {why}")
+        return [self._flow.submit(number, part, stopped) for number, part in enumerate(given)]
+
+    def _outputs(self, parts: Sequence[Future[Values]]) -> Outputs:
+        """What the micro-batches come to; waits for all of them, and raises what one has raised."""
+        errors = [error for part in parts if (error := part.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, StoppedError)):
+            raise error
+        results = (part.result() for part in parts)
+        return self._joined([{n: array_of(v) for n, v in found.items()} for found in results])
+
+    def _joined(self, results: Sequence[Outputs]) -> Outputs:
+        return join({output.name: output.batch_dim for output in self.spec.outputs}, results)

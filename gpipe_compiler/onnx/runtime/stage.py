@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,20 +54,31 @@ class SessionChoice:
 class OnnxStage:
     """The model of one stage, loaded.
 
+    Args:
+        configure: called with the number of the stage and the options of its session.
+
     Raises:
         StageError: when a file of it is damaged, or ONNX Runtime refuses the model.
     """
 
     def __init__(
-        self, index: int, spec: OnnxStageSpec, folder: Path, choice: SessionChoice
+        self,
+        index: int,
+        spec: OnnxStageSpec,
+        folder: Path,
+        choice: SessionChoice,
+        configure: Callable[[int, onnxruntime.SessionOptions], object] | None = None,
     ) -> None:
         self.index = index
         self.spec = spec
         self._memory = choice.device.memory
         refuse_damaged(folder, spec.file)
+        options = choice.options()
+        if configure is not None:
+            configure(index, options)
         try:
             self._session = onnxruntime.InferenceSession(
-                str(folder / spec.file), choice.options(), providers=choice.device.providers
+                str(folder / spec.file), options, providers=choice.device.providers
             )
         except Exception as error:  # onnxruntime's errors have no common class
             custom = "is not a registered function" in str(error)

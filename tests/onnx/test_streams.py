@@ -1,0 +1,210 @@
+"""Packages of ONNX stages that serve: one call after another, several on their way at once.
+
+Held against plain ONNX Runtime on each request.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import io
+import resource
+import threading
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_models
+import packages
+import pytest
+from loading import load_package
+from onnx import TensorProto, helper
+from onnx_compiling import compile_onnx
+
+from gpipe_compiler.compile import CompileOptions
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_onnx.py"
+ROWS = 99
+"""Of the table that the model reads: an index from there on is an error."""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers, a long skip, and a row of a table, which is there or not."""
+    proto = onnx_models.chain(6)
+    proto.graph.input.append(helper.make_tensor_value_info("number", TensorProto.INT64, ["batch"]))
+    proto.graph.initializer.append(onnx_models.weight("table", ROWS, 16))
+    proto.graph.node.extend(
+        [
+            helper.make_node("Gather", ["table", "number"], ["row"]),
+            helper.make_node("Sum", ["r5", "row", "r0"], ["y"]),
+        ]
+    )
+    proto.graph.output[0].name = "y"
+    return _made(proto, tmp_path_factory.mktemp("stream"), 3)
+
+
+@pytest.fixture(scope="module")
+def whole_calls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What cannot be split, so that its pipeline is one of calls."""
+    return _made(onnx_models.data_dependent(), tmp_path_factory.mktemp("whole"), 2)
+
+
+def _made(proto: Any, folder: Path, stages: int) -> Path:
+    path = onnx_models.write(proto, folder / "model.onnx")
+    made = compile_onnx(path, CompileOptions(stages), folder / "package")
+    assert made.directory is not None
+    return made.directory
+
+
+def _request(number: int) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(number)
+    samples = 1 + number % 11
+    return {
+        "x": generator.standard_normal((samples, 16)).astype(np.float32),
+        "number": generator.integers(0, ROWS, samples),
+    }
+
+
+def _assert_same(package: Path, arrays: dict[str, np.ndarray], found: Any) -> None:
+    expected = packages.whole(package.with_name("model.onnx"), arrays)
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-5)
+
+
+def test_a_stream_of_requests_of_any_size(package: Path) -> None:
+    with load_package(package).Pipeline() as pipe:
+        for number, found in enumerate(pipe.stream(map(_request, range(50)))):
+            _assert_same(package, _request(number), found)
+    assert number == 49
+
+
+def test_a_stream_of_whole_calls(whole_calls: Path) -> None:
+    requests = [{"x": _request(number)["x"]} for number in range(20)]
+    pipe = load_package(whole_calls).Pipeline()
+    for arrays, found in zip(requests, pipe.stream(requests), strict=True):
+        _assert_same(whole_calls, arrays, found)
+
+
+def test_no_more_is_asked_for_than_is_on_its_way(package: Path) -> None:
+    asked = []
+
+    def requests() -> Iterator[dict[str, np.ndarray]]:
+        for number in range(1000):
+            asked.append(number)
+            yield _request(0)
+
+    stream = load_package(package).Pipeline().stream(requests())
+    next(stream)
+    assert len(asked) <= 10
+
+
+def test_a_request_that_fails_leaves_the_others_alone(package: Path) -> None:
+    pipe = load_package(package).Pipeline()
+    requests = [_request(number) for number in range(6)]
+    requests[3]["number"][0] = ROWS + 1
+    futures = [pipe.submit(arrays) for arrays in requests]
+    for number, (arrays, future) in enumerate(zip(requests, futures, strict=True)):
+        if number == 3:
+            with pytest.raises(Exception, match="fails on micro-batch"):
+                future.result()
+        else:
+            _assert_same(package, arrays, future.result())
+    with pytest.raises(Exception, match="the input x is missing"):
+        pipe.submit({"number": requests[0]["number"]})
+
+
+def test_calls_from_several_threads(package: Path) -> None:
+    pipe = load_package(package).Pipeline()
+    with ThreadPoolExecutor(8) as threads:
+        for number, found in enumerate(threads.map(lambda n: pipe(_request(n)), range(40))):
+            _assert_same(package, _request(number), found)
+
+
+def test_a_thousand_requests_leave_nothing(package: Path) -> None:
+    """Each is 2 MB with its boundary values: kept, they would be gigabytes."""
+    pipe = load_package(package).Pipeline()
+    arrays = {"x": np.ones((4096, 16), np.float32), "number": np.zeros(4096, np.int64)}
+    for _ in pipe.stream((arrays for _ in range(20)), microbatches=1):
+        pass
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in pipe.stream((arrays for _ in range(1000)), microbatches=1):
+        pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
+
+
+def test_threads_end_with_their_pipeline(package: Path) -> None:
+    def named() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("stage ")]
+
+    gc.collect()
+    before = set(named())
+    pipe = load_package(package).Pipeline()
+    mine = set(named()) - before
+    assert len(mine) == 3
+    pipe(_request(0))
+    held = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert held() is None
+    for thread in mine:
+        thread.join(10)
+        assert not thread.is_alive()
+    pipe = load_package(package).Pipeline()
+    pipe.close()
+    with pytest.raises(Exception, match="the pipeline is closed"):
+        pipe(_request(0))
+
+
+def test_options_of_each_stage(package: Path) -> None:
+    seen = {}
+
+    def configure(stage: int, options: Any) -> None:
+        seen[stage] = options.intra_op_num_threads
+        options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+
+    module = load_package(package)
+    pipe = module.Pipeline(threads=[1, 2, 1], configure=configure)
+    assert seen == {0: 1, 1: 2, 2: 1}
+    pipe.warm_up()
+    _assert_same(package, _request(5), pipe(_request(5)))
+    with pytest.raises(Exception, match="threads are given for 2 stages, but there are 3"):
+        module.Pipeline(threads=[1, 2])
+
+
+def test_the_server_of_the_examples(package: Path) -> None:
+    """Eight clients at once; each gets what its own numbers give."""
+    spec = importlib.util.spec_from_file_location("serve_onnx", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    served = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(served)
+    pipe = load_package(package).Pipeline()
+    served.Handler.batcher = served.Batcher(pipe)
+    served.Handler.log_message = lambda *_: None
+    server = ThreadingHTTPServer(("localhost", 0), served.Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def ask(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        data = io.BytesIO()
+        np.savez(data, **arrays)
+        url = f"http://localhost:{server.server_port}"
+        with urllib.request.urlopen(url, data.getvalue(), timeout=60) as answer:
+            return dict(np.load(io.BytesIO(answer.read())))
+
+    try:
+        with ThreadPoolExecutor(8) as clients:
+            for number, found in enumerate(clients.map(ask, map(_request, range(40)))):
+                _assert_same(package, _request(number), found)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask({"x": np.zeros((1, 3), np.float32)})
+    finally:
+        server.shutdown()
+        server.server_close()
