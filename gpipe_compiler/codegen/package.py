@@ -112,7 +112,12 @@ def write_package(
     texts["__init__.py"] = write_init(plan, weights=has_weights)
     package = identifier(f"{plan.name}_x{len(stages)}")
     texts["run.py"] = write_run(plan, hooks, package=package)
-    texts["README.md"] = write_readme(plan, graph, stages, package=package, weights=has_weights)
+    texts["README.md"] = write_readme(
+        *(plan, graph, stages),
+        package=package,
+        weights=has_weights,
+        folder=pretrained.folder.name if pretrained is not None and pretrained.stored else "",
+    )
     texts[PLAN] = plan.to_json()
     for file, text in texts.items():
         (folder / file).write_text(text, encoding="utf-8")

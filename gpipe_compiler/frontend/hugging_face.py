@@ -97,7 +97,8 @@ def load_folder(
     model, initial = on_meta_throughout(built, initial)
     labels = training and loss is LossChoice.MODEL and offered(module, "loss_fn") is None
     call = _call(spec, module, input_specs)
-    call = completed(task, call, config, labels=labels)
+    with _of_library("making an example call"):
+        call = completed(task, call, config, labels=labels)
     check_call(base, call, "the example call")
     subject = described(spec, module, model, initial, call, training=training, loss=loss)
     return dataclasses.replace(
@@ -135,7 +136,9 @@ def _of_library(what: str) -> Iterator[None]:
 
 def _config(library: Any, folder: Path) -> Any:
     with _of_library(f"reading {folder / CONFIG}"):
-        config = library.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config = library.AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{folder} holds quantised weights, which are not trained by themselves",

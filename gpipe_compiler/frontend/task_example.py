@@ -38,7 +38,7 @@ def _same(ids: Tensor, config: Any) -> Mapping[str, Tensor]:
 
 
 def _words(ids: Tensor, config: Any) -> Mapping[str, Tensor]:
-    return {"labels": torch.randint(config.vocab_size, ids.shape)}
+    return {"labels": torch.randint(config.get_text_config().vocab_size, ids.shape)}
 
 
 def _classes(main: Tensor, config: Any) -> Mapping[str, Tensor]:
@@ -101,7 +101,7 @@ def _image(config: Any) -> Tensor:
 
 
 def _text(config: Any) -> Tensor:
-    most = getattr(config, "max_position_embeddings", None) or LENGTH
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) or LENGTH
     return torch.zeros(BATCH, min(LENGTH, most), dtype=torch.int64)
 
 
@@ -111,9 +111,9 @@ def _filled(name: str, item: object, config: Any) -> object:
         return item
     if name.endswith("input_ids"):
         padding = getattr(config, "pad_token_id", None)
-        words = torch.randint(config.vocab_size, item.shape)
+        words = torch.randint(config.get_text_config().vocab_size, item.shape)
         if padding is not None:  # from which models tell where a text ends
-            words[words == padding] = (padding + 1) % config.vocab_size
+            words[words == padding] = (padding + 1) % config.get_text_config().vocab_size
         return words
     if name.endswith("attention_mask"):
         mask = torch.ones_like(item)

@@ -75,8 +75,14 @@ def train_data():
         labels[::3, 9:] = -100
         yield {"input_ids": words, "labels": labels}, None
 
+def eval_data():
+    yield next(iter(train_data()))
+
 def make_optimizer(parameters):
     return torch.optim.AdamW(parameters, lr=3e-3)
+
+def make_scheduler(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
 '''
 
 
@@ -131,10 +137,12 @@ def batches(file: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def trained(model: nn.Module, file: Path, steps: int, **autocast: Any) -> nn.Module:
-    """A copy of a model, trained in plain PyTorch with the data and the optimizer of a file."""
+    """A copy of a model, trained in plain PyTorch with what a file of hooks offers."""
     model = copy.deepcopy(model).train()
     found = (parameter for parameter in model.parameters() if parameter.requires_grad)
-    optimizer = runpy.run_path(str(file))["make_optimizer"](found)
+    offered = runpy.run_path(str(file))
+    optimizer = offered["make_optimizer"](found)
+    scheduler = offered["make_scheduler"](optimizer)
     for _, batch in zip(range(steps), batches(file), strict=False):
         optimizer.zero_grad()
         with torch.autocast("cpu", **autocast) if autocast else torch.enable_grad():
@@ -142,6 +150,7 @@ def trained(model: nn.Module, file: Path, steps: int, **autocast: Any) -> nn.Mod
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        scheduler.step()
     return model
 
 

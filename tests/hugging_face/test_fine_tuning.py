@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -27,13 +28,16 @@ def test_a_folder_is_trained_and_exported_as_in_plain_pytorch(
     llama: Path, package: Path, tmp_path: Path
 ) -> None:
     hooks = llama.with_name("hooks.py")
-    run(package, *TRAIN, "--checkpoint-dir", tmp_path / "c", ranks=2)
+    said = run(package, *TRAIN, "--checkpoint-dir", tmp_path / "c", ranks=2)
     words = ("--format", "huggingface", "--shard-size", "8KB", "-o", tmp_path / "out")
     run(package, "export", "--checkpoint", tmp_path / "c", *words)
 
     before = read(llama)
-    expected = logits(trained(before, hooks, STEPS), hooks)
+    after = trained(before, hooks, STEPS)
+    expected = logits(after, hooks)
     assert distance(logits(read(tmp_path / "out"), hooks), expected) < 1e-5
+    told = float(re.findall(r"evaluation after step 20: loss (\S+)", said)[-1])
+    assert told == pytest.approx(after(**next(folders.batches(hooks))).loss.item(), rel=1e-4)
     assert distance(logits(before, hooks), expected) > 0.1
     beside = {"config.json", "generation_config.json", "tokenizer_config.json"}
     files = {path.name for path in (tmp_path / "out").iterdir()}
@@ -64,13 +68,13 @@ def test_other_architectures(kind: str, head: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_in_another_number_of_stages(
+def test_a_run_that_was_killed_goes_on_in_other_numbers_of_stages_and_replicas(
     llama: Path, package: Path, tmp_path: Path
 ) -> None:
     hooks = llama.with_name("hooks.py")
     other = folders.compiled(llama, llama.with_name("llama_x4"), "--hooks", hooks, stages=4)
     checkpoints = tmp_path / "c"
-    words = [package / "run.py", "train", "--steps", 100_000, "--clip-norm", 1.0]
+    words = [other / "run.py", "train", "--steps", 100_000, "--clip-norm", 1.0]
     words += ["--checkpoint-dir", checkpoints, "--checkpoint-every", 3]
     killed = subprocess.Popen([sys.executable, *map(str, words)], stdout=subprocess.DEVNULL)
     try:
@@ -83,8 +87,8 @@ def test_a_run_that_was_killed_goes_on_in_another_number_of_stages(
     reached = max(int(path.name[5:]) for path in checkpoints.glob("step_*"))
     steps = reached + 7
     words = ["train", "--steps", steps, "--clip-norm", 1.0, "--checkpoint-dir", checkpoints]
-    run(other, *words, "--resume", ranks=4)
-    exported(other, checkpoints, tmp_path / "out")
+    run(package, *words, "--resume", "--data-parallel", 2, ranks=4)
+    exported(package, checkpoints, tmp_path / "out")
 
     expected = logits(trained(read(llama), hooks, steps), hooks)
     assert distance(logits(read(tmp_path / "out"), hooks), expected) < 1e-5
