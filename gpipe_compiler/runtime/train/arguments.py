@@ -17,7 +17,14 @@ from ..core.typed import (
     size,
 )
 from ..errors import UsageError
-from ..spec import BatchNorm, OptimizerKind, PipelineSpec, Precision, Remat, ScheduleKind
+from ..spec import (
+    BatchNorm,
+    OptimizerKind,
+    PipelineSpec,
+    Precision,
+    Remat,
+    ScheduleKind,
+)
 from ..wording import counted, printable
 from .checkpoint_manager import KEPT, LATEST, CheckpointOptions
 from .data import InputChoice
