@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from gpipe_compiler.cli.folder import folder_arguments
 from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
@@ -28,8 +27,7 @@ def compile_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
         "example_inputs(), to be trained also loss_fn(output, target) and example_target(); "
-        "model.onnx, for ONNX Runtime; a folder of Hugging Face's with a config.json "
-        "(docs/hugging_face.md); or graph.json, ops and edges that are only planned "
+        "model.onnx, for ONNX Runtime; or graph.json, ops and edges that are only planned "
         "(docs/graph_file.md)",
     )
     setting_arguments(parser)
@@ -50,7 +48,6 @@ def compile_parser() -> argparse.ArgumentParser:
     search_arguments(parser)
     _training_arguments(parser)
     _input_arguments(parser)
-    folder_arguments(parser)
     _cost_arguments(parser)
     _output_arguments(parser)
     return parser
@@ -163,6 +160,15 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         "has written it where the model is to run",
     )
     group.add_argument(
+        "--state",
+        metavar="PAST=PRESENT",
+        type=_state,
+        action="append",
+        default=[],
+        help="an input of an ONNX model that a session holds between calls, and the output that it "
+        "becomes; repeatable",
+    )
+    group.add_argument(
         "--custom-ops",
         metavar="LIB",
         type=path,
@@ -237,6 +243,15 @@ def _batch_dim(text: str) -> tuple[str, int | None]:
     if not name or not (dim == "none" or dim.isdecimal()):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not NAME=DIM, such as x=1 or mask=none")
     return name, None if dim == "none" else natural(dim)
+
+
+def _state(text: str) -> tuple[str, str]:
+    past, _, present = text.partition("=")
+    if not past or not present:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not PAST=PRESENT, an input and an output"
+        )
+    return past, present
 
 
 def _size(text: str) -> tuple[str, int]:

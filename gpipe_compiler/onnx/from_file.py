@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,8 +21,7 @@ from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
-from gpipe_compiler.onnx.passes.quantised import quantised_units
-from gpipe_compiler.onnx.validate import refuse_meeting, validate_onnx
+from gpipe_compiler.onnx.validate import SamplesMeetError, refuse_meeting, validate_onnx
 from gpipe_compiler.options import Auto, CompileOptions
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.cost import Costs
@@ -51,6 +50,7 @@ class OnnxStages:
     sizes: InputSizes
     planner: Planner
     batch: str = ""
+    state: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -66,7 +66,9 @@ class OnnxStages:
         options = dataclasses.replace(
             options, training=False, remedies=False, microbatches=_microbatches(options, sizes)
         )
-        return cls(options, model, sizes, planner_of(model, sizes, options), _batch_note(sizes))
+        planner = planner_of(model, sizes, options)
+        _check_state(planner.graph, file.state)
+        return cls(options, model, sizes, planner, _batch_note(sizes), file.state)
 
     def plan(self, progress: Progress) -> tuple[Plan, Frontier | None]:
         try:
@@ -75,6 +77,9 @@ class OnnxStages:
             raise _explained(error, self.planner.graph) from error
         if made.microbatches > 1 and not self.sizes.requests:
             _check_rows(made.known_graph)
+            if self.options.validate and not self.sizes.fixed:
+                size, seed = max(_LEAST, made.batch_size // 2 * 2), self.options.seed
+                _refuse_hidden(self.model, self.sizes, made.known_graph, size, seed)
         return self._with_limit(made), frontier
 
     def _with_limit(self, plan: Plan) -> Plan:
@@ -92,7 +97,7 @@ class OnnxStages:
         return dataclasses.replace(plan, graph=graph.replace(untried_in_pieces=rule))
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        write_onnx(plan, self.model, self.sizes, folder, progress)
+        write_onnx(plan, self.model, self.sizes, self.state, folder, progress)
 
     def validate(self, plan: Plan, folder: Path) -> Validation:
         return validate_onnx(self.model, self.sizes, plan, folder, seed=self.options.seed)
@@ -123,9 +128,29 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
         _refuse_ranges(graph)
         if options.validate and not sizes.fixed:
             refuse_meeting(model, sizes, graph, samples // 2, (samples,), seed=options.seed)
+            _refuse_hidden(model, sizes, graph, samples, options.seed)
     except ModelError as error:
         return sizes.in_requests(error.problem)
     return sizes
+
+
+def _refuse_hidden(
+    model: OnnxModel, sizes: InputSizes, graph: Graph, samples: int, seed: int
+) -> None:
+    """The same on random numbers where the user's were tried: alike samples hide that they meet.
+
+    Raises:
+        SamplesMeetError: where these show it. Other numbers than the user's may not run.
+    """
+    if not sizes.data:
+        return
+    random = dataclasses.replace(sizes, data={})
+    try:
+        refuse_meeting(model, random, graph, samples // 2, (samples,), seed=seed)
+    except SamplesMeetError:
+        raise
+    except ModelError:
+        return
 
 
 _LEAST = 4
@@ -151,6 +176,25 @@ def _check_rows(graph: Graph) -> None:
             f"the rows of {', '.join(apart)} are not those of the samples of a batch",
             hint="compile with --microbatches 1",
         )
+
+
+def _check_state(graph: Graph, state: Mapping[str, str]) -> None:
+    """Raises UsageError for state that is no input and output of one type."""
+    inputs = [source.name for source in graph.inputs]
+    for past, present in state.items():
+        for name, known, what in (
+            (past, inputs, "input"),
+            (present, graph.output_values, "output"),
+        ):
+            if name not in known:
+                hint = f"its {what}s are {', '.join(known)}"
+                raise UsageError(f"--state: the model has no {what} {name}", hint=hint)
+        one, other = graph.values[past], graph.values[present]
+        if one.dtype is not other.dtype or len(one.shape) != len(other.shape):
+            raise UsageError(
+                f"--state: {present} cannot be the next {past}: it is {other.shape} {other.dtype}, "
+                f"not {one.shape} {one.dtype}"
+            )
 
 
 def _batch_note(sizes: InputSizes) -> str:
@@ -215,7 +259,7 @@ def _facts(graph: Graph, costs: Costs) -> CutFacts:
     """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
     effects = Effects()
     copied = constant_ops(graph)
-    tied = atoms(graph, effects, copied, quantised_units(graph, copied))
+    tied = atoms(graph, effects, copied)
     return CutFacts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
 
 

@@ -38,6 +38,10 @@ from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.validate.package import Validation, run_check
 
 
+class SamplesMeetError(ModelError):
+    """The samples of a batch are not computed by themselves."""
+
+
 @dataclass(frozen=True)
 class WholeModel:
     """The model that a package is compared with.
@@ -66,8 +70,8 @@ def expected_outputs(
         size: samples in a micro-batch.
 
     Raises:
-        ModelError: where it does not take the inputs, and naming the outputs for which samples of
-            the batch meet in the model.
+        ModelError: where it does not take the inputs.
+        SamplesMeetError: naming the outputs for which samples of the batch meet in the model.
     """
     whole = {} if model.fixed else model.run(inputs)
     if graph.whole_batch and not model.fixed:
@@ -94,7 +98,7 @@ def expected_outputs(
     except ValueError:  # shapes that follow from numbers, and differ
         found, differing = {}, list(graph.output_values)
     if differing:
-        raise ModelError(
+        raise SamplesMeetError(
             f"{', '.join(differing)} of a batch is not put together from that of its "
             "micro-batches: somewhere in the model the samples of a batch meet",
             hint="compile with --microbatches 1",

@@ -423,6 +423,24 @@ def test_numbers_that_the_user_gives(tmp_path: Path) -> None:
         compile_onnx(path, CompileOptions(2), None, inputs=[str(tmp_path / "none.npz")])
 
 
+def test_samples_that_are_alike_hide_nothing(tmp_path: Path) -> None:
+    """Their mean is each of them; of random numbers it is not."""
+    proto = onnx_models.chain(3)
+    proto.graph.node.append(node("ReduceMean", ["r2"], ["mean"], axes=[0], keepdims=1))
+    proto.graph.node.append(node("Sub", ["r2", "mean"], ["y"]))
+    proto.graph.output[0].name = "y"
+    path = onnx_models.write(proto, tmp_path / "model.onnx")
+    np.savez(tmp_path / "alike.npz", x=np.ones((8, 16), np.float32))
+    inputs = [str(tmp_path / "alike.npz")]
+    compiled = compile_onnx(path, CompileOptions(2), tmp_path / "package", inputs=inputs)
+    assert "samples of a batch meet" in compiled.batch
+    with pytest.raises(ModelError, match="samples of a batch meet"):
+        compile_onnx(path, CompileOptions(2, microbatches=4), None, inputs=inputs)
+    x = np.random.default_rng(0).normal(size=(9, 16)).astype(np.float32)
+    assert compiled.directory is not None
+    packages.assert_equal(compiled.directory, path, {"x": x})
+
+
 def test_no_closer_than_onnx_runtime_is_to_itself() -> None:
     expected, other = {"y": np.array([1e-6, 2e-6])}, {"y": np.array([1e-6, 2.002e-6])}
     close = Closeness().with_rounding(expected, other)

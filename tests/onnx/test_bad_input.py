@@ -54,16 +54,6 @@ def test_weights_that_cannot_be_read(harm: str, tmp_path: Path) -> None:
     assert "b5" in caught.value.problem or "more" in caught.value.problem  # all of them, at once
 
 
-def test_an_old_opset(tmp_path: Path) -> None:
-    path = onnx_models.write(onnx_models.chain(), tmp_path / "model.onnx")
-    proto = onnx.load(path)
-    proto.opset_import[0].version = 6
-    onnx.save(proto, path)
-    with pytest.raises(ModelError, match="opset 6") as caught:
-        read_model(path)
-    assert "convert_version" in caught.value.hint
-
-
 def test_a_node_that_is_none(tmp_path: Path) -> None:
     proto = onnx_models.chain()
     proto.graph.node[3].op_type = "Multiply"

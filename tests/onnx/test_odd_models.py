@@ -139,14 +139,32 @@ def _refused(proto: ModelProto, said: str, folder: Path) -> ModelError:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("string", "output odd .* holds STRING"),
-        ("sequence", r"output odd .* is no tensor \(sequence\)"),
         ("weight", "output w0 .* is a weight"),
         ("random", "RandomNormalLike that makes odd draws random numbers"),
     ],
 )
 def test_outputs_that_are_refused(kind: str, said: str, tmp_path: Path) -> None:
     _refused(odd_models.with_output(kind), said, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("string", "holds STRING"), ("sequence", r"is no tensor \(sequence\)")]
+)
+def test_outputs_that_have_no_parts(kind: str, said: str, tmp_path: Path) -> None:
+    """Of whole calls they are what ONNX Runtime gives."""
+    path = onnx_models.write(odd_models.with_output(kind), tmp_path / "model.onnx")
+    options = CompileOptions(2, microbatches=4)
+    with pytest.raises(ModelError, match=f"output odd .* {said}"):
+        compile_onnx(path, options, tmp_path / "package")
+    package = _compile(path, validate=True)
+    found = load_package(package).Pipeline()({"x": ROWS})
+    expected = packages.whole(path, {"x": ROWS})
+    if kind == "string":
+        assert (found["odd"] == expected["odd"]).all()
+    else:
+        assert len(found["odd"]) == len(expected["odd"]) == 2
+        for one, other in zip(found["odd"], expected["odd"], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_mean_of_a_batch_has_no_parts(tmp_path: Path) -> None:

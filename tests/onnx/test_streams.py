@@ -28,6 +28,9 @@ from onnx import TensorProto, helper
 from onnx_compiling import compile_onnx
 
 from gpipe_compiler.compile import CompileOptions
+from gpipe_compiler.compile import compile as compile_model
+from gpipe_compiler.errors import UsageError
+from gpipe_compiler.onnx import OnnxFile
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve_onnx.py"
 ROWS = 99
@@ -208,3 +211,81 @@ def test_the_server_of_the_examples(package: Path) -> None:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _counting() -> Any:
+    """A state (2, batch, 16), and a past (batch, any, 16) to which each call adds a row."""
+    node = helper.make_node
+    proto = onnx_models.chain(4)
+    for name, shape in (("state", [2, "batch", 16]), ("past", ["batch", "length", 16])):
+        value = helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        proto.graph.input.append(value)
+    proto.graph.node.insert(0, node("Split", ["state"], ["s0", "s1"], axis=0))
+    proto.graph.node.insert(1, node("Squeeze", ["s0", "first"], ["before"]))
+    proto.graph.node.insert(2, node("Add", ["x", "before"], ["x2"]))
+    proto.graph.node[3].input[0] = "x2"
+    proto.graph.node.extend(
+        [
+            node("Unsqueeze", ["r3", "second"], ["row"]),
+            node("Concat", ["past", "row"], ["present"], axis=1),
+            node("ReduceSum", ["present", "second"], ["y"], keepdims=0),
+            node("Unsqueeze", ["r1", "first"], ["after"]),
+            node("Concat", ["after", "s0"], ["state_out"], axis=0),
+        ]
+    )
+    for name, number in (("first", 0), ("second", 1)):
+        proto.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], [number]))
+    del proto.graph.output[:]
+    proto.graph.output.extend(
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, None)
+        for name in ("y", "present", "state_out")
+    )
+    return proto
+
+
+STATE = {"past": "present", "state": "state_out"}
+
+
+def test_state_between_calls(tmp_path: Path) -> None:
+    """Two sessions at once, each like a loop around plain ONNX Runtime."""
+    path = onnx_models.write(_counting(), tmp_path / "model.onnx")
+    file = OnnxFile(path, ("past=8x3x16",), state=STATE)
+    made = compile_model(file, CompileOptions(2, target="onnx"), tmp_path / "package")
+    assert made.directory is not None
+    pipe = load_package(made.directory).Pipeline()
+    begin = {"past": np.zeros((2, 0, 16), np.float32), "state": np.ones((2, 2, 16), np.float32)}
+    sessions = [pipe.session(begin) for _ in range(2)]
+    plain = [dict(begin) for _ in range(2)]
+    for step in range(5):
+        for number, session in enumerate(sessions):
+            x = np.random.default_rng(2 * step + number).normal(size=(2, 16)).astype(np.float32)
+            found = session({"x": x})
+            expected = packages.whole(path, {"x": x, **plain[number]})
+            assert found.keys() == {"y"}
+            np.testing.assert_allclose(found["y"], expected["y"], rtol=1e-4, atol=1e-5)
+            plain[number] = {past: expected[present] for past, present in STATE.items()}
+    assert plain[0]["past"].shape == (2, 5, 16)
+    with pytest.raises(Exception, match="the input past is missing"):
+        pipe.session({"state": begin["state"]})({"x": x})
+    with pytest.raises(Exception, match="x is no state: that is past, state"):
+        pipe.session({"x": x})
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"nobody": "present"}, "no input nobody"),
+        ({"past": "nobody"}, "no output nobody"),
+        ({"past": "y"}, "y cannot be the next past"),
+    ],
+)
+def test_state_that_is_none(state: dict[str, str], said: str, tmp_path: Path) -> None:
+    path = onnx_models.write(_counting(), tmp_path / "model.onnx")
+    file = OnnxFile(path, ("past=8x3x16",), state=state)
+    with pytest.raises(UsageError, match=said):
+        compile_model(file, CompileOptions(2, target="onnx"), None)
+
+
+def test_no_session_without_state(package: Path) -> None:
+    with pytest.raises(Exception, match="has no state: compile it with --state"):
+        load_package(package).Pipeline().session()

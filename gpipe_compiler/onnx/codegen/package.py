@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import gpipe_compiler.onnx.runtime
@@ -38,9 +39,17 @@ _SHARED = (
 
 
 def write_onnx(
-    plan: Plan, model: OnnxModel, sizes: InputSizes, folder: Path, progress: Progress
+    plan: Plan,
+    model: OnnxModel,
+    sizes: InputSizes,
+    state: Mapping[str, str],
+    folder: Path,
+    progress: Progress,
 ) -> None:
     """Writes the files of a package of an ONNX model into an empty folder.
+
+    Args:
+        state: inputs that a session holds between calls, each with the output that it becomes.
 
     Raises:
         EmitError: when onnx.checker refuses a stage.
@@ -48,7 +57,7 @@ def write_onnx(
     progress("writing the stages")
     write_stages(plan, model, folder, free=any(sizes.free.values()))
     close = closeness(plan.known_graph, quantised=is_quantised(plan.known_graph))
-    _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free, sizes.integers))
+    _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free, sizes.integers, state))
 
 
 def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:

@@ -47,12 +47,14 @@ class Traits:
         fixed: whether the model takes batches of one size only.
         free: the dimensions of each input that may be of any size, without the batch.
         integers: by input, those that random numbers may be, where that is known.
+        state: inputs that a session holds between calls, each with the output that it becomes.
     """
 
     close: Closeness
     fixed: bool = False
     free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     integers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    state: Mapping[str, str] = field(default_factory=dict)
 
 
 def closeness(graph: Graph, *, quantised: bool) -> Closeness:
@@ -94,6 +96,7 @@ def write_onnx_schedule(plan: Plan, traits: Traits) -> str:
         "whole_batch": graph.whole_batch,
         "alone": "" if (found := other_alone(graph)) is None else where(found),
         "limits": tuple(sample_limits(graph)),
+        "state": tuple(traits.state.items()),
         "tolerance": float(f"{traits.close.tolerance:.3g}"),
     }
     spec = records.record(OnnxPipelineSpec, values)

@@ -133,7 +133,7 @@ def _state(tensor: TensorProto, dims: Iterable[int]) -> State:
 def _whole(name: str, known: Described | None) -> Value:
     """A value of a whole call, of which any tensor crosses."""
     if known is None or not known.is_tensor:
-        return Value(name, ValueKind.OTHER)
+        return Value(name, ValueKind.OTHER, (known and known.shape) or ())
     assert known.shape is not None
     dtype = torch_dtype(known.element)
     return Value(name, ValueKind.TENSOR, known.shape, dtype, splittable=not known.numeric)
@@ -165,6 +165,7 @@ def _value(
 
 def _check_outputs(model: OnnxModel, graph: Graph, known: Mapping[str, Described]) -> None:
     """Raises ModelError for outputs that cannot be put together from micro-batches."""
+    others: set[str] = set()
     for result in model.proto.graph.output:
         if result.name in graph.state:
             raise ModelError(
@@ -180,6 +181,9 @@ def _check_outputs(model: OnnxModel, graph: Graph, known: Mapping[str, Described
             problem = f"holds {element_name(element)}"
         else:
             continue
+        if graph.whole_batch and (kind != "tensor" or element == TensorProto.STRING):
+            others.add(result.name)
+            continue
         raise ModelError(
             f"the output {result.name} of {model.path} {problem}, which cannot be put together "
             "from micro-batches",
@@ -188,7 +192,8 @@ def _check_outputs(model: OnnxModel, graph: Graph, known: Mapping[str, Described
     unknown = [
         name
         for name in graph.output_values
-        if name not in graph.values or graph.values[name].kind is not ValueKind.TENSOR
+        if name not in others
+        and (name not in graph.values or graph.values[name].kind is not ValueKind.TENSOR)
     ]
     if unknown:
         whole_session(model)  # which says what is wrong, where that is why

@@ -18,15 +18,9 @@ from onnx.external_data_helper import uses_external_data
 from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.onnx.frontend.dequantised import unshare_dequantised
 from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
-
-OLDEST_OPSET = 7
-"""Of the standard operators: the oldest that ONNX Runtime promises to run."""
-
-_STANDARD = ("", "ai.onnx")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +63,7 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
     Raises:
         UsageError: when there is no such file.
         ModelError: for a file that is no ONNX model or only part of one, weights that are missing,
-            operators older than opset 7, and whatever ONNX's own checker refuses.
+            and whatever ONNX's own checker refuses.
     """
     if not path.is_file():
         problem = f"{path} is a directory" if path.is_dir() else f"there is no file {path}"
@@ -85,27 +79,14 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
         raise ModelError(
             f"{path} is no ONNX model, or only part of one: {error}", hint="copy or export it again"
         ) from error
-    unshare_dequantised(proto.graph)
     model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
     if not proto.graph.output:
         what = "no outputs" if proto.graph.node else "no graph"
         raise ModelError(f"{path} holds {what}", hint="copy or export it again")
-    _check_opset(model)
     _sort(proto.graph)
     _check_weights(model)
     _check(model)
     return model
-
-
-def _check_opset(model: OnnxModel) -> None:
-    for opset in model.proto.opset_import:
-        if opset.domain in _STANDARD and opset.version < OLDEST_OPSET:
-            raise ModelError(
-                f"{model.path} is written in opset {opset.version}; {OLDEST_OPSET} is the oldest "
-                "that is understood",
-                hint="convert it: onnx.version_converter.convert_version(model, "
-                f"{OLDEST_OPSET}), or export it with a newer opset",
-            )
 
 
 def _sort(graph: GraphProto) -> None:

@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from onnxruntime import OrtValue
@@ -71,12 +72,14 @@ def value_of(array: np.ndarray, dtype: str = "") -> OrtValue:
     return OrtValue.ortvalue_from_numpy_with_onnx_type(array, _FOREIGN[dtype][0])
 
 
-def array_of(value: OrtValue) -> np.ndarray:
-    """The numbers of a value, in the memory of the processor.
+def array_of(value: OrtValue | object) -> Any:
+    """The numbers of a value, in the memory of the processor; what is no tensor as it is.
 
     Raises:
         StageError: for types that arrays cannot stand for.
     """
+    if not isinstance(value, OrtValue):
+        return value
     name = foreign_name(value)
     if not name:
         try:
@@ -92,6 +95,23 @@ def array_of(value: OrtValue) -> np.ndarray:
     shape = tuple(value.shape())
     data = ctypes.string_at(value.data_ptr(), math.prod(shape) * dtype.itemsize)
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+
+
+def leaves(things: Mapping[str, object]) -> dict[str, np.ndarray]:
+    """Arrays that stand for outputs of any kind: of sequences and maps, one for each thing in them.
+
+    They are called `scores[0][1]`. Strings are numpy's own.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, thing in things.items():
+        if isinstance(thing, dict):
+            found |= leaves({f"{name}[{key}]": part for key, part in thing.items()})
+        elif isinstance(thing, list):
+            found |= leaves({f"{name}[{at}]": part for at, part in enumerate(thing)})
+        elif thing is not None:
+            array = np.asarray(thing)
+            found[name] = array.astype(str) if array.dtype == object else array
+    return found
 
 
 def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
@@ -112,8 +132,12 @@ def arrays_of(names: Sequence[str], path: Path) -> dict[str, np.ndarray]:
     return {names[0]: found}
 
 
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays as .npz, by name; a single one as .npy where the file is called so."""
+def write_arrays(path: Path, things: Mapping[str, object]) -> None:
+    """Writes arrays as .npz, by name; a single one as .npy where the file is called so.
+
+    Other things are written as `leaves` has them.
+    """
+    arrays = leaves(things)
     if path.suffix == ".npy" and len(arrays) == 1:
         with path.open("wb") as file:
             np.lib.format.write_array(file, next(iter(arrays.values())), allow_pickle=False)

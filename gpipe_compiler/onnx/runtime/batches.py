@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 
@@ -14,8 +14,13 @@ from .stage import Values
 Arrays = Mapping[str, np.ndarray]
 
 
-def batch_size(spec: OnnxPipelineSpec, arrays: Mapping[str, object]) -> int:
+def batch_size(
+    spec: OnnxPipelineSpec, arrays: Mapping[str, object], held: Container[str] = ()
+) -> int:
     """The samples in a call, whose arrays are checked.
+
+    Args:
+        held: inputs that come from elsewhere.
 
     Raises:
         UsageError: with all that does not fit: arrays that are missing or unknown, of another type
@@ -25,6 +30,8 @@ def batch_size(spec: OnnxPipelineSpec, arrays: Mapping[str, object]) -> int:
     sizes: dict[str, int] = {}
     for known in spec.inputs:
         array = arrays.get(known.name)
+        if known.name in held and array is None:
+            continue
         if array is None:
             faults.append(f"the input {known.name} is missing")
         elif not isinstance(array, np.ndarray):

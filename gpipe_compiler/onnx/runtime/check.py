@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .arrays import numbers
+from .arrays import leaves, numbers
 
 _ROUNDINGS = 4
 """How many times what the optimiser moves an output by it may differ."""
@@ -74,8 +74,9 @@ class Row:
 def compare(
     expected: Mapping[str, np.ndarray], found: Mapping[str, np.ndarray], close: Closeness
 ) -> list[Row]:
-    """A row for every output of the reference."""
-    return [_row(name, array, found.get(name), close) for name, array in expected.items()]
+    """A row for every output of the reference, and for everything in one that is no array."""
+    wanted, given = leaves(expected), leaves(found)
+    return [_row(name, array, given.get(name), close) for name, array in wanted.items()]
 
 
 def _row(name: str, expected: np.ndarray, found: np.ndarray | None, close: Closeness) -> Row:

@@ -19,7 +19,7 @@ import numpy as np
 from ...runtime.core.typed import microbatches, natural, path, positive, whole
 from ...runtime.errors import PipelineError, UsageError
 from ...runtime.wording import printable, printable_lines, printable_message
-from .arrays import arrays_of, random_arrays, write_arrays
+from .arrays import arrays_of, leaves, random_arrays, write_arrays
 from .check import Closeness, compare, format_rows
 from .distributed import rank_here
 from .pipeline import OnnxPipeline
@@ -166,7 +166,7 @@ def _infer(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
     outputs = pipe(_inputs(pipe, arguments), microbatches=arguments.microbatches)
     if pipe.rank:
         return 0
-    for name, array in outputs.items():
+    for name, array in leaves(outputs).items():
         print(f"{printable(name)}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
     if output is not None:
         write_arrays(output, outputs)

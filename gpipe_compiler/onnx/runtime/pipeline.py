@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -19,10 +20,12 @@ from .devices import parse_devices
 from .distributed import ProcessLinks, World, gathered, rank_here
 from .engine import order_for, run_device
 from .flow import AHEAD, Flow, StoppedError
+from .session import Session
 from .spec import OnnxPipelineSpec
 from .stage import OnnxStage, SessionChoice, Values
 
-Outputs = dict[str, np.ndarray]
+Outputs = dict[str, Any]
+"""Arrays by name; sequences and maps are lists and dictionaries of Python."""
 
 
 class OnnxPipeline:
@@ -178,6 +181,15 @@ class OnnxPipeline:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+    def session(self, state: Mapping[str, np.ndarray] | None = None) -> Session:
+        """Calls that hand state from one to the next; see `Session`."""
+        return Session(self, state or {})
+
+    def one(self, values: Values) -> Values:
+        """The outputs of one micro-batch, as ONNX Runtime has them; for a session."""
+        (part,) = self._send([values], threading.Event())
+        return part.result()
 
     def samples(self, inputs: Mapping[str, np.ndarray]) -> int:
         """How many samples a call has.

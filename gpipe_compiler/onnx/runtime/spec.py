@@ -73,6 +73,7 @@ class OnnxPipelineSpec:
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         alone: by which line the model computes something else of a single sample; "" where it does
             not.
+        state: inputs that a session holds between calls, each with the output that it becomes.
         limits: of the samples in a mini-batch, where one of any number could not be tried.
         tolerance: by how much of its largest entry an output may differ from the whole model's.
     """
@@ -92,6 +93,7 @@ class OnnxPipelineSpec:
     tolerance: float = 1e-4
     alone: str = ""
     limits: tuple[SampleLimit, ...] = ()
+    state: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def crossings(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -20,8 +21,8 @@ from .spec import OnnxStageSpec
 _SILENT = 4
 """The level of ONNX Runtime's log at which it says nothing: what is wrong is raised."""
 
-Values = dict[str, OrtValue]
-"""Values of one micro-batch, by name."""
+Values = dict[str, Any]
+"""Values of one micro-batch, by name: those of ONNX Runtime, and outputs that are no tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ class OnnxStage:
         self.spec = spec
         self._memory = choice.device.memory
         refuse_damaged(folder, spec.file)
-        options = choice.options()
-        if configure is not None:
-            configure(index, options)
         try:
+            options = choice.options()
+            if configure is not None:
+                configure(index, options)
             self._session = onnxruntime.InferenceSession(
                 str(folder / spec.file), options, providers=choice.device.providers
             )
@@ -113,7 +114,11 @@ class OnnxStage:
             raise StageError(
                 f"stage {self.index} fails on micro-batch {microbatch}: {reason}"
             ) from error
-        return dict(zip(self.spec.outputs, binding.get_outputs(), strict=True))
+        found = binding.get_outputs()
+        if not all(value.is_tensor() for value in found):  # of others there are Python's own alone
+            copies = zip(found, binding.copy_outputs_to_cpu(), strict=True)
+            found = [value if value.is_tensor() else copy for value, copy in copies]
+        return dict(zip(self.spec.outputs, found, strict=True))
 
 
 class Whole:
@@ -170,6 +175,8 @@ def run_session(
 ) -> dict[str, np.ndarray]:
     """The outputs of a session, by name; arrays may stand for types that numpy does not have."""
     names = [output.name for output in session.get_outputs()]
+    if not all(output.type.startswith("tensor(") for output in session.get_outputs()):
+        return dict(zip(names, session.run(names, dict(arrays)), strict=True))
     found = session.run_with_ort_values(names, values_of(session, arrays))
     return {name: array_of(value) for name, value in zip(names, found, strict=True)}
 
