@@ -50,7 +50,12 @@ class Atoms:
         return tuple(frozenset(group) for group in members.values() if len(group) > 1)
 
 
-def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozenset()) -> Atoms:
+def atoms(
+    graph: Graph,
+    effects: Effects,
+    duplicable: Collection[str] = frozenset(),
+    further: Iterable[Tie] = (),
+) -> Atoms:
     """The atoms of an annotated graph.
 
     In one group are
@@ -72,12 +77,13 @@ def atoms(graph: Graph, effects: Effects, duplicable: Collection[str] = frozense
 
     Args:
         duplicable: the ops that are computed wherever they are needed (`passes.duplicate`).
+        further: what the target does not let be cut apart.
     """
     kept = [op for op in graph.ops if op.name not in duplicable]
     order = {op.name: index for index, op in enumerate(kept)}
     groups = DisjointSets(order)
     precedence: list[Pair] = []
-    ties: list[Tie] = []
+    ties = list(further)
     for memory in written_memory(graph, effects, kept):
         last = max(memory.writers, key=order.__getitem__)
         ties.append(Tie(frozenset(memory.bound), last, "it writes in place what they touch"))

@@ -98,6 +98,15 @@ def eval_data():
     yield example_inputs(), example_target()
 """
 
+DATA = """
+import torch
+
+
+def train_data():
+    words = torch.randint(50, (8, 16))
+    yield {"input_ids": words, "labels": words}, None
+"""
+
 
 def lines_of(page: str) -> list[str]:
     """The commands of a page, each in one line."""
@@ -207,6 +216,8 @@ class Session:
     def prepare(self, line: str) -> None:
         """Makes room for the package that a line writes, and brings what a line reads."""
         named = re.search(r"(\w+?_x\d)/run.py|(?:python )(run\.py)|memory (\w+_x\d)", line)
+        if "./llama" in line and not (self.folder / "llama").is_dir():
+            self.write_folder()
         if line.startswith("gpipe-compile"):
             for old in (*self.folder.glob("*_x*"), *self.folder.glob("*_auto")):
                 shutil.rmtree(old)
@@ -244,6 +255,18 @@ class Session:
             text=True,
         )
         assert ran.returncode == 0, f"{line}\n{ran.stderr[-2000:]}"
+
+    def write_folder(self) -> None:
+        """A Hugging Face folder, data for it, and a configuration of adapters."""
+        import transformers
+
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+        config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=2, **sizes)
+        transformers.LlamaForCausalLM(config).save_pretrained(self.folder / "llama")
+        (self.folder / "data.py").write_text(DATA)
+        (self.folder / "lora").mkdir()
+        lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
+        (self.folder / "lora" / "adapter_config.json").write_text(json.dumps(lora))
 
     def write_onnx(self) -> None:
         """The model as an ONNX file."""
@@ -285,7 +308,11 @@ def graph_text() -> str:
 def test_every_line_runs(page: str, tmp_path: Path) -> None:
     if page == "docs/onnx.md":
         pytest.importorskip("onnxruntime")
+    if page == "docs/hugging_face.md":
+        pytest.importorskip("transformers")
     session = Session(tmp_path)
     for line in LINES[page]:
+        if "--peft" in line:
+            pytest.importorskip("peft")
         if not why_not(line):
             session.run(line)

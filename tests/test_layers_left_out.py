@@ -189,7 +189,11 @@ def test_recomputing_changes_no_bit(drops: Path) -> None:
                 assert torch.equal(tensor, other), name
 
 
-@pytest.mark.parametrize("manner", [{"microbatches": 1}, {"loss_over_batch": True}], ids=str)
+@pytest.mark.parametrize(
+    "manner",
+    [pytest.param({"microbatches": 1}, marks=pytest.mark.slow), {"loss_over_batch": True}],
+    ids=str,
+)
 def test_a_mini_batch_in_one_piece(manner: dict[str, Any], tmp_path: Path) -> None:
     """The model leaves out what its package does, and draws beyond it what its package draws."""
     compiled(built(0.1), tmp_path, **manner)

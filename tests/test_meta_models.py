@@ -387,9 +387,13 @@ def Deep():
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (SEQUENTIAL, "4 of the 20 repetitions in it"),
+        pytest.param(SEQUENTIAL, "4 of the 20 repetitions in it", marks=pytest.mark.slow),
         (LIST, "4 of the 20 repetitions in it"),
-        (NESTED, "2 of the 3 repetitions in it and 2 of the 6 repetitions in 1"),
+        pytest.param(
+            NESTED,
+            "2 of the 3 repetitions in it and 2 of the 6 repetitions in 1",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_model_that_is_a_list_itself_is_compared_with_fewer_of_its_layers(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from gpipe_compiler.cli.folder import folder_arguments
 from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
@@ -27,7 +28,8 @@ def compile_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="model.py, model.py:factory or package.module:factory; it offers build_model() and "
         "example_inputs(), to be trained also loss_fn(output, target) and example_target(); "
-        "model.onnx, for ONNX Runtime; or graph.json, ops and edges that are only planned "
+        "model.onnx, for ONNX Runtime; a folder of Hugging Face's with a config.json "
+        "(docs/hugging_face.md); or graph.json, ops and edges that are only planned "
         "(docs/graph_file.md)",
     )
     setting_arguments(parser)
@@ -48,6 +50,7 @@ def compile_parser() -> argparse.ArgumentParser:
     search_arguments(parser)
     _training_arguments(parser)
     _input_arguments(parser)
+    folder_arguments(parser)
     _cost_arguments(parser)
     _output_arguments(parser)
     return parser

@@ -15,12 +15,14 @@ import torch
 from rich.console import Console
 
 from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
+from gpipe_compiler.cli.folder import folder_options, refuse_folder_options
 from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile import Compiled, compare
 from gpipe_compiler.compile import compile as compile_model
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.examples import size_names
+from gpipe_compiler.frontend.hugging_face import is_folder, load_folder
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.frontend.user_code import ModelSpec
@@ -167,6 +169,8 @@ def _watched(*, as_json: bool) -> Iterator[Progress]:
 
 def _model(arguments: argparse.Namespace, progress: Progress) -> Subject | OnnxFile:
     progress(f"loading {arguments.model}")
+    if not is_folder(arguments.model):
+        refuse_folder_options(arguments, compile_parser())
     if of_file(arguments.model) is not None:
         return onnx_file(arguments, compile_parser())
     return _subject(arguments)
@@ -186,7 +190,11 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             hint="leave it out, or compile with --mode train",
         )
     tensors, names = size_names(arguments.input)
-    subject = load(arguments.model, input_specs=tensors, training=training, loss=loss)
+    if is_folder(arguments.model):
+        folder, asked = Path(arguments.model), folder_options(arguments)
+        subject = load_folder(folder, asked, input_specs=tensors, training=training, loss=loss)
+    else:
+        subject = load(arguments.model, input_specs=tensors, training=training, loss=loss)
     free = Wish.parse(arguments.free, arguments.fix, arguments.at)
     return dataclasses.replace(
         subject,
@@ -200,7 +208,7 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
     if arguments.dry_run:
         return None
     model = arguments.model
-    stem = Path(model).stem if of_file(model) else ModelSpec.parse(model).stem
+    stem = Path(model).resolve().name if is_folder(model) else _stem(model)
     stages = arguments.stages
     named = f"{stem}_{stages.value}" if isinstance(stages, Auto) else f"{stem}_x{stages}"
     directory: Path = arguments.output or Path(named)
@@ -210,6 +218,10 @@ def _directory(arguments: argparse.Namespace) -> Path | None:
             hint="--force replaces it, -o names another directory, --dry-run writes nothing",
         )
     return directory
+
+
+def _stem(model: str) -> str:
+    return Path(model).stem if of_file(model) else ModelSpec.parse(model).stem
 
 
 def _stdout_for_the_document(as_json: bool) -> contextlib.AbstractContextManager[object]:

@@ -20,10 +20,12 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import own_code_of
 from gpipe_compiler.codegen.loss_weight import MODULE, write_loss_weight
 from gpipe_compiler.codegen.names import identifier
+from gpipe_compiler.codegen.pretrained import write_pretrained
 from gpipe_compiler.codegen.schedule import write_schedule
 from gpipe_compiler.codegen.scripts import write_init, write_readme, write_run
 from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.errors import EmitError, ValidationError
+from gpipe_compiler.frontend.pretrained import Pretrained
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.ops import ops_within
@@ -90,6 +92,7 @@ def write_package(
     hooks: Hooks | None,
     tell: Progress,
     example: Mapping[str, torch.Tensor] | None = None,
+    pretrained: Pretrained | None = None,
 ) -> None:
     """Writes the files of a package into an empty folder, the report apart."""
     graph = plan.known_graph
@@ -105,11 +108,15 @@ def write_package(
     if weight is not None:
         texts[f"{MODULE}.py"] = weight.text
     texts["schedule.py"] = write_schedule(plan, graph, stages, weight)
-    texts["__init__.py"] = write_init(plan, weights=not graph.on_meta)
+    has_weights = not graph.on_meta or (pretrained is not None and bool(pretrained.stored))
+    texts["__init__.py"] = write_init(plan, weights=has_weights)
     package = identifier(f"{plan.name}_x{len(stages)}")
     texts["run.py"] = write_run(plan, hooks, package=package)
     texts["README.md"] = write_readme(
-        plan, graph, stages, package=package, weights=not graph.on_meta
+        *(plan, graph, stages),
+        package=package,
+        weights=has_weights,
+        folder=pretrained.folder.name if pretrained is not None and pretrained.stored else "",
     )
     texts[PLAN] = plan.to_json()
     for file, text in texts.items():
@@ -117,6 +124,8 @@ def write_package(
     copy_runtime(gpipe_compiler.runtime, folder / "runtime")
     real = graph.example if example is None else example
     write_weights(graph, stages, folder / "weights", tell, real)
+    if pretrained is not None:
+        write_pretrained(pretrained, folder, tell)
 
 
 def own_files(graph: Graph) -> dict[str, str]:

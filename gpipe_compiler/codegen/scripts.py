@@ -54,12 +54,19 @@ def write_init(plan: Plan, *, weights: bool) -> str:
 
 
 def write_readme(
-    plan: Plan, graph: Graph, stages: Sequence[StageSource], *, package: str, weights: bool
+    plan: Plan,
+    graph: Graph,
+    stages: Sequence[StageSource],
+    *,
+    package: str,
+    weights: bool,
+    folder: str = "",
 ) -> str:
     """What the package is, how to run it, what each stage holds.
 
     Args:
         package: a name under which it can be imported.
+        folder: of Hugging Face's, where the weights are in such; "" otherwise.
     """
     return render(
         "readme.md.jinja",
@@ -70,6 +77,7 @@ def write_readme(
         and graph.loss is not None
         and any(term.weight is not None for term in graph.loss.summands),
         weights=weights,
+        folder=folder,
         schedule=plan.schedule.value,
         microbatches=plan.microbatches,
         microbatch_size=plan.microbatch_size,

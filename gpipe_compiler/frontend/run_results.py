@@ -19,6 +19,7 @@ from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.result_differences import GRADIENT, Results
 from gpipe_compiler.frontend.state import copied, isolated
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.left_out import with_all_layers
@@ -61,7 +62,9 @@ def run_model(
     entry.model = isolated(subject.model).train(entry.training)
     if double:
         entry.model.double()
-    leaves, inputs = inputs_of(entry, batch, double=double)
+    # What asks tensors for values knows that fakes have none; of those on meta it does not.
+    fakes = TraceFakes() if entry.states.on_meta else None
+    leaves, inputs = inputs_of(entry, batch, double=double, fakes=fakes)
     before = dict(entry.model.named_buffers())
     attributes = python_state(entry.model, entry.loss_fn)
     sizes = {name: tensor.shape for name, tensor in before.items()}
@@ -71,10 +74,11 @@ def run_model(
         keeping or activations_kept(),
         no_new_parameters(),
         unpacked(),  # as evaluations compute, which run without gradients
+        fakes or contextlib.nullcontext(),
     ):
         returned = entry(*inputs)
-    loss = returned.pop(0) if entry.has_loss else None
-    _backward(loss, entry)
+        loss = returned.pop(0) if entry.has_loss else None
+        _backward(loss, entry)
     parameters = dict(entry.model.named_parameters())
     buffers = dict(entry.model.named_buffers())
     for name, tensor in buffers.items():
@@ -130,11 +134,17 @@ def _copy(tensor: torch.Tensor, *, double: bool) -> torch.Tensor:
 
 
 def inputs_of(
-    entry: Entry, batch: int, *, double: bool
+    entry: Entry, batch: int, *, double: bool, fakes: TraceFakes | None = None
 ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
     """Leaves by name that collect gradients, and what to pass on: perhaps copies, to which the
-    model may write."""
+    model may write.
+
+    Args:
+        fakes: of whose mode they are to be.
+    """
     tensors = [_copy(tensor, double=double) for tensor in entry.signature.samples(batch)]
+    if fakes is not None:
+        tensors = [fakes.from_tensor(tensor, static_shapes=True) for tensor in tensors]
     leaves = {
         source.name: tensor.requires_grad_(entry.has_loss and entry.input_gradients)
         for source, tensor in zip(entry.signature.inputs, tensors, strict=True)

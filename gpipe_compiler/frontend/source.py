@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -71,10 +71,24 @@ def load(
     given = parse_inputs(input_specs) if input_specs else None
     module = import_user_code(spec)
     built, initial = _build_and_watch(spec, module)
-    call = _example_call(spec, module) if given is None else given
+    call = example_call(spec, module) if given is None else given
     check_call(built, call, "example_inputs()" if given is None else "--input")
+    return described(spec, module, built, initial, call, training=training, loss=loss)
+
+
+def described(
+    spec: ModelSpec,
+    module: ModuleType,
+    built: nn.Module,
+    initial: Mapping[str, Steps],
+    call: Call,
+    *,
+    training: bool,
+    loss: LossChoice,
+) -> Subject:
+    """A model that is built, with what the user's file offers besides."""
     wants_own = training and loss is LossChoice.MODEL
-    loss_fn = _offered(module, HOOK) if wants_own else None
+    loss_fn = offered(module, HOOK) if wants_own else None
     target = _target(module, call) if loss_fn is not None else None
     subject = Subject(
         name=spec.stem,
@@ -89,15 +103,15 @@ def load(
         hooks=Hooks(
             file=spec.file,
             module=spec.module,
-            names=frozenset(name for name in _HOOKS if _offered(module, name) is not None),
+            names=frozenset(name for name in _HOOKS if offered(module, name) is not None),
         ),
         initial=initial,
-        make_optimizer=_offered(module, "make_optimizer") if training else None,
+        make_optimizer=offered(module, "make_optimizer") if training else None,
     )
     return _same_device(subject)
 
 
-def _offered(module: ModuleType, name: str) -> Callable[..., object] | None:
+def offered(module: ModuleType, name: str) -> Callable[..., object] | None:
     """The function of this name in the user's file, None where there is none.
 
     A module of this name, as after `from sklearn import metrics`, is none.
@@ -207,8 +221,8 @@ def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:
     return ModelError(f"there is no {name}() in {spec.where}", location=location, hint=hint)
 
 
-def _example_call(spec: ModelSpec, module: ModuleType) -> Call:
-    function = _offered(module, "example_inputs")
+def example_call(spec: ModelSpec, module: ModuleType) -> Call:
+    function = offered(module, "example_inputs")
     if function is None:
         raise ModelError(
             f"there is no example_inputs() in {spec.where}",
@@ -220,7 +234,7 @@ def _example_call(spec: ModelSpec, module: ModuleType) -> Call:
 
 def _target(module: ModuleType, call: Call) -> object:
     """What `loss_fn` compares the output with: `example_target()`, or the first batch's."""
-    function = _offered(module, "example_target")
+    function = offered(module, "example_target")
     if function is not None:
         target, location = _called(function, "example_target"), definition(function)
         if target is None:  # a loss of the output alone
@@ -235,7 +249,7 @@ def _target(module: ModuleType, call: Call) -> object:
 
 
 def _first_target(module: ModuleType) -> tuple[object, SourceLocation | None]:
-    data = _offered(module, "train_data")
+    data = offered(module, "train_data")
     if data is None:
         raise ModelError(
             "there is a loss_fn(output, target), but no example_target() to call it with",

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation, UsageError
+from gpipe_compiler.frontend.pretrained import Pretrained
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.runtime.spec import Steps
@@ -158,6 +159,8 @@ class Subject:
         free: the dimensions of inputs that are to stay free, beside the batch.
         keeps: for a model that leaves layers out at random, what Python is told for a layer to run;
             all run then in every run of an entry. None where it decides by itself.
+        pretrained: where the numbers of a model on meta are, that was built from a folder of
+            Hugging Face's; None for any other.
         probes: what entries have found out by running the model, by its mode. A changed copy of a
             subject begins with none.
     """
@@ -178,6 +181,7 @@ class Subject:
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     free: Wish = Wish()
     keeps: bool | None = None
+    pretrained: Pretrained | None = None
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
 
     def fixed(self) -> Subject:

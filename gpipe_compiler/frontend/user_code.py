@@ -85,7 +85,8 @@ def _existing_file(path: Path) -> Path:
     if path.is_dir():
         raise UsageError(
             f"{path} is a directory, not a Python file",
-            hint=f"name the file that builds the model, such as {path / 'model.py'}",
+            hint=f"name the file that builds the model, such as {path / 'model.py'}; a folder of "
+            "Hugging Face's has a config.json",
         )
     nearby = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
     listing = f"; {path.parent.resolve()} has {', '.join(nearby[:8])}" if nearby else ""

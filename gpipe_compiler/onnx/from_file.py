@@ -21,6 +21,7 @@ from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
+from gpipe_compiler.onnx.passes.quantised import quantised_units
 from gpipe_compiler.onnx.validate import SamplesMeetError, refuse_meeting, validate_onnx
 from gpipe_compiler.options import Auto, CompileOptions
 from gpipe_compiler.passes.atoms import atoms
@@ -259,7 +260,7 @@ def _facts(graph: Graph, costs: Costs) -> CutFacts:
     """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
     effects = Effects()
     copied = constant_ops(graph)
-    tied = atoms(graph, effects, copied)
+    tied = atoms(graph, effects, copied, quantised_units(graph, copied))
     return CutFacts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from gpipe_compiler.codegen.package import Progress, place, write_package
 from gpipe_compiler.errors import EmitError
+from gpipe_compiler.frontend.pretrained import Pretrained
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
@@ -57,7 +58,8 @@ def write_reported(
     hooks: Hooks | None,
     tell: Progress,
     example: Mapping[str, torch.Tensor] | None = None,
+    pretrained: Pretrained | None = None,
 ) -> None:
     """Writes the files of a package, its report among them, into an empty folder; see `emit`."""
-    write_package(plan, folder, hooks, tell, example)
+    write_package(plan, folder, hooks, tell, example, pretrained)
     write_report(plan, folder / "report.html")

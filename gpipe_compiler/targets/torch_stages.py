@@ -122,7 +122,8 @@ class TorchStages:
             reference_of(self.found.subject, plan, self.options.seed)
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
-        write_reported(plan, folder, self.found.subject.hooks, progress, self._example)
+        subject = self.found.subject
+        write_reported(plan, folder, subject.hooks, progress, self._example, subject.pretrained)
 
     def validate(self, plan: Plan, folder: Path) -> Validation | str:
         subject, options = self.found.subject, self.options

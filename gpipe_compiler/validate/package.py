@@ -48,6 +48,7 @@ from gpipe_compiler.runtime.train.comparison import (
     is_finite,
     pack,
 )
+from gpipe_compiler.runtime.train.loading import ANEW
 from gpipe_compiler.runtime.train.process import return_memory
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.plain_run import batch_of, device_of, least_samples
@@ -121,6 +122,9 @@ def validate(
             left_to_package=True,
             step_alone=plan.training and bool(second) and not per_microbatch,
         )
+    if subject.pretrained is not None and subject.pretrained.stored:
+        folder = subject.pretrained.folder
+        notes = (*notes, f"compared with numbers made up here: no weight of {folder} was read")
     batches = [_Reference(expected), *second]
     # Where the model ran and with as many threads: other kernels round in another way.
     device, count = device_of(subject.model), len(plan.orders)
@@ -129,6 +133,8 @@ def validate(
         with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
             report = Path(scratch, "report.json")
             options = [*_files(batches, weights, Path(scratch)), "--report", report, "--seed", seed]
+            if on_meta:
+                options += ["--weights", ANEW]
             run_check(
                 directory,
                 [*options, "--devices", ",".join([str(device)] * count)],

@@ -102,9 +102,8 @@ def test_the_network_is_torchgpipes() -> None:
     assert [len(stage) for stage in stages(model, (7, 5))] == [7, 5]
 
 
-@pytest.mark.parametrize(
-    "row", [PUBLISHED[0], *(pytest.param(row, marks=pytest.mark.slow) for row in PUBLISHED[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", PUBLISHED)
 def test_published_rows_within_three_per_cent(row: Published) -> None:
     found = footprints(row)
     model = network(row.layers, row.filters)

@@ -234,7 +234,7 @@ def emitted(tmp_path: Path) -> Callable[..., Emitted]:
         plan = cut(graph, count)
         directory = emit(in_segments(plan, segments) if segments else plan, tmp_path / "out")
         package = load_package(directory)
-        build = importlib.import_module(f"{package.__name__}.runtime.core.weights")
+        build = importlib.import_module(f"{package.__name__}.runtime.core.building")
         store = build.Weights.open(directory / "weights")
         stages = [
             build.build_stage(stage, store, torch.device("cpu"), 0) for stage in package.SPEC.stages

@@ -101,7 +101,6 @@ def _unet() -> Known:
 QUICK: dict[str, Callable[[], Known]] = {
     "llama_2": lambda: _language("Llama", 2, 95),
     "resnet50": _resnet,
-    "unet": _unet,
 }
 SLOW: dict[str, Callable[[], Known]] = {
     "inception": _inception,
@@ -110,4 +109,5 @@ SLOW: dict[str, Callable[[], Known]] = {
     "mixtral": lambda: _language("Mixtral", 4, 175, num_local_experts=4),
     "swin": _swin,
     "t5": _t5,
+    "unet": _unet,
 }

@@ -7,8 +7,6 @@ writes the folder anew; read the difference before committing it.
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading import load_script
+from versions import pinned
 
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.codegen.facts import CodeFacts
@@ -28,15 +27,6 @@ CLUSTER = Cluster.of(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6)
 
 
 known = load_script(HERE / "known_models.py", "codegen_known_models")
-
-
-def pinned(package: str) -> bool:
-    """Whether a package has the version that the texts were made with."""
-    wanted = re.search(
-        rf"^{package}==(\S+)", (HERE.parents[1] / "constraints.txt").read_text(), re.M
-    )
-    assert wanted is not None
-    return importlib.metadata.version(package).partition("+")[0] == wanted[1].partition("+")[0]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class Labelled(nn.Module):
 
 def built(package: ModuleType, directory: Path) -> nn.Module:
     """The module with its state, as the runtime builds it."""
-    weights = importlib.import_module(f"{package.__name__}.runtime.core.weights")
+    weights = importlib.import_module(f"{package.__name__}.runtime.core.building")
     spec = package.SPEC.loss.weight
     module: nn.Module = weights.build_stage(
         spec, weights.Weights.open(directory / "weights"), torch.device("cpu"), 0

@@ -116,7 +116,7 @@ def test_stages_have_the_keys_and_the_numbers_of_the_model(
     model = build()
     x = torch.rand(4, 4)
     package = load_package(emit(planned(model, x, count=count), tmp_path / "out"))
-    load = importlib.import_module(f"{package.__name__}.runtime.core.weights")
+    load = importlib.import_module(f"{package.__name__}.runtime.core.building")
     store = load.Weights.open(tmp_path / "out" / "weights")
     stages = [load.build_stage(s, store, torch.device("cpu"), 0) for s in package.SPEC.stages]
     expected = model.state_dict()

@@ -73,7 +73,7 @@ def test_two_hosts_start_again_together(package, undisturbed, tmp_path):
         (signal.SIGKILL, 0),
         pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
-        (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_others_end_with_a_message(package, tmp_path, rank, how):

@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+QUICK = ("llama", "mistral", "gpt2")
+
 
 class Calls(TorchFunctionMode):
     """The options of every call of attention, and the shapes of their masks."""
@@ -70,7 +72,10 @@ def built(family: str, settings: dict[str, Any]) -> nn.Module:
 
 
 # A window is wider than some texts only: what a length that is free may be is not known.
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
 def test_attention_is_called_as_the_model_calls_it(name: str) -> None:
     model = built(*MODELS[name])
     ids = torch.randint(0, 50, (4, LENGTH))

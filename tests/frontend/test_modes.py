@@ -97,7 +97,7 @@ def run(graph, training, x):
     return interpreter.resolve(graph.outputs, interpreter.run({"x": x}))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.sampled_from(Layer.KINDS), min_size=1, max_size=5))
 def test_merged_graph_equals_the_eager_model_bitwise_in_both_modes(kinds):
     torch.manual_seed(0)

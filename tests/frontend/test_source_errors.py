@@ -171,7 +171,8 @@ BAD_NAMES = {
     ),
     "folder": (
         "folder is a directory, not a Python file\n"
-        "  hint: name the file that builds the model, such as folder/model.py"
+        "  hint: name the file that builds the model, such as folder/model.py; a folder of "
+        "Hugging Face's has a config.json"
     ),
     "nowhere.at.all:f": (
         "there is no module nowhere\n"

@@ -109,7 +109,12 @@ class _TimeFirst(_Centred):
 
 
 @pytest.mark.parametrize(
-    ("model", "shape"), [(_Centred, (8, 6)), (_Total, (8, 6)), (_TimeFirst, (8, 4, 6))]
+    ("model", "shape"),
+    [
+        (_Centred, (8, 6)),
+        pytest.param(_Total, (8, 6), marks=pytest.mark.slow),
+        pytest.param(_TimeFirst, (8, 4, 6), marks=pytest.mark.slow),
+    ],
 )
 def test_a_torch_model(model: type[nn.Module], shape: tuple[int, ...], tmp_path: Path) -> None:
     torch.manual_seed(0)

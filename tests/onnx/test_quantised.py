@@ -16,6 +16,7 @@ import onnx_models
 import packages
 import pytest
 import torch
+from onnx import TensorProto, helper
 from onnx_compiling import compile_onnx
 from onnxruntime.quantization import (
     CalibrationDataReader,
@@ -29,7 +30,9 @@ from torch.export import Dim
 from transformers import BertConfig, BertModel
 
 from gpipe_compiler.compile import CompileOptions
+from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.source import load
+from gpipe_compiler.options import Constraints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -93,6 +96,48 @@ def test_small(kind: str, stages: int, tmp_path: Path) -> None:
     for samples in (8, 5, 1):
         x = np.random.default_rng(samples).standard_normal((samples, 16)).astype(np.float32)
         packages.assert_equal(made.directory, model, {"x": x}, plan=plan)
+
+
+def _residual() -> onnx.ModelProto:
+    """Blocks that add what they were given; its quantised form reads each sum twice."""
+    nodes, weights, last = [], [], "x"
+    for layer in range(4):
+        weights += [
+            onnx_models.weight(f"w{layer}", 16, 16),
+            onnx_models.weight(f"v{layer}", 16, 16),
+        ]
+        nodes += [
+            helper.make_node("MatMul", [last, f"w{layer}"], [f"m{layer}"]),
+            helper.make_node("Relu", [f"m{layer}"], [f"r{layer}"]),
+            helper.make_node("MatMul", [f"r{layer}", f"v{layer}"], [f"n{layer}"]),
+            helper.make_node("Add", [last, f"n{layer}"], [f"s{layer}"]),
+        ]
+        last = f"s{layer}"
+    return onnx_models.model_of(nodes, weights, [onnx_models.rows()], [last])
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_only_quantised_values_cross(stages: int, tmp_path: Path) -> None:
+    # Cut elsewhere, an operator would run in floating point that runs in integers in one piece:
+    # equal on processors with VNNI, and off by quanta on others.
+    plain = onnx_models.write(_residual(), tmp_path / "plain.onnx")
+    model = _qdq(plain, tmp_path / "model.onnx", "x", 8, 16)
+    inside = Constraints(split_at=("n1",))
+    with pytest.raises(GPipeCompilerError, match="r1_DequantizeLinear and n1 cannot be cut apart"):
+        compile_onnx(model, CompileOptions(stages, constraints=inside), tmp_path / "p")
+    made = compile_onnx(model, CompileOptions(stages, validate=False), tmp_path / "p")
+    assert made.directory is not None
+    files = sorted(made.directory.rglob("stage_*.onnx"))
+    assert len(files) == stages
+    for file in files[1:]:
+        graph = onnx.load(file).graph
+        kinds = {value.name: value.type.tensor_type.elem_type for value in graph.input}
+        assert kinds.pop("x", TensorProto.FLOAT) == TensorProto.FLOAT
+        assert set(kinds.values()) <= {TensorProto.UINT8, TensorProto.INT8}
+        assert kinds
+    for samples in (8, 3):
+        x = np.random.default_rng(samples).standard_normal((samples, 16)).astype(np.float32)
+        packages.assert_equal(made.directory, model, {"x": x})
 
 
 def _export(model: nn.Module, args: torch.Tensor, path: Path) -> Path:

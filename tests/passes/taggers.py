@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.shapes import annotate
 
@@ -201,4 +201,4 @@ def traced(loss: LossOf, size: int = 2) -> tuple[Graph, Tagger]:
     call = {"x": torch.randn(BATCH, LENGTH, WIDTH).double(), "labels": LABELS, "mask": MASK}
     call = {name: tensor.double() if name == "mask" else tensor for name, tensor in call.items()}
     subject = Subject("tagger", model, (), call)
-    return annotate(trace(subject), size), model
+    return annotate(trace_subject(subject), size), model

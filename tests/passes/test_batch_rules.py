@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_compiler.compile import trace_subject
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.passes.batch_rules import all_rules
-from gpipe_compiler.passes.shapes import annotate
 
 Rule = Callable[[Tensor], Tensor]
 
@@ -71,7 +70,7 @@ def test_the_largest_number(rule: Rule, number: int) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return rule(x)
 
-    graph = trace(Subject("s", Model(), (torch.randn(8, 4),), training=False))
+    graph = trace_subject(Subject("s", Model(), (torch.randn(8, 4),), training=False))
 
-    rules = all_rules(annotate(graph, 8))
+    rules = all_rules(graph)
     assert max((rule.samples - 1 for rule in rules), default=0) == number

@@ -31,7 +31,7 @@ def random_paths(draw: random.Random, size: int, prefix: str = "") -> list[str]:
     return paths
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**48), st.sampled_from([0.0, 0.03, 0.2, 1.0]))
 def test_no_cut_that_is_good_enough_opens_less(seed: int, share: float) -> None:
     draw = random.Random(seed)

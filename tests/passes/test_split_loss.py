@@ -108,7 +108,7 @@ def batches(draw: st.DrawFn) -> tuple[dict[str, Tensor], list[int]]:
     return {"x": x, "labels": labels, "mask": mask}, sizes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(loss=losses(), drawn=batches())
 def test_terms_come_to_the_whole(loss: TermOf, drawn: tuple[dict[str, Tensor], list[int]]) -> None:
     """To 1e-12; traced with an example in which everything counts."""

@@ -174,6 +174,7 @@ def test_without_being_asked_a_plan_that_does_not_fit_is_only_told(graph: gpc.Gr
     assert "too much for" in format_plan(plan)
 
 
+@pytest.mark.slow
 def test_where_nothing_explored_fits_the_nearest_is_told(graph: gpc.Graph) -> None:
     asked = options(
         5000, stages=Auto.AUTO, microbatches=Auto.AUTO, schedule=Auto.AUTO, must_fit=False

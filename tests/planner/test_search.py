@@ -188,6 +188,7 @@ class TestAgainstEverything:
         check(found, all_of(planner, wish, Policy()))
         assert found.frontier.points[0].choice.devices == 1
 
+    @pytest.mark.slow
     def test_where_nothing_fits_the_nearest_is_first(self, graph: gpc.Graph) -> None:
         cluster = toy(1000)
         planner, wish = Planner(graph, cluster), wish_for(cluster)

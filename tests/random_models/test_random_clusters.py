@@ -340,7 +340,7 @@ IN_SEGMENTS = Asked(
 loss, 192 bytes each, the one in the middle is made again when the loss needs its own no more."""
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @example(Recipe((Step("linear"), Step("linear"))), IN_SEGMENTS)
 @given(recipes(KINDS, 4), askings())
 def test_plans_for_random_devices(recipe: Recipe, asked: Asked) -> None:
@@ -371,7 +371,7 @@ WRITTEN = Recipe(
 LIMITLESS = Cluster.of(Device("flat", 1e6, 1e6, 10**9, 0.0), Link(1e6, 0.0))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @example(FROM_SHAPES)
 @example(UNREAD)
 @example(WRITTEN)

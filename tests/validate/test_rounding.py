@@ -78,6 +78,7 @@ def reread() -> Subject:
     return Subject("reread", Reread(), args=args, target=torch.randn(16, 4), loss_fn=F.mse_loss)
 
 
+@pytest.mark.slow
 def test_stages_sum_what_is_read_in_several_of_them_in_another_order(tmp_path: Path) -> None:
     cuts = Constraints(split_at=("layers.2", "layers.4"))
     options = CompileOptions(stages=3, microbatches=4, precision=Precision.BF16, constraints=cuts)

@@ -30,7 +30,7 @@ from gpipe_compiler.onnx.codegen.weights import INLINE, save
 from gpipe_compiler.onnx.frontend.nodes import subgraphs
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.core.weights import put
+from gpipe_compiler.runtime.core.building import put
 
 OPSET = 20
 """Of all exported stages: the first that has GELU and grid sampling of volumes."""

@@ -18,6 +18,7 @@ from onnx.external_data_helper import uses_external_data
 from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
+from gpipe_compiler.onnx.frontend.dequantised import unshare_dequantised
 from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
@@ -79,6 +80,7 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
         raise ModelError(
             f"{path} is no ONNX model, or only part of one: {error}", hint="copy or export it again"
         ) from error
+    unshare_dequantised(proto.graph)
     model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
     if not proto.graph.output:
         what = "no outputs" if proto.graph.node else "no graph"

@@ -17,9 +17,10 @@ from ..errors import UsageError
 from ..sizes import Sizes, value_at
 from ..spec import LossTerm, PipelineSpec, Reduction
 from ..wording import said
+from .building import build_stage
 from .inputs import BoundCall
 from .request import Values
-from .weights import Weights, build_stage
+from .stored_weights import Weights
 
 Counts: TypeAlias = tuple[float, ...]
 """What each term of the loss is a mean over, a number of samples, of tokens, ...; 1 for a sum."""

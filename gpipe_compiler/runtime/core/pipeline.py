@@ -12,6 +12,7 @@ from torch import nn
 
 from ..spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from ..wording import counted
+from .building import build_stage
 from .call import CallArgs
 from .distributed import Network
 from .execution import Execution
@@ -19,15 +20,21 @@ from .gradients import clip_gradients, first_stages, make_scaler
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
-from .options import TransportKind, check_numbers, chosen, execution_options, refuse_parts
+from .options import (
+    TransportKind,
+    check_numbers,
+    chosen,
+    execution_options,
+    refuse_parts,
+)
 from .programs import ProgramCache
 from .random import seed_in_eval
 from .reducer import collected, make_reducer, share_initial
 from .request import RandomKey, RunRequest
 from .sharding import checksum_of, share_of
+from .stored_weights import Weights
 from .topology import Topology
 from .typed import LONGEST_WAIT_S
-from .weights import Weights, build_stage
 
 __all__ = ["Pipeline", "TransportKind"]
 
@@ -43,7 +50,8 @@ class Pipeline:
         optimizer.step()
 
     Args:
-        weights: the folder of weights; None for stages that initialise themselves.
+        weights: the folder of weights, or where else they are stored; None for stages that
+            initialise themselves.
         devices: where the stages compute, in order, as many as the schedule can have. As planned
             by default. Under torchrun, this rank's device, or that of every rank.
         microbatches, schedule, remat, batchnorm, precision: as the package was compiled, unless
@@ -63,7 +71,7 @@ class Pipeline:
     def __init__(
         self,
         spec: PipelineSpec,
-        weights: Path | None,
+        weights: Path | Weights | None,
         *,
         devices: Sequence[torch.device | str] | torch.device | str | None = None,
         microbatches: int | None = None,
@@ -98,7 +106,7 @@ class Pipeline:
         )
         for work in (RunRequest.INFER, *([] if spec.loss is None else [RunRequest.TRAIN])):
             programs.of(work, self.microbatches, training=self._mode)
-        store = None if weights is None else Weights.open(Path(weights))
+        store = Weights.open(Path(weights)) if isinstance(weights, str | Path) else weights
         where = self._topology.where.items()
         self.local_stages = LocalStages(
             spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
@@ -116,8 +124,9 @@ class Pipeline:
             self._reducer,
             self.microbatches,
         )
-        if store is None:
-            share_initial(self._topology, self.local_stages, self._owners)
+        if store is None or store.anew:
+            made = None if store is None else store.anew
+            share_initial(self._topology, self.local_stages, self._owners, made)
         self.train(self._mode)
 
     @property

@@ -26,7 +26,7 @@ from torch import nn
 from ..errors import PipelineError
 from ..spec import PipelineSpec, Precision, StageSpec
 from ..wording import said
-from .weights import put
+from .building import put
 
 _LOWER = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,20 +184,27 @@ def share_buffers(peers: Network, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def share_initial(
-    topology: Topology, stages: LocalStages, owners: Mapping[str, Sequence[int]]
+    topology: Topology,
+    stages: LocalStages,
+    owners: Mapping[str, Sequence[int]],
+    made: Collection[str] | None,
 ) -> None:
     """Weights that were made in the processes are those of the first replica, and first owner.
 
     Args:
+        made: the names of these; None for all.
         owners: the stages that own each trained parameter that several do.
     """
     for item in stages.shared:
+        if made is not None and item.name not in made:
+            continue
         first, *others = sorted({topology.rank_of(stage) for stage in owners[item.name]})
         mine = item.canonical.detach()
         value = topology.pipeline.broadcast(mine, first, f"the initial {item.name}", others)
         mine.copy_(value)
-    for tensor in stages.state_dict().values():
-        share_buffers(topology.peers, [tensor])
+    for name, tensor in stages.state_dict().items():
+        if made is None or name in made:
+            share_buffers(topology.peers, [tensor])
 
 
 @contextlib.contextmanager

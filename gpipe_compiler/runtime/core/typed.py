@@ -85,6 +85,15 @@ def positive_real(text: str) -> float:
     return number
 
 
+def size(text: str) -> int:
+    """The type of an option that is a number of bytes: 500MB, 2GiB, 1000000."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of bytes, such as 500MB")
+    power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
+    return max(1, int(float(match[1]) * (1024 if match[3] else 1000) ** power))
+
+
 def path(text: str) -> Path:
     """The type of an option that is a file or a folder of this machine."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):

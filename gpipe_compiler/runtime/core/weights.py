@@ -1,4 +1,4 @@
-"""The weights of a package, from safetensors files under the model's own names, or made anew."""
+"""Safetensors files: written out of the memory that tensors lie in, and read one by one."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ import json
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors
 import safetensors.torch
 import torch
-from torch import nn
 
 from ..errors import WeightsError
-from ..spec import StageSpec
-from .replay import replay, seed_of
 from .same_host import memory_of
 from .storing import place, place_text
 
@@ -27,57 +23,15 @@ INDEX = "index.json"
 _SUMS = "gpipe.checksums"
 """In the metadata of the safetensors files that `save_file` writes: by name, as JSON."""
 _DAMAGED = "bring an undamaged copy of the file, or write it anew: compile, or save, once more"
+_READ_AT_ONCE = 16 << 20
+"""Bytes after which a file is opened anew: what was read of it stays in memory while it is open."""
 _ALIGNMENT = 64
 """Bytes; what torch's CPU allocator gives."""
 _LENGTH = struct.Struct("<Q")
 """What a safetensors file begins with: the bytes of its header."""
 
 
-@dataclass(frozen=True)
-class Weights:
-    """A folder of safetensors files.
-
-    Attributes:
-        files: for every tensor, the file in `directory` that holds it.
-    """
-
-    directory: Path
-    files: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, directory: Path) -> Weights:
-        """The folder with its index.json.
-
-        Raises:
-            WeightsError: when there is no such folder, or the index is broken.
-        """
-        index = directory / INDEX
-        if not index.exists():
-            raise WeightsError(f"{index} is missing", hint="compile the model again")
-        try:
-            content = json.loads(index.read_text(encoding="utf-8"))
-            files = content.get("weight_map", content)
-            return cls(directory, {str(name): str(file) for name, file in files.items()})
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise WeightsError(f"{index} is no index of weights: {error}") from error
-
-    def load(self, names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        """These tensors, on a device; names that the folder does not hold are left out.
-
-        Raises:
-            WeightsError: when a file is missing or broken.
-        """
-        by_file: dict[str, list[str]] = {}
-        for name in filter(self.files.get, dict.fromkeys(names)):
-            by_file.setdefault(self.files[name], []).append(name)
-        return {
-            name: _aligned(tensor.to(device))
-            for file, wanted in by_file.items()
-            for name, tensor in load_file(self.directory / file, wanted).items()
-        }
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where torch would have put it.
 
     In a file it lies at any multiple of 8 bytes. Kernels then sum in another order than on memory
@@ -196,7 +150,16 @@ def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def load_file(path: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file, on the CPU, held against the checksums of `save_file`, if any.
+    """Tensors of a safetensors file, on the CPU; see `read_tensors`."""
+    return dict(read_tensors(path, names))
+
+
+def read_tensors(
+    path: Path, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a safetensors file, held against the checksums of `save_file`, if any.
+
+    They lie in the file itself, and take memory once they are looked at, as long as they are held.
 
     Args:
         names: of those to read; None for all.
@@ -207,14 +170,35 @@ def load_file(path: Path, names: Iterable[str] | None = None) -> dict[str, torch
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
             sums = json.loads((opened.metadata() or {}).get(_SUMS, "{}"))
-            wanted = {**dict.fromkeys(opened.keys()), **sums} if names is None else names
-            tensors = {name: opened.get_tensor(name) for name in wanted}
+            left = list({**dict.fromkeys(opened.keys()), **sums} if names is None else names)
+        while left:
+            size = 0
+            with safetensors.safe_open(path, framework="pt") as opened:
+                while left and size < _READ_AT_ONCE:
+                    name = left.pop(0)
+                    tensor = opened.get_tensor(name)
+                    size += tensor.nbytes
+                    if name in sums and checksum([(name, tensor)]) != sums[name]:
+                        problem = f"{path} is damaged: {name} is not what was saved"
+                        raise WeightsError(problem, hint=_DAMAGED)
+                    yield name, tensor
+                    del tensor
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise WeightsError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
-    for name, tensor in tensors.items():
-        if name in sums and checksum([(name, tensor)]) != sums[name]:
-            raise WeightsError(f"{path} is damaged: {name} is not what was saved", hint=_DAMAGED)
-    return tensors
+
+
+def shapes_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a safetensors file, of which the header alone is read.
+
+    Raises:
+        WeightsError: when it cannot be read.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            names = opened.keys()
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise WeightsError(f"cannot read {path}: {error}", hint=_DAMAGED) from error
 
 
 def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
@@ -226,145 +210,3 @@ def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
         crc = zlib.crc32(memory_of(row)) if row.numel() else 0
         told.update(repr((name, str(tensor.dtype), tuple(tensor.shape), crc)).encode())
     return int.from_bytes(told.digest(), "big")
-
-
-def build_stage(
-    spec: StageSpec, weights: Weights | None, device: torch.device, seed: int
-) -> nn.Module:
-    """A stage's module on its device, with its weights.
-
-    Without weights, a tensor begins on the device as `spec.initial` says. What that leaves out is
-    initialised by the rule of its module, and a parameter of no such module is drawn from
-    normal(0, 0.02); a vector is ones when its name ends in `weight`, zeros otherwise. What is
-    drawn depends on `seed` and on names in the model: the same for any number of stages.
-
-    Raises:
-        WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
-            of another shape.
-    """
-    if weights is None:
-        return _initialised(spec, device, seed)
-    stored = weights.load(spec.state.values(), device)
-    with torch.device("meta"):
-        module = spec.module()
-    own_names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if any(spec.named(own) not in stored for own in own_names):
-        # Something is computed by the constructor: let it.
-        with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
-            module = spec.module()
-    new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
-    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.named(own)
-        if name not in stored:
-            raise WeightsError(f"the weights in {weights.directory} do not hold {name}")
-        if name not in new:
-            new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
-        _replace(module, own, name, parameter, new[name])
-    for own, buffer in list(module.named_buffers(remove_duplicate=False)):
-        name = spec.named(own)
-        if name in stored:
-            _replace(module, own, name, buffer, stored[name])
-    return module
-
-
-def _replace(
-    module: nn.Module, own: str, name: str, old: torch.Tensor, tensor: torch.Tensor
-) -> None:
-    if old.shape != tensor.shape:
-        raise WeightsError(
-            f"{name} has shape {tuple(tensor.shape)} in the weights, {tuple(old.shape)} in the "
-            "stage"
-        )
-    put(module, own, tensor)
-
-
-def put(module: nn.Module, own: str, tensor: torch.Tensor) -> None:
-    """Let a tensor take the place of the module's parameter or buffer of this name."""
-    path, _, attribute = own.rpartition(".")
-    holder = submodule(module, path)
-    if isinstance(tensor, nn.Parameter):
-        setattr(holder, attribute, tensor)  # a recurrent module takes note of it, too
-    else:
-        holder._buffers[attribute] = tensor
-
-
-def submodule(module: nn.Module, path: str) -> nn.Module:
-    """The module at a path, also where a method of the one around it has the same name."""
-    for name in path.split(".") if path else ():
-        module = module._modules[name]  # type: ignore[assignment]  # there is one
-    return module
-
-
-def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=_generators(device)):
-        module = _unfilled(spec, device, seed)
-        seen: set[int] = set()
-        for own, tensor in (*module.named_parameters(), *module.named_buffers()):
-            name = spec.named(own)
-            steps = spec.beginning(name)
-            if steps is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                replay(tensor, name, steps, seed)
-    first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
-    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.named(own)
-        _replace(module, own, name, parameter, first_of.setdefault(name, parameter))
-    return module
-
-
-def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
-    """The stage on its device; what `spec.initial` leaves out has its first numbers already."""
-    with torch.device("meta"):
-        module = spec.module()
-    parameters = list(module.named_parameters(remove_duplicate=False))
-    buffers = list(module.named_buffers(remove_duplicate=False))
-    names = [spec.named(own) for own, _ in (*parameters, *buffers)]
-    if all(spec.beginning(name) is not None for name in names):
-        # Nothing is computed by the constructor: memory is all that is missing.
-        new: dict[int, torch.Tensor] = {}
-        for own, tensor in (*parameters, *buffers):
-            if id(tensor) not in new:
-                memory = torch.empty_like(tensor, device=device, requires_grad=False)
-                if isinstance(tensor, nn.Parameter):
-                    memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-                new[id(tensor)] = memory
-            _replace(module, own, own, tensor, new[id(tensor)])
-        return module
-    with torch.device(device):
-        module = spec.module()
-    # Children first: a parent such as MultiheadAttention has the last word on their biases.
-    for path, holder in reversed(list(module.named_modules())):
-        own_names = [
-            name
-            for name, tensor in (*holder._parameters.items(), *holder._buffers.items())
-            if tensor is not None
-        ]
-        if own_names:
-            first = f"{path}.{own_names[0]}" if path else own_names[0]
-            torch.manual_seed(seed_of(spec.named(first), seed))
-            _reset(holder, path, spec, seed)
-    return module
-
-
-def _reset(holder: nn.Module, path: str, spec: StageSpec, seed: int) -> None:
-    for rule in ("reset_parameters", "_reset_parameters"):
-        reset = getattr(holder, rule, None)
-        if callable(reset):
-            reset()
-            return
-    for own, parameter in holder._parameters.items():
-        if parameter is None or not parameter.is_floating_point():
-            continue
-        name = spec.named(f"{path}.{own}" if path else own)
-        torch.manual_seed(seed_of(name, seed))
-        with torch.no_grad():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.02)
-            else:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-
-
-def _generators(device: torch.device) -> list[int]:
-    if device.type != "cuda":
-        return []
-    return [torch.cuda.current_device() if device.index is None else device.index]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..spec import covers
-from .weights import submodule
+from .building import submodule
 
 Copies = tuple[torch.Tensor, ...]
 """Copies of a stage's written buffers, one for each place that holds one."""

@@ -14,12 +14,21 @@ from ..core.typed import (
     positive,
     positive_real,
     seed,
+    size,
 )
 from ..errors import UsageError
-from ..spec import BatchNorm, OptimizerKind, PipelineSpec, Precision, Remat, ScheduleKind
+from ..spec import (
+    BatchNorm,
+    OptimizerKind,
+    PipelineSpec,
+    Precision,
+    Remat,
+    ScheduleKind,
+)
 from ..wording import counted, printable
 from .checkpoint_manager import KEPT, LATEST, CheckpointOptions
 from .data import InputChoice
+from .export import HUGGING_FACE, SHARD_BYTES
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, RateShape
 from .train import TrainOptions
@@ -69,13 +78,33 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
     bench.add_argument("--report", type=path, metavar="FILE", help="JSON to write with the times")
     _add_common(bench, spec)
     if spec.loss is not None:
-        export = commands.add_parser("export", help="write the weights of a checkpoint")
-        export.add_argument("--checkpoint", type=path, metavar="PATH", required=True)
-        export.add_argument(
-            "--output", type=path, metavar="FILE.safetensors", required=True, help="to write"
-        )
-        export.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
+        _add_export(commands.add_parser("export", help="write the weights of a checkpoint"))
     return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=path, metavar="PATH", required=True)
+    parser.add_argument(
+        *("-o", "--output"), type=path, metavar="PATH", required=True, help="to write"
+    )
+    parser.add_argument(
+        "--format",
+        choices=["safetensors", HUGGING_FACE],
+        default="safetensors",
+        help="one file, under the model's own names; or a folder that from_pretrained loads, of "
+        "adapters where these alone are trained (%(default)s)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=size,
+        metavar="SIZE",
+        default=SHARD_BYTES,
+        help="bytes of a file in such a folder, at most, such as 500MB (5GiB)",
+    )
+    parser.add_argument(
+        "--weights", metavar="DIR", help="the folder with the weights before training (as compiled)"
+    )
+    parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
 
 
 def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptions:
@@ -262,10 +291,15 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         else argparse.SUPPRESS,
     )
     parser.add_argument(
+        "--weights",
+        metavar="DIR",
+        help="the folder to read the weights from; none: begin as a new model (as compiled)",
+    )
+    parser.add_argument(
         "--load",
         type=path,
         metavar="PATH",
-        help="weights: FILE.safetensors, a folder, a checkpoint",
+        help="then weights over these: FILE.safetensors, FILE.pt, a folder, a checkpoint",
     )
     parser.add_argument(
         "--devices", type=names, metavar="D,D", help="such as cuda:0,cuda:1 (as planned)"

@@ -23,6 +23,7 @@ from ..core.local_stages import owners_of
 from ..core.nest import items_of
 from ..core.pipeline import Pipeline
 from ..core.precision import lower_dtype
+from ..core.stored_weights import Weights
 from ..core.storing import place_text
 from ..errors import UsageError
 from ..spec import BatchNorm, Joined, Leaf, covers
@@ -70,7 +71,7 @@ class Expected:
 
 def check_pipeline(
     pipe: Pipeline,
-    weights: Path | None,
+    weights: Weights | None,
     inputs: Inputs,
     target: object,
     references: Sequence[Path] = (),

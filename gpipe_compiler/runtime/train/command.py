@@ -11,23 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from .. import checkpoint
 from ..checkpoint.progress import seed_all
 from ..core.pipeline import Pipeline
 from ..core.precision import layers_by_ops
+from ..core.stored_weights import Weights
 from ..core.topology import replicas_by_default
 from ..core.typed import from_environment
-from ..core.weights import INDEX, Weights, load_file, save_file, save_weights
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec
 from ..wording import printable_message
 from .arguments import input_choice, parser_for, train_options
 from .check import check_pipeline, format_rows, write_rows
 from .data import example_call
+from .export import HUGGING_FACE, export
 from .hooks import UserHooks
 from .inference import bench, infer
+from .loading import load_weights, open_weights, save_model
 from .process import exit_code, exit_code_of, keep_memory, say
 from .train import TrainOptions, train
 
@@ -108,8 +107,16 @@ class _Command:
     def run(self) -> int:
         arguments, spec = self.arguments, self.spec
         if arguments.command == "export":
-            return _export(arguments)
+            export(
+                *(spec, arguments.checkpoint, arguments.output),
+                directory=self.directory,
+                weights=self._source(),
+                hugging_face=arguments.format == HUGGING_FACE,
+                shard_bytes=arguments.shard_size,
+            )
+            return 0
         keep_memory()
+        weights = open_weights(self.weights, arguments.weights)
         if arguments.command == "check":
             # Tensors alone are compared: libraries that have the model's classes take long to
             # import.
@@ -123,7 +130,7 @@ class _Command:
             options = train_options(arguments, user)
         with Pipeline(
             spec,
-            self.weights,
+            weights,
             devices=arguments.devices,
             microbatches=arguments.microbatches,
             schedule=arguments.schedule,
@@ -135,21 +142,29 @@ class _Command:
             timeout_s=arguments.timeout,
         ) as pipe:
             if options is not None:
-                return self.reporting(lambda: self._train(pipe, user, options))
-            return self.reporting(lambda: self._work(pipe))
+                return self.reporting(lambda: self._train(pipe, weights, user, options))
+            return self.reporting(lambda: self._work(pipe, weights))
+
+    def _source(self) -> Weights | None:
+        """Where weights are that no stage uses, as far as anybody needs them."""
+        if self.arguments.format != HUGGING_FACE:
+            return None
+        return open_weights(self.weights, self.arguments.weights)
 
     def _replicas(self) -> int:
         asked: int | None = self.arguments.data_parallel
         return asked or replicas_by_default(self.spec, from_environment("WORLD_SIZE", 1))
 
-    def _load(self, pipe: Pipeline) -> None:
+    def _load(self, pipe: Pipeline, weights: Weights | None) -> None:
         if self.arguments.load is not None:
-            load_weights(pipe, self.arguments.load)
+            load_weights(pipe, self.arguments.load, weights)
         if pipe.rank == 0:
             say(pipe.describe())
 
-    def _train(self, pipe: Pipeline, hooks: UserHooks, options: TrainOptions) -> int:
-        self._load(pipe)
+    def _train(
+        self, pipe: Pipeline, weights: Weights | None, hooks: UserHooks, options: TrainOptions
+    ) -> int:
+        self._load(pipe, weights)
         signal = train(pipe, self.directory, hooks, options)
         if signal:
             return exit_code(signal)
@@ -157,9 +172,9 @@ class _Command:
             save_model(pipe, self.arguments.save)
         return 0
 
-    def _work(self, pipe: Pipeline) -> int:
+    def _work(self, pipe: Pipeline, weights: Weights | None) -> int:
         """Everything but training."""
-        self._load(pipe)
+        self._load(pipe, weights)
         arguments, directory, choice = self.arguments, self.directory, input_choice(self.arguments)
         if arguments.command == "infer":
             infer(pipe, directory, choice, arguments.output)
@@ -172,50 +187,10 @@ class _Command:
             )
             return 0
         inputs, target = example_call(pipe.spec, directory, choice)
-        rows = check_pipeline(pipe, self.weights, inputs, target, arguments.reference)
+        rows = check_pipeline(pipe, weights, inputs, target, arguments.reference)
         passed = all(row.passed for row in rows)
         if pipe.rank == 0 or not passed:
             say(format_rows(rows))
         if arguments.report is not None and pipe.rank == 0:
             write_rows(rows, arguments.report)
         return 0 if passed else FAILED_CHECK
-
-
-def load_weights(pipe: Pipeline, path: Path) -> None:
-    """Take over weights: one safetensors file, a folder of them with an index, or a checkpoint.
-
-    Of a folder of checkpoints the newest is taken. Every rank calls it.
-
-    Raises:
-        WeightsError, CheckpointError: when there are none that can be read.
-        UsageError: when they are those of another model.
-    """
-    if not path.is_dir():
-        pipe.load_state_dict(load_file(path))
-    elif (path / INDEX).is_file():
-        weights = Weights.open(path)
-        pipe.load_state_dict(weights.load(weights.files, torch.device("cpu")))
-    else:
-        seed, step = pipe.seed, pipe.step_number
-        checkpoint.load_checkpoint(pipe, None, checkpoint.latest(path) or path)
-        pipe.seed, pipe.step_number = seed, step
-
-
-def save_model(pipe: Pipeline, path: Path) -> None:
-    """Write the weights under the model's names: one file, or a folder with an index."""
-    state = pipe.gather_state_dict()
-    if pipe.rank != 0:
-        return
-    if path.suffix == ".safetensors":
-        save_file(state, path)
-    else:
-        save_weights(state, path)
-    say(f"weights saved to {path}")
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    path: Path = arguments.checkpoint
-    newest = checkpoint.latest(path) or path
-    checkpoint.export(newest, arguments.output)
-    say(f"weights of {newest} written to {arguments.output}")
-    return 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..core.batchnorm import DeferredStatistics
+from ..core.building import build_stage
 from ..core.full_batch import joint_stages
 from ..core.inputs import Inputs, bind_call
 from ..core.loss_weights import LossWeigher, summed, terms_of
@@ -20,7 +20,7 @@ from ..core.pipeline import Pipeline
 from ..core.precision import autocast
 from ..core.random import OverDraws, SeededRandom, seed_in_eval
 from ..core.request import Values
-from ..core.weights import Weights, build_stage
+from ..core.stored_weights import Weights
 from ..core.wiring import inputs_for, most_work, output_leaves
 from ..core.written import WrittenOnce
 from ..spec import BatchNorm, LossSpec, PipelineSpec, Precision, covers
@@ -33,7 +33,7 @@ LOSS_SCALE = 1024.0
 """In a check of fp16: a power of two rounds nothing, and this one is far from overflow."""
 
 
-def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) -> Tensors:
+def run_stages(pipe: Pipeline, weights: Weights, inputs: Inputs, target: object) -> Tensors:
     """The expected results of a pipeline: outputs, and all that a training step changes.
 
     On the CPU; in 16 bits where the pipeline computes, as autocast differs between devices.
@@ -41,8 +41,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
     spec, device = pipe.spec, torch.device("cpu")
     if pipe.options.precision is not Precision.FP32:
         device = next((tensor.device for _, tensor in pipe.named_parameters()), device)
-    store = Weights.open(weights)
-    modules = [build_stage(stage, store, device, pipe.seed) for stage in spec.stages]
+    modules = [build_stage(stage, weights, device, pipe.seed) for stage in spec.stages]
     stages = _Stages(spec, modules, pipe.options, device, pipe.seed)
     needed = inputs_for(spec, most_work(spec))
     call = bind_call(inputs, target, spec, needed, pipe.microbatches)
@@ -57,7 +56,7 @@ def run_stages(pipe: Pipeline, weights: Path, inputs: Inputs, target: object) ->
         return results
     if pipe.options.batchnorm is BatchNorm.EXACT and joint_stages(spec.stages):
         call = bind_call(inputs, target, spec, needed, 1)
-    weigher = LossWeigher(spec, store, pipe.seed)
+    weigher = LossWeigher(spec, weights, pipe.seed)
     weighed = weigher.weigh(call)
     shares = weigher.shares(weighed, summed(weighed))
     return {**results, **stages.train(spec.loss, call.parts, shares)}

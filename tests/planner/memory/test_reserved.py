@@ -78,7 +78,7 @@ def test_no_allocator_reserves_on_a_host():
     assert memory_on(DEFAULT_HOST, 1, 1).reserved == 0
 
 
-@settings(max_examples=12)  # each is traced and planned
+@settings(max_examples=6)  # each is traced and planned
 @given(layers=st.integers(1, 4), samples=st.integers(1, 3000), microbatches=st.sampled_from([1, 2]))
 def test_no_less_is_reserved_than_is_live(layers: int, samples: int, microbatches: int) -> None:
     plan = planned(BARE, layers, samples * microbatches, microbatches=microbatches)

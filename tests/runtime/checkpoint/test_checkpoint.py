@@ -32,7 +32,7 @@ from gpipe_compiler.runtime.checkpoint import (
 )
 from gpipe_compiler.runtime.checkpoint.optimizer import merged
 from gpipe_compiler.runtime.core.weights import save_weights
-from gpipe_compiler.runtime.train.command import load_weights
+from gpipe_compiler.runtime.train.loading import load_weights
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -1,0 +1,265 @@
+"""Which tensor of a Hugging Face folder each of a model is, told from the headers of its files."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gpipe_compiler.errors import ModelError, Notice
+from gpipe_compiler.frontend.adapters import CONFIG as ADAPTER_CONFIG
+from gpipe_compiler.frontend.adapters import Adapter
+from gpipe_compiler.frontend.pretrained import Pretrained, StoredTensor
+from gpipe_compiler.runtime.core.stored_weights import (
+    HUGGING_FACE_INDEX,
+    ONE_FILE,
+    PICKLED,
+    Weights,
+)
+from gpipe_compiler.runtime.core.weights import load_file, shapes_in
+from gpipe_compiler.runtime.errors import WeightsError
+from gpipe_compiler.runtime.wording import counted, listed
+
+_NOT_BESIDE = re.compile(
+    r"config\.json|.*\.(safetensors|bin|pt|pth|h5|msgpack|gguf|ot|onnx|index\.json|py)"
+)
+"""Files of a folder that are not copied: weights, code, and what is written anew."""
+
+_LARGEST_COPIED = 64 << 20
+"""Bytes of a file beside the weights that is copied, such as a tokenizer."""
+
+_SHOWN = 5
+_ORIGINAL, _TRAINED = ".original_module.", ".modules_to_save.default."
+"""What peft calls a module of the model, and the copy of it that it trains."""
+
+_Shape = tuple[int, ...]
+_Read = TypeVar("_Read")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FolderNames:
+    """The tensors of a model, and where a folder has them.
+
+    Attributes:
+        of: the name of every tensor, by its identity.
+        stored, anew, exported: as in `Pretrained`, for the model without adapters.
+    """
+
+    folder: Path
+    of: Mapping[int, str]
+    stored: Mapping[str, StoredTensor]
+    anew: frozenset[str]
+    exported: Mapping[str, str]
+
+    @classmethod
+    def read(cls, model: nn.Module, folder: Path, *, own: bool) -> FolderNames:
+        """Where a folder has the tensors of a model; the headers of its files are read.
+
+        Args:
+            model: on meta.
+            own: whether it is of the class that the folder was written from, so that the folder
+                holds all of it.
+
+        Raises:
+            ModelError: when weights are missing, of other shapes, or stored in another way than
+                this compiler reads.
+        """
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        names = {id(tensor): name for name, tensor in tensors}
+        there = _there(folder)
+        kept = {names.get(id(t), n): t for n, t in _state(model).items()}
+        stored = _stored(model, kept, there, folder) if there else {}
+        missing = [name for name in kept if name not in stored] if there else []
+        if missing:
+            _tell_missing(model, missing, folder, own=own)
+        return cls(folder, names, stored, frozenset(missing), _exported(model, names))
+
+    def pretrained(self, adapter: Adapter | None, config: str) -> Pretrained:
+        """What a package is told of the folder.
+
+        Args:
+            config: the text of the model's configuration.
+        """
+        beside = sorted(
+            file
+            for file in self.folder.resolve().iterdir()
+            if file.is_file()
+            and not _NOT_BESIDE.fullmatch(file.name)
+            and not file.name.startswith(".")
+            and file.stat().st_size <= _LARGEST_COPIED
+        )
+        if adapter is None:
+            return Pretrained(
+                *(self.folder, self.stored, self.anew, self.exported, False),
+                {"config.json": config},
+                tuple(beside),
+            )
+        stored: dict[str, StoredTensor] = {}
+        anew = set()
+        shapes = {} if adapter.file is None else _shapes_in(adapter.file)
+        for name, tensor in _state(adapter.model).items():
+            if adapter.file is not None and adapter.keys.get(name) in shapes:
+                key = adapter.keys[name]
+                _check_shape(name, shapes[key], tensor, adapter.file)
+                stored[name] = StoredTensor(adapter.file, key)
+                continue
+            copied = _original(adapter.model, name)
+            own = self.of.get(id(tensor)) or self.of.get(id(copied), "")
+            if own in self.stored:
+                stored[name] = self.stored[own]
+            elif name in adapter.keys or own in self.anew:
+                anew.add(name)
+        exported = {key: name for name, key in adapter.keys.items()}
+        texts = {ADAPTER_CONFIG: adapter.config}
+        return Pretrained(self.folder, stored, frozenset(anew), exported, True, texts, ())
+
+
+def _original(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The tensor of the model that one of peft's is a copy of."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    return known.get(name.replace(_TRAINED, _ORIGINAL)) if _TRAINED in name else None
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint of a model holds: the tensors themselves, under all of their names."""
+    return model.state_dict(keep_vars=True)
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def _there(folder: Path) -> dict[str, tuple[Path, _Shape]]:
+    """By the keys of a folder's files, where each tensor is, and its shape.
+
+    Raises:
+        ModelError: when a file is missing or broken, or the weights are pickled.
+    """
+    kinds = (HUGGING_FACE_INDEX, ONE_FILE, *PICKLED)
+    if not any((folder / kind).exists() for kind in kinds):
+        text = f"{folder} holds no weights, so the package begins as a new model does"
+        warnings.warn(Notice(text), stacklevel=2)
+        return {}
+    index = _of_files(lambda: Weights.open(folder))
+    shapes: dict[str, dict[str, _Shape]] = {}
+    found = {}
+    for key, file in index.files.items():
+        path = folder / file
+        if file not in shapes:
+            if not path.is_file():
+                raise ModelError(
+                    f"{path} is missing, which {HUGGING_FACE_INDEX} says holds {key}",
+                    hint="bring all files of the folder",
+                )
+            shapes[file] = _shapes_in(path)
+        if key not in shapes[file]:
+            raise ModelError(f"{path} does not hold {key}, which {HUGGING_FACE_INDEX} says it does")
+        found[key] = path.resolve(), shapes[file][key]
+    return found
+
+
+def _shapes_in(path: Path) -> dict[str, _Shape]:
+    return _of_files(lambda: shapes_in(path))
+
+
+def _of_files(read: Callable[[], _Read]) -> _Read:
+    try:
+        return read()
+    except WeightsError as error:
+        raise ModelError(error.problem, hint=error.hint) from error
+
+
+# --- what is what ---------------------------------------------------------------------------------
+
+
+def _stored(
+    model: Any,
+    kept: Mapping[str, torch.Tensor],
+    there: Mapping[str, tuple[Path, _Shape]],
+    folder: Path,
+) -> dict[str, StoredTensor]:
+    """Where the folder has the tensors of a model, as from_pretrained finds them."""
+    loading = importlib.import_module("transformers.core_model_loading")
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    transforms = mapping.get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
+    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
+    state = _state(model)
+    found: dict[str, list[str]] = {}
+    names = {id(tensor): name for name, tensor in kept.items()}
+    for key in there:
+        name, pattern = loading.rename_source_key(
+            key, renamings, converters, model.base_model_prefix, state
+        )
+        if name not in state:
+            continue
+        if pattern is not None:
+            raise ModelError(
+                f"{folder} stores {name} in pieces, as {key}, which are put together when it is "
+                "loaded: a package does not do that",
+                hint="write a model.py that builds the model and loads its weights",
+            )
+        found.setdefault(names.get(id(state[name]), name), []).append(key)
+    stored = {}
+    for name, keys in found.items():
+        for key in keys:
+            _check_shape(name, there[key][1], kept[name], there[key][0])
+        _refuse_untied(name, keys, there)
+        stored[name] = StoredTensor(there[keys[0]][0], keys[0])
+    return stored
+
+
+def _check_shape(name: str, shape: _Shape, tensor: torch.Tensor, file: Path) -> None:
+    if shape != tuple(tensor.shape):
+        raise ModelError(
+            f"{name} has shape {shape} in {file}, and {tuple(tensor.shape)} in the model that "
+            "its configuration describes",
+            hint="are the configuration and the weights of one model, and --task the head that "
+            "the weights have?",
+        )
+
+
+def _refuse_untied(
+    name: str, keys: Iterable[str], there: Mapping[str, tuple[Path, _Shape]]
+) -> None:
+    """Refuses one tensor of the model that the folder holds twice, with other numbers."""
+    first, *others = keys
+    for other in others:
+        one, two = (load_file(there[key][0], [key])[key] for key in (first, other))
+        if not torch.equal(one, two):
+            raise ModelError(
+                f"{first} and {other} are one tensor of the model, and differ in its files",
+                hint='"tie_word_embeddings": false in config.json makes two of them',
+            )
+
+
+def _tell_missing(model: nn.Module, missing: list[str], folder: Path, *, own: bool) -> None:
+    """Says that tensors begin anew, where the model has another head than the folder's.
+
+    Raises:
+        ModelError: where it has not.
+    """
+    more = f" and {counted(len(missing) - _SHOWN, 'tensor')} more" if len(missing) > _SHOWN else ""
+    names = f"{listed(missing) if not more else ', '.join(missing[:_SHOWN])}{more}"
+    if own:
+        raise ModelError(
+            f"{folder} does not hold {names} of {type(model).__name__}",
+            hint="bring all files of the folder, or name the model that it is of: --task",
+        )
+    text = f"{folder} does not hold {names} of {type(model).__name__}: begins as in a new model"
+    warnings.warn(Notice(text), stacklevel=2)
+
+
+def _exported(model: Any, names: Mapping[int, str]) -> dict[str, str]:
+    """By the keys that save_pretrained writes, the names of tensors."""
+    ignored = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
+    state = {name: tensor for name, tensor in _state(model).items() if name not in ignored}
+    loading = importlib.import_module("transformers.core_model_loading")
+    written = loading.revert_weight_conversion(model, dict(state))
+    return {key: names[id(tensor)] for key, tensor in written.items() if id(tensor) in names}
