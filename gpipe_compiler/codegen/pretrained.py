@@ -25,7 +25,7 @@ def write_pretrained(pretrained: Pretrained, folder: Path, progress: Callable[[s
         home = weights.resolve()
         places: dict[Path, str] = {}
         for file in dict.fromkeys(tensor.file for tensor in pretrained.stored.values()):
-            places[file] = os.path.relpath(file.resolve(), home)
+            places[file] = os.path.relpath(file, home)
             if pretrained.copied_weights:
                 progress(f"copying {file.name}")
                 places[file] = file.name

@@ -50,7 +50,7 @@ def adapted(base: nn.Module, peft: Any, file: Path, *, training: bool) -> Adapte
     place = file / CONFIG if file.is_dir() else file
     if not place.is_file():
         raise UsageError(f"--peft {file}: there is no file {place}")
-    weights = place.parent / ADAPTER_FILE
+    weights = place.parent.resolve() / ADAPTER_FILE
     known = weights.is_file() and place.name == CONFIG
     try:
         config = peft.PeftConfig.from_peft_type(**peft.PeftConfig.from_json_file(str(place)))

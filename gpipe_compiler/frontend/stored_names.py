@@ -146,6 +146,7 @@ def _there(folder: Path) -> dict[str, tuple[Path, _Shape]]:
         text = f"{folder} holds no weights, so the package begins as a new model does"
         warnings.warn(Notice(text), stacklevel=2)
         return {}
+    folder = folder.resolve()  # but not its files, which may be links to others of no such name
     index = _of_files(lambda: Weights.open(folder))
     shapes: dict[str, dict[str, _Shape]] = {}
     found = {}
@@ -160,7 +161,7 @@ def _there(folder: Path) -> dict[str, tuple[Path, _Shape]]:
             shapes[file] = _shapes_in(path)
         if key not in shapes[file]:
             raise ModelError(f"{path} does not hold {key}, which {HUGGING_FACE_INDEX} says it does")
-        found[key] = path.resolve(), shapes[file][key]
+        found[key] = path, shapes[file][key]
     return found
 
 

@@ -154,3 +154,20 @@ def test_options_of_folders_are_for_folders(
     assert "--task, --copy-weights" in capsys.readouterr().err
     assert compile_command([str(tmp_path), "--stages", "2"]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_links_are_read_by_their_own_names(folder: Path, tmp_path: Path) -> None:
+    """As they lie in the cache of the hub."""
+    blobs, links = tmp_path / "blobs", tmp_path / "snapshot"
+    links.mkdir()
+    shutil.copytree(folder, blobs)
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        (links / file.name).symlink_to(file.rename(blobs / str(number)))
+    subject = load_folder(links, FolderOptions())
+
+    assert subject.pretrained is not None
+    files = {tensor.file for tensor in subject.pretrained.stored.values()}
+    assert files == {
+        path.resolve().parent.parent / "snapshot" / path.name
+        for path in links.glob("*.safetensors")
+    }

@@ -169,10 +169,10 @@ class Pipeline:
     ) -> torch.Tensor:
         """Forward and backward of a mini-batch: adds to `.grad` of every parameter.
 
-        The loss and the gradients are those of the whole mini-batch, also where micro-batches
-        differ in size or in what their loss is a mean over. Under torchrun every rank gets the
-        loss, and only rank 0 passes inputs. Inputs and targets that require gradients get theirs,
-        with `weight` and the scale of fp16, where they are passed: of replicas, each for its share.
+        Loss and gradients are those of the whole mini-batch, also where micro-batches differ in
+        size or in what their loss is a mean over. Under torchrun every rank gets the loss, and only
+        rank 0 passes inputs. Inputs and targets that require gradients get theirs, with `weight`
+        and the scale of fp16, where they are passed: of replicas, each for its share.
 
         Args:
             inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the
@@ -278,8 +278,7 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters held here, each once: what an optimizer is made of.
 
-        A process whose stages train none gives an empty one besides, that nothing uses: the same
-        loop runs in every process, and torch's optimizers refuse an empty list.
+        A process whose stages train none gives an empty one, for torch's optimizers.
         """
         return self.local_stages.parameters()
 
@@ -322,14 +321,17 @@ class Pipeline:
 
         Of a list of micro-batches it is consecutive ones. Replicas then do together what one
         pipeline with `replicas` times the micro-batches does.
-        A batch with fewer samples than replicas leaves some none, which `step` refuses. It also
-        refuses, on every rank, where replicas have taken their shares of batches that differ.
+        `step` refuses a batch with fewer samples than replicas, and shares of batches that differ.
         """
         if self.replicas == 1 or not self.feeds:
             return inputs, target
         call = inputs, target
-        self._read = (31 * self._read + checksum_of(self.spec, call)) % 2**64
+        self.note_read(checksum_of(self.spec, call))
         return share_of(self.spec, call, self.replica, self.replicas, self.microbatches)
+
+    def note_read(self, mark: int) -> None:
+        """Have the next call refuse, where other replicas note another number: of their data."""
+        self._read = (31 * self._read + mark) % 2**64
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put every stage into training mode."""
@@ -357,9 +359,8 @@ class Pipeline:
     ) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; gives it as it was.
 
-        That of torch.nn.utils.clip_grad_norm_ on the whole model: over all stages, ranks and
-        devices, a tied parameter once. Every rank calls it and gets the same. Under fp16 after
-        `scaler.unscale_(optimizer)`.
+        That of torch.nn.utils.clip_grad_norm_ on the whole model, a tied parameter once. Every rank
+        calls it and gets the same. Under fp16 after `scaler.unscale_(optimizer)`.
 
         Raises:
             AgreedError: on every rank, when a gradient is sparse; when the norm is not finite and

@@ -136,6 +136,7 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
         ),
         log=arguments.log,
         input=input_choice(arguments),
+        own_rows=arguments.read == "rows",
     )
 
 
@@ -201,6 +202,13 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         type=positive,
         metavar="R",
         help=f"replicas of the pipeline that share every batch, under torchrun ({_replicas(spec)})",
+    )
+    parser.add_argument(
+        "--read",
+        choices=["rows", "batches"],
+        default="rows",
+        help="of a DataLoader over a data set with indices, a replica loads its own rows of every "
+        "batch alone, or whole batches (%(default)s)",
     )
     parser.add_argument("--input", type=path, metavar="FILE", help="safetensors to train on")
     parser.add_argument(

@@ -14,12 +14,14 @@ import torch
 
 from ..checkpoint.progress import Progress, RandomState
 from ..core.inputs import bind_call
+from ..core.pipeline import Pipeline
 from ..core.weights import load_file
 from ..core.wiring import inputs_for, most_work
 from ..errors import PipelineError, UsageError
 from ..sizes import Sizes, shape_at
 from ..spec import Input, PipelineSpec
 from ..wording import said
+from .own_rows import Rows, ShareSampler, with_own_rows
 
 EXAMPLE = Path("weights", "example.safetensors")
 
@@ -158,11 +160,13 @@ class Batch:
 
     Attributes:
         place: where it stands in the data, for messages: "batch 3 of pass 1 of train_data() ...".
+        rows: the share of this replica, where it has read no more than that; None for all of it.
     """
 
     inputs: object = None
     target: object = None
     place: str = ""
+    rows: Rows | None = None
 
 
 NOTHING = Batch()
@@ -194,8 +198,14 @@ class Batches:
     changes; or else its iterable has `state_dict` and `load_state_dict`, as those of torchdata do.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, sharing: Pipeline | None = None) -> None:
+        """Batches from the first pass on.
+
+        Args:
+            sharing: the pipeline, where each of its replicas is to load its own rows alone.
+        """
         self.source = source
+        self.sharing = sharing
         self.passes = 0
         self.taken = 0
         self._began = RandomState.now()
@@ -272,6 +282,8 @@ class Batches:
         self._began = RandomState.now()
         try:
             self._data = self.source.begin()
+            if self.sharing is not None:
+                self._data = with_own_rows(self._data, self.sharing)
             if state is not None:
                 if not _has_state(self._data):
                     raise TypeError("it has no load_state_dict any more, as the checkpoint's had")
@@ -294,11 +306,15 @@ class Batches:
             item = next(self._iterator)
         except StopIteration:
             return None
+        except PipelineError:
+            raise
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._failed(error) from error
         self.taken += 1
         place = f"batch {self.taken} of pass {self.passes + 1} of {self.source.name}"
-        return Batch(*pair(item, place), place)
+        sampler = getattr(self._data, "batch_sampler", None)
+        rows = sampler.given.popleft() if isinstance(sampler, ShareSampler) else None
+        return Batch(*pair(item, place), place, rows)
 
     def _failed(self, error: BaseException) -> PipelineError:
         return PipelineError(

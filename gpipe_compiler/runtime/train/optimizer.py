@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from ..core.inputs import Inputs
 from ..core.pipeline import Pipeline
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
@@ -215,8 +216,7 @@ class Update:
 
     def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
         try:
-            share = self.pipe.shard(batch.inputs, batch.target)
-            loss = float(self.pipe.step(*share, weight=weight))
+            loss = float(self.pipe.step(*self._share(batch), weight=weight))
         except UsageError as error:
             raise located(error, batch) from error
         except AgreedError as error:
@@ -225,6 +225,24 @@ class Update:
             where = f", {batch.place}" if batch.place else ""
             raise AgreedError(f"the loss of step {step}{where}, is {loss}")
         return loss
+
+    def _share(self, batch: Batch) -> tuple[Inputs, object]:
+        """This replica's share of a mini-batch, of which it may have read no more.
+
+        Raises:
+            PipelineError: when rows of the data set have become another number of samples.
+        """
+        if batch.rows is None:
+            return self.pipe.shard(batch.inputs, batch.target)
+        found, rows = self._counted(batch), batch.rows
+        if found != rows.count:
+            raise PipelineError(
+                f"{batch.place}: {rows.count} rows of the data set became {found} samples",
+                hint="with --read batches every replica reads whole batches, and takes its share "
+                "of the samples",
+            )
+        self.pipe.note_read(rows.mark)
+        return batch.inputs, batch.target
 
     def _clip(self, step: int) -> float | None:
         if self.clip_norm is None:
@@ -280,6 +298,9 @@ class Update:
     def _samples(self, batch: Batch) -> int:
         if batch is NOTHING:
             return 0
+        return self._counted(batch) if batch.rows is None else batch.rows.whole
+
+    def _counted(self, batch: Batch) -> int:
         pipe = self.pipe
         return samples_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)
 

@@ -35,6 +35,7 @@ class TrainOptions:
         evaluate_every: number of steps; None for the end of every pass.
         log: a file for a line of JSON for every step.
         input: what is trained on where the user offers no data, or names a file.
+        own_rows: whether each replica loads its own rows alone, of data that allows it.
     """
 
     steps: int | None
@@ -46,6 +47,7 @@ class TrainOptions:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     log: Path | None = None
     input: InputChoice = field(default_factory=InputChoice)
+    own_rows: bool = True
 
 
 def train(pipe: Pipeline, directory: Path, hooks: UserHooks, options: TrainOptions) -> int:
@@ -201,7 +203,7 @@ class _Training:
             self.checkpoints.save(self._progress())
 
     def _same(self, count: int) -> list[Batch]:
-        """The mini-batches of a rank other than 0: all replicas read the same data."""
+        """The mini-batches of a rank other than 0: all replicas read as many."""
         if self.batches is None:
             return [NOTHING] * count
         taken = self.batches.take(max(1, count))
@@ -258,7 +260,8 @@ class _Training:
             source = Source(f"train_data() of {hooks.name}", hooks.train_data)
         else:
             source = Source.repeated(*call_on(self.pipe.spec, directory, choice))
-        self.batches = Batches(source)
+        shares = self.options.own_rows and self.pipe.replicas > 1
+        self.batches = Batches(source, self.pipe if shares else None)
 
     def _open_log(self) -> None:
         if self.options.log is not None:

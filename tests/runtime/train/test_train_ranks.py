@@ -15,7 +15,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from tiny_pipelines import norm_spec, skip_spec
+from tiny_pipelines import WIDTH, norm_spec, skip_spec
 from training_commands import BROKEN, EVALUATION, METRICS, PLAIN, SHUFFLED, Run, plain_loop
 
 from gpipe_compiler.runtime.checkpoint import latest
@@ -117,6 +117,89 @@ def test_replicas_share_every_batch(tmp_path, name, asked):
         assert line["samples"] == other["samples"]
     for found, expected in zip(ranks.evaluations, threads.evaluations, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+INDEXED = """
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        with open(READ + os.environ.get("RANK", ""), "a") as file:
+            print(index, file=file)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn({WIDTH}, generator=generator)
+
+def collated(rows):
+    x = torch.stack(rows)
+    return (x,), x.flip(1)
+
+def train_data():
+    return torch.utils.data.DataLoader(
+        Numbers(), batch_size=8, shuffle=True, collate_fn=collated, num_workers={workers}
+    )
+
+def make_optimizer(params):
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+"""
+
+
+def indexed(folder, workers=0):
+    """The hooks of a data set with indices, which notes what is read of it in files of a folder."""
+    folder.mkdir()
+    text = INDEXED.replace("{WIDTH}", str(WIDTH)).replace("{workers}", str(workers))
+    return Run(folder, skip_spec(), f"READ = {str(folder / 'read')!r}\n{text}")
+
+
+def rows_read(folder, rank=""):
+    return [int(line) for line in (folder / f"read{rank}").read_text().split()]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_replicas_load_their_own_rows_of_the_batches_of_plain_training(tmp_path, workers):
+    """Shuffled, the last batch smaller, and resumed in the midst of a pass by a process alone."""
+    alone = indexed(tmp_path / "alone")
+    ranks = indexed(tmp_path / "ranks", workers)
+    assert alone("--epochs", 2) == 0
+    code, _, err = trained("skip", ranks, "--epochs", 2, "--data-parallel", 2)
+    assert code == 0, err
+
+    torch.testing.assert_close(ranks.weights, alone.weights, rtol=1e-5, atol=1e-6)
+    for key in ("samples", "loss"):
+        expected = [line[key] for line in alone.steps]
+        assert [line[key] for line in ranks.steps] == pytest.approx(expected, rel=1e-5)
+    if not workers:
+        order = rows_read(tmp_path / "alone")
+        first, second = (rows_read(tmp_path / "ranks", rank) for rank in (0, 1))
+        assert sorted(first + second) == sorted(order)
+        assert (first[:4], second[:4]) == (order[:4], order[4:8])
+
+    begun, resumed = indexed(tmp_path / "begun", workers), indexed(tmp_path / "resumed")
+    words = ("--checkpoint-dir", tmp_path / "kept")
+    code, _, err = trained("skip", begun, "--steps", 4, "--data-parallel", 2, *words)
+    assert code == 0, err
+    assert resumed("--epochs", 2, *words, "--resume") == 0
+    torch.testing.assert_close(resumed.weights, alone.weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (("shuffle=True", "sampler=[RANK] * 8"), (), "as rank 1 has read it, is not that of"),
+        (("batch_size=8", "batch_size=1"), (), "a batch of 1 is too small for 2 replicas"),
+        (("stack(rows)", "stack(rows * 2)"), (), "4 rows of the data set became 8 samples"),
+        (("stack(rows)", "stack(rows * 2)"), ("--read", "batches"), ""),
+    ],
+)
+def test_rows_that_are_no_share_of_one_batch_are_refused(tmp_path, change, words, message):
+    run = indexed(tmp_path / "run")
+    file = tmp_path / "run" / "model.py"
+    file.write_text(file.read_text().replace(*change).replace("RANK]", "int(os.environ['RANK'])]"))
+
+    code, _, err = trained("skip", run, "--steps", 2, "--data-parallel", 2, *words)
+
+    assert message in err
+    assert (code == 0) is not bool(message)
 
 
 OWN_ORDER = """
