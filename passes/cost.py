@@ -20,9 +20,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.options import Calibration
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
-from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, tensors_in
+from gpipe_compiler.passes.dry_run import RAISED_BY_OPS
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.runtime.wording import said
 

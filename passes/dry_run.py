@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import QuickFakes
 from gpipe_compiler.errors import ModelError
@@ -182,17 +181,6 @@ def like_strides(example: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def tensors_in(structure: object) -> list[torch.Tensor]:
-    """Every tensor in a nest of tuples, lists, dicts, and what else torch knows the leaves of."""
-    if isinstance(structure, torch.Tensor):
-        return [structure]
-    if structure is None or isinstance(structure, int | float | str):
-        return []
-    if type(structure) in (tuple, list):
-        return [tensor for item in structure for tensor in tensors_in(item)]  # type: ignore[attr-defined]  # of a sequence
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -9,8 +9,8 @@ from torch import nn
 
 from gpipe_compiler.cluster import Device, Link
 from gpipe_compiler.ir import Graph, State
+from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
-from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import said
 

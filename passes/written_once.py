@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Op, StateKind
-from gpipe_compiler.passes.dry_run import DryRun, storage_key, tensors_in
+from gpipe_compiler.ir.arguments import tensors_in
+from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.observe import observed

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.frontend.locate import calling_line
-from gpipe_compiler.frontend.nests import tensors_in
+from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.runtime.core.random import may_draw
 
 QUESTIONS = ("__bool__", "__int__", "__float__", "__index__", "item", "tolist")

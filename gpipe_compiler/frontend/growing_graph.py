@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.calls import Written
 from gpipe_compiler.frontend.locate import calling_line
-from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors, tensors_in
+from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors
 from gpipe_compiler.frontend.position import Position, local_path
 from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.frontend.tensor_nodes import TensorNodes
+from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.branches import require
 
 EVENT = "gpipe_compiler_event"

@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpipe_compiler.ir.arguments import tensors_in
+
 _LITERAL_ELEMENTS = 16
 """A constant of at most this many elements is written where it is used."""
 
 
-def tensors_in(item: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of arguments."""
-    if isinstance(item, torch.Tensor):
-        yield item
-    elif isinstance(item, tuple | list):
-        for part in item:
-            yield from tensors_in(part)
-    elif isinstance(item, dict):
-        for part in item.values():
-            yield from tensors_in(part)
-    elif isinstance(item, slice):
-        yield from tensors_in((item.start, item.stop, item.step))
-
-
 def has_tensors(item: Any) -> bool:
     """Whether there is a tensor in a nest."""
-    return any(True for _ in tensors_in(item))
+    return bool(tensors_in(item))
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
+from torch.utils._pytree import tree_leaves
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -140,3 +143,19 @@ def choices(argument: Argument) -> Iterator[ByMode]:
     else:
         for item in parts(argument) or ():
             yield from choices(item)
+
+
+def tensors_in(item: object) -> list[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists, dicts, slices, and what else torch knows the leaves
+    of."""
+    if isinstance(item, torch.Tensor):
+        return [item]
+    if item is None or isinstance(item, int | float | str):
+        return []
+    if type(item) is dict:
+        item = list(item.values())
+    if isinstance(item, slice):
+        item = [item.start, item.stop, item.step]
+    if type(item) in (tuple, list):
+        return [tensor for part in item for tensor in tensors_in(part)]  # type: ignore[attr-defined]  # of a sequence
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, torch.Tensor)]

@@ -13,8 +13,8 @@ import torch
 from gpipe_compiler.errors import UnsplittableError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.passes.dry_run import tensors_in
 from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import Leaf

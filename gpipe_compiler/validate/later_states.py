@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.state import isolated, named_state
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.passes.dry_run import tensors_in
+from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.quiet import quiet
 
 _CALLS = 3
