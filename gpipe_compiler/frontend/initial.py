@@ -125,6 +125,7 @@ def catch_up(model: nn.Module) -> None:
     library = sys.modules.get("transformers")
     if library is None:
         return
+    _keep_adapters(model)
     outermost: list[str] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") or outer == "" for outer in outermost)
@@ -134,6 +135,16 @@ def catch_up(model: nn.Module) -> None:
             if waiting and any(parameter.is_meta for parameter in module.parameters()):
                 with torch.device("meta"):
                     module.initialize_weights()
+
+
+def _keep_adapters(model: nn.Module) -> None:
+    """Mark adapters of peft, which fills them itself, as filled: else they begin as layers do."""
+    library = sys.modules.get("peft.tuners.tuners_utils")
+    for layer in model.modules() if library is not None else ():
+        if isinstance(layer, library.BaseTunerLayer):  # type: ignore[union-attr]  # as just asked
+            for name in layer.adapter_layer_names:
+                for part in getattr(layer, name).modules():
+                    part._is_hf_initialized = True
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.frontend.hugging_face import FolderOptions, load_folder
+from gpipe_compiler.frontend.source import load
 
 peft = pytest.importorskip("peft")
 
@@ -116,3 +117,31 @@ def test_configurations_that_are_refused(llama: Path, tmp_path: Path) -> None:
         load(described(tmp_path / "dora", use_dora=True))
     with pytest.raises(ModelError, match="nothing_of_it"):
         load(described(tmp_path / "other", target_modules=["nothing_of_it"]))
+
+
+MODEL = """
+import peft, torch, transformers
+
+def build_model():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=2, **sizes)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+
+def example_inputs():
+    words = torch.ones(4, 8, dtype=torch.int64)
+    return {"input_ids": words, "labels": words}
+"""
+
+
+def test_adapters_of_a_model_file_on_meta_begin_as_peft_fills_them(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    initial = load(str(tmp_path / "model.py")).initial
+
+    first, *_ = {steps for name, steps in initial.items() if ".lora_B." in name}
+    assert first == (("zero_",),)
+    (steps,) = {steps for name, steps in initial.items() if ".lora_A." in name}
+    assert steps[0][0] == "uniform_"
+    (steps,) = {steps for name, steps in initial.items() if "q_proj.base_layer" in name}
+    assert steps[0] == ("normal_", 0.0, 0.02)

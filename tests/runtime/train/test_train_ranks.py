@@ -186,9 +186,15 @@ def test_replicas_load_their_own_rows_of_the_batches_of_plain_training(tmp_path,
     ("change", "words", "message"),
     [
         (("shuffle=True", "sampler=[RANK] * 8"), (), "as rank 1 has read it, is not that of"),
-        (("batch_size=8", "batch_size=1"), (), "a batch of 1 is too small for 2 replicas"),
+        pytest.param(
+            *(("batch_size=8", "batch_size=1"), (), "a batch of 1 is too small for 2 replicas"),
+            marks=pytest.mark.slow,
+        ),
         (("stack(rows)", "stack(rows * 2)"), (), "4 rows of the data set became 8 samples"),
-        (("stack(rows)", "stack(rows * 2)"), ("--read", "batches"), ""),
+        pytest.param(
+            *(("stack(rows)", "stack(rows * 2)"), ("--read", "batches"), ""),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_rows_that_are_no_share_of_one_batch_are_refused(tmp_path, change, words, message):
