@@ -18,6 +18,8 @@ from torch import nn
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import (
     EvenDraws,
+    are_same,
+    double,
     generator_states,
     larger_batch,
     other_values,
@@ -29,7 +31,7 @@ from gpipe_compiler.frontend.structure import describe, pick
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.train.comparison import ComparedKind, Row, compare
+from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
 Dims: TypeAlias = tuple[int | None, ...]
 """The batch dimension of every input, in their order; None where all samples share the input."""
@@ -234,8 +236,7 @@ class Proof:
         single = self.model
         try:
             self.model = isolated(single).double()
-            wide = [x.double() if x.is_floating_point() else x for x in inputs]
-            return self._answer(wide, dims)
+            return self._answer(list(map(double, inputs)), dims)
         finally:
             self.model = single
 
@@ -317,7 +318,7 @@ def _judged(answer: _Answer) -> tuple[Verdict, float]:
         if dim is None:
             combined = _combined([whole, *parts], answer.sizes)
             steady = steady and combined
-            silent = silent and (not combined or all(_same(whole, part) for part in parts))
+            silent = silent and (not combined or all(are_same(whole, part) for part in parts))
             continue
         shape = (sum(answer.sizes), whole.shape[dim] // sum(answer.sizes))
         samples = whole.unflatten(dim, shape)
@@ -364,14 +365,7 @@ def _combined(tensors: Sequence[torch.Tensor], sizes: tuple[int, int]) -> bool:
         ways.extend((first + second, mean))
     elif whole.dtype != torch.bool:
         ways.append(first + second)
-    return any(_same(whole, way) for way in ways)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    rows: Sequence[Row] = compare(
-        {ComparedKind.OUTPUT: {"": other}}, {ComparedKind.OUTPUT: {"": one}}
-    )
-    return all(row.passed for row in rows)
+    return any(are_same(whole, way) for way in ways)
 
 
 def _tells_little(tensor: torch.Tensor, dim: int | None) -> bool:

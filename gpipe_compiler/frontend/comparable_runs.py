@@ -20,6 +20,7 @@ from gpipe_compiler.frontend.probing import DISTINCT, repeated
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.quiet import quiet
+from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
 _CHANCES = ("p", "dropout_p")
 
@@ -53,6 +54,17 @@ class EvenDraws(PlainDispatchMode):
             else:
                 tensor.fill_(arguments.get("low", 0))
         return drawn
+
+
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal but for rounding."""
+    rows = compare({ComparedKind.OUTPUT: {"": other}}, {ComparedKind.OUTPUT: {"": one}})
+    return all(row.passed for row in rows)
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    """Floats in 64 bits; anything else as it is."""
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def generator_states() -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Self
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.frontend.comparable_runs import with_other_weights
+from gpipe_compiler.frontend.comparable_runs import double, with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
@@ -37,7 +37,7 @@ from gpipe_compiler.validate.plain_run import (
     train_step,
     with_terms,
 )
-from gpipe_compiler.validate.rounding import double, doubled, lower_types, rounded, without_lower
+from gpipe_compiler.validate.rounding import doubled, lower_types, rounded, without_lower
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
-from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, with_other_weights
+from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, double, with_other_weights
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, RegionCall, ops_within
 from gpipe_compiler.passes.batch_gates import first_gate
@@ -24,7 +24,6 @@ from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm
 from gpipe_compiler.validate.departure import hint_at
 from gpipe_compiler.validate.mixing_backward import function_that_mixes, ops_with_own_backward
-from gpipe_compiler.validate.rounding import double
 from gpipe_compiler.validate.some_samples import (
     PARTS,
     SAMPLES,

@@ -181,11 +181,6 @@ def to_type(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def double(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats in 64 bits; anything else as it is."""
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def doubled(function: Any) -> Any:
     if not isinstance(function, nn.Module):
         return function

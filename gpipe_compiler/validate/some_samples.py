@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, may_be_tried
+from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, are_same, double, may_be_tried
 from gpipe_compiler.ir import Graph, Input, Op
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.left_out import with_all_layers
@@ -22,10 +22,8 @@ from gpipe_compiler.passes.selections import takes_by_number
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.inputs import even_sizes
-from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 from gpipe_compiler.runtime.train.data import resized
 from gpipe_compiler.validate.loss_splitting import HINT, Losses, loss_shares
-from gpipe_compiler.validate.rounding import double
 
 SAMPLES, PARTS = 6, ((4, 0), (1, 2, 3, 5))
 """Samples with which the op at fault is looked for, and those that run apart from the others."""
@@ -146,7 +144,7 @@ class BothRuns:
         if known.batch_dim is not None or not isinstance(one, torch.Tensor):
             return False
         assert isinstance(other, torch.Tensor)
-        return one.shape != other.shape or not _same(one, other)
+        return one.shape != other.shape or not are_same(one, other)
 
     def is_wrong(self, name: str) -> bool:
         """Whether a value for some of the samples is not those rows of what it is for all."""
@@ -160,7 +158,7 @@ class BothRuns:
         if rest:
             return False  # one row for several samples: the next values show it
         chosen = [sample * rows + row for sample in self.chosen for row in range(rows)]
-        return not _same(one.index_select(known.batch_dim, torch.tensor(chosen)), other)
+        return not are_same(one.index_select(known.batch_dim, torch.tensor(chosen)), other)
 
     def _is_right(self, name: str) -> bool:
         """Whether a value has samples, which are the same ones among some as among all."""
@@ -205,11 +203,6 @@ def inputs_of(graph: Graph, rows: Sequence[int], samples: int) -> dict[str, torc
         return tensor.clone() if dim is None else tensor.index_select(dim, torch.tensor(rows))
 
     return {source.name: some(source) for source in graph.inputs}
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    (row,) = compare({ComparedKind.OUTPUT: {"": other}}, {ComparedKind.OUTPUT: {"": one}})
-    return row.passed
 
 
 # --- beyond the numbers with which a graph compares those of samples ------------------------------
