@@ -118,21 +118,6 @@ class Costs:
         }
         return replace(self, ops=ops, source=f"{self.source}; {calibration}")
 
-    @property
-    def forward_s(self) -> float:
-        """Seconds of one forward of the whole model on one device."""
-        return sum(cost.forward_s for cost in self.ops.values())
-
-    @property
-    def backward_s(self) -> float:
-        """Seconds of one backward of the whole model on one device."""
-        return sum(cost.backward_s for cost in self.ops.values())
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of one forward and one backward."""
-        return sum(cost.flops + cost.backward_flops for cost in self.ops.values())
-
 
 def roofline(graph: Graph, device: Device) -> Costs:
     """Costs of an annotated graph on a device, without running a kernel; see `rooflines`."""

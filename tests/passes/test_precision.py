@@ -96,5 +96,5 @@ def test_other_analyses_run_in_the_same_precision(builder) -> None:
     costs = measure(graph, host, torch.device("cpu"), budget_s=0.001)
 
     assert not costs.estimated
-    assert costs.forward_s > 0
+    assert any(cost.forward_s > 0 for cost in costs.ops.values())
     assert mixing_ops(graph) == frozenset()

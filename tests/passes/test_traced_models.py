@@ -147,5 +147,5 @@ def test_every_op_can_be_measured(traced):
     )
 
     assert not costs.estimated
-    assert costs.forward_s > 0
+    assert any(cost.forward_s > 0 for cost in costs.ops.values())
     assert costs.backward_s > 0

@@ -96,7 +96,9 @@ def test_calibrated_costs_leave_work_and_bytes_as_they_are(graph: gpc.Graph):
     costs = planner_of(graph, options).prepare(4, options).costs[0]
     scaled = costs.calibrated(Calibration(2.0, 3.0, "it"))
 
-    assert scaled.flops == costs.flops
+    for name, cost in costs.ops.items():
+        assert scaled.ops[name].flops == cost.flops
+        assert scaled.ops[name].bytes == cost.bytes
     assert costs.calibrated(None) is costs
     assert dataclasses.replace(scaled, ops={}, source="") == dataclasses.replace(
         costs, ops={}, source=""
