@@ -253,7 +253,7 @@ def _tell_missing(model: nn.Module, missing: list[str], folder: Path, *, own: bo
             f"{folder} does not hold {names} of {type(model).__name__}",
             hint="bring all files of the folder, or name the model that it is of: --task",
         )
-    text = f"{folder} does not hold {names} of {type(model).__name__}: begins as in a new model"
+    text = f"{folder} does not hold {names} of {type(model).__name__}: that begins as new"
     warnings.warn(Notice(text), stacklevel=2)
 
 

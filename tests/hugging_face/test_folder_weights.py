@@ -9,6 +9,7 @@ import folders
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from folders import read, run
 from loading import load_package
 from safetensors.torch import load_file, save_file
@@ -198,3 +199,30 @@ def test_a_head_that_the_folder_lacks_begins_anew(llama: Path, tmp_path: Path) -
     made = read(tmp_path / "out", "AutoModelForSequenceClassification")
     assert type(made).__name__ == "LlamaForSequenceClassification"
     assert "exists" in run(package, *words, "-o", tmp_path / "out", code=2)
+
+
+@pytest.mark.slow
+def test_what_the_model_does_not_use_is_exported_too(tmp_path: Path) -> None:
+    """The mask token of a vision model, which its pictures are not masked by."""
+    config = transformers.Dinov2Config(
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=28,
+        patch_size=7,
+        num_labels=3,
+    )
+    model = transformers.Dinov2ForImageClassification(config)
+    token = "dinov2.embeddings.mask_token"
+    with torch.no_grad():
+        model.get_parameter(token).normal_()
+    model.save_pretrained(tmp_path / "dino")
+    package = folders.compiled(
+        tmp_path / "dino", tmp_path / "p", "--input", "pixel_values=4x3x28x28"
+    )
+    run(package, "train", "--steps", 1, "--checkpoint-dir", tmp_path / "c")
+    words = ("export", "--checkpoint", tmp_path / "c", "--format", "huggingface")
+    run(package, *words, "-o", tmp_path / "out")
+
+    found = read(tmp_path / "out", "AutoModelForImageClassification")
+    assert torch.equal(found.get_parameter(token), model.get_parameter(token))

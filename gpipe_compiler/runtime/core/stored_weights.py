@@ -149,16 +149,6 @@ class Weights:
                 for name in names[key]:
                     _check_shape(name, shapes[key], like[name])
 
-    def facts(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Tensors without memory of the types and shapes that files hold these in; others are left
-        out."""
-        found: dict[str, torch.Tensor] = {}
-        for file, keys in self._by_file(dict.fromkeys(names)).items():
-            # Read as they lie in the file: that takes no memory while nobody looks at them.
-            for key, tensor in read_tensors(self.directory / file, keys):
-                found |= {name: tensor.to("meta") for name in keys[key]}
-        return found
-
     def _by_file(self, like: Iterable[str]) -> dict[str, dict[str, list[str]]]:
         """The names of these tensors by file, and by what they are called there."""
         found: dict[str, dict[str, list[str]]] = {}

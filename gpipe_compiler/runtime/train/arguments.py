@@ -101,9 +101,6 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         default=SHARD_BYTES,
         help="bytes of a file in such a folder, at most, such as 500MB (5GiB)",
     )
-    parser.add_argument(
-        "--weights", metavar="DIR", help="the folder with the weights before training (as compiled)"
-    )
     parser.add_argument("--traceback", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -110,7 +110,6 @@ class _Command:
             export(
                 *(spec, arguments.checkpoint, arguments.output),
                 directory=self.directory,
-                weights=self._source(),
                 hugging_face=arguments.format == HUGGING_FACE,
                 shard_bytes=arguments.shard_size,
             )
@@ -144,12 +143,6 @@ class _Command:
             if options is not None:
                 return self.reporting(lambda: self._train(pipe, weights, user, options))
             return self.reporting(lambda: self._work(pipe, weights))
-
-    def _source(self) -> Weights | None:
-        """Where weights are that no stage uses, as far as anybody needs them."""
-        if self.arguments.format != HUGGING_FACE:
-            return None
-        return open_weights(self.weights, self.arguments.weights)
 
     def _replicas(self) -> int:
         asked: int | None = self.arguments.data_parallel

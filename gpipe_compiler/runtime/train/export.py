@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors
@@ -15,9 +14,9 @@ import torch
 
 from .. import checkpoint
 from ..checkpoint.files import Stored
-from ..core.stored_weights import ADAPTER_FILE, HUGGING_FACE_INDEX, ONE_FILE, Weights
+from ..core.stored_weights import ADAPTER_FILE, HUGGING_FACE_INDEX, ONE_FILE
 from ..core.weights import write_file
-from ..errors import CheckpointError, UsageError, WeightsError
+from ..errors import CheckpointError, UsageError
 from ..spec import PipelineSpec
 from .process import say
 
@@ -39,7 +38,6 @@ def export(
     output: Path,
     *,
     directory: Path,
-    weights: Weights | None,
     hugging_face: bool,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -47,8 +45,6 @@ def export(
 
     Args:
         directory: the package.
-        weights: where the package reads its weights: those of the model that no stage uses are
-            taken over from there.
         shard_bytes: of a file of a folder, at most, unless one tensor is larger.
 
     Raises:
@@ -58,37 +54,10 @@ def export(
     """
     newest = checkpoint.latest(path) or path
     if hugging_face:
-        _export_folder(spec, newest, output, directory / HUGGING_FACE, weights, shard_bytes)
+        _export_folder(spec, newest, output, directory / HUGGING_FACE, shard_bytes)
     else:
         checkpoint.export(newest, output)
     say(f"weights of {newest} written to {output}")
-
-
-@dataclass(frozen=True)
-class _Tensors:
-    """What is written, by the keys of the files.
-
-    Attributes:
-        like: types and shapes.
-        names: in the model.
-    """
-
-    stored: Stored
-    weights: Weights | None
-    like: Mapping[str, torch.Tensor]
-    names: Mapping[str, str]
-
-    def read(self, key: str) -> torch.Tensor:
-        name = self.names[key]
-        if self.weights is None or not _is_source(self.stored, name):
-            (tensor,) = self.stored.read([f"model.{name}"]).values()
-            return tensor  # type: ignore[no-any-return]  # `tensor_facts` knows that it is one
-        return self.weights.load({name: self.like[key]}, torch.device("cpu"))[name]
-
-
-def _is_source(stored: Stored, name: str) -> bool:
-    """Whether a tensor is that of the model before training, as no stage uses it."""
-    return f"model.{name}" not in stored.metadata.state_dict_metadata
 
 
 def _export_folder(
@@ -96,7 +65,6 @@ def _export_folder(
     path: Path,
     output: Path,
     beside: Path,
-    weights: Weights | None,
     shard_bytes: int,
 ) -> None:
     if not (beside / NAMES).is_file():
@@ -108,12 +76,18 @@ def _export_folder(
     if output.exists():
         raise UsageError(f"{output} exists", hint="name another folder")
     content = json.loads((beside / NAMES).read_text(encoding="utf-8"))
-    tensors = _tensors(Stored.open(path), weights, content["names"])
+    stored, names = Stored.open(path), content["names"]
+    like = _tensors(stored, names)
+
+    def read(key: str) -> torch.Tensor:
+        (tensor,) = stored.read([f"model.{names[key]}"]).values()
+        return tensor  # type: ignore[no-any-return]  # as `_tensors` has seen
+
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         try:
-            _write_files(tensors, scratch, shard_bytes, adapter=content["adapter"])
+            _write_files(like, read, scratch, shard_bytes, adapter=content["adapter"])
             for file in beside.iterdir():
                 if file.name != NAMES:
                     shutil.copyfile(file, scratch / file.name)
@@ -129,40 +103,42 @@ def _export_folder(
         raise CheckpointError(f"cannot write {output}: {error}") from error
 
 
-def _tensors(stored: Stored, weights: Weights | None, names: Mapping[str, str]) -> _Tensors:
-    like, missing = {}, []
-    sources = {name: key for key, name in names.items() if _is_source(stored, name)}
-    shapes = {} if weights is None else weights.facts(sources)
-    for key, name in names.items():
-        if name not in sources:
-            facts = stored.tensor_facts(f"model.{name}")
-            if facts is None:
-                raise CheckpointError(f"model.{name} of {stored.folder} is no tensor")
-            like[key] = torch.empty(facts[0], dtype=facts[1], device="meta")
-        elif name in shapes:
-            like[key] = shapes[name]
-        else:
-            missing.append(name)
+def _tensors(stored: Stored, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """By the keys of files, the types and shapes of what a checkpoint holds under these names."""
+    known = {*stored.keys("model.")}
+    missing = [name for name in names.values() if name not in known]
     if missing:
-        raise WeightsError(
-            f"{stored.folder} does not hold {', '.join(missing[:5])}, as no stage uses it, and "
-            "neither do the weights of the package",
-            hint="--weights DIR names the folder with the model's weights",
+        raise CheckpointError(
+            f"{stored.folder} does not hold {', '.join(missing[:5])}",
+            hint="export a checkpoint of this package, or of the same folder in other stages",
         )
-    return _Tensors(stored, weights, like, names)
+    like = {}
+    for key, name in names.items():
+        facts = stored.tensor_facts(f"model.{name}")
+        if facts is None:
+            raise CheckpointError(f"model.{name} of {stored.folder} is no tensor")
+        like[key] = torch.empty(facts[0], dtype=facts[1], device="meta")
+    return like
 
 
-def _write_files(tensors: _Tensors, folder: Path, shard_bytes: int, *, adapter: bool) -> None:
-    shards = [tensors.like] if adapter else list(_shards(tensors.like, shard_bytes))
+def _write_files(
+    like: Mapping[str, torch.Tensor],
+    read: Callable[[str], torch.Tensor],
+    folder: Path,
+    shard_bytes: int,
+    *,
+    adapter: bool,
+) -> None:
+    shards = [like] if adapter else list(_shards(like, shard_bytes))
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = ADAPTER_FILE if adapter else ONE_FILE
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(shard, folder / name, _FORMAT, read=tensors.read)
+        write_file(shard, folder / name, _FORMAT, read=read)
         files.update(dict.fromkeys(shard, name))
     if len(shards) > 1:
-        size = sum(tensor.nbytes for tensor in tensors.like.values())
+        size = sum(tensor.nbytes for tensor in like.values())
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
         text = json.dumps(index, indent=2) + "\n"
         (folder / HUGGING_FACE_INDEX).write_text(text, encoding="utf-8")

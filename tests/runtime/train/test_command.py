@@ -291,3 +291,11 @@ def test_a_package_without_an_example(tmp_path, capsys):
     """It says what to do instead."""
     assert main(norm_spec(), tmp_path, None, argv=["infer"]) == 2
     assert "this package has no example batch" in capsys.readouterr().err
+
+
+def test_a_folder_of_hugging_face_is_exported_of_such_a_package_alone(package, tmp_path, capsys):
+    """What its files would be called, another package does not know."""
+    words = ["export", "--checkpoint", "kept", "--format", "huggingface", "-o", str(tmp_path / "o")]
+
+    assert main(skip_spec(), package, package / "weights", argv=words) == 2
+    assert "was not compiled from a folder of Hugging Face's" in capsys.readouterr().err
