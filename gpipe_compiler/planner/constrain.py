@@ -12,7 +12,7 @@ from gpipe_compiler.ir import Graph, ModuleCall, Op, State
 from gpipe_compiler.options import Constraints, pin_words
 from gpipe_compiler.passes.cut.constraints import ConstraintWords, StageRanges
 from gpipe_compiler.passes.cut.problem import CutProblem
-from gpipe_compiler.planner.cut_problem import CutFacts
+from gpipe_compiler.planner.cut_problem import CutFacts, said_of
 from gpipe_compiler.text.escaping import shell_line
 
 
@@ -140,6 +140,7 @@ class _Asked:
     """
 
     names: tuple[str, ...]
+    ties: tuple[tuple[frozenset[int], str], ...] = ()
     pins: dict[int, tuple[int, str]] = field(default_factory=dict)
     groups: dict[tuple[int, ...], str] = field(default_factory=dict)
     apart: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -148,14 +149,19 @@ class _Asked:
     @property
     def words(self) -> ConstraintWords:
         pins = {(node, stage): words for node, (stage, words) in self.pins.items()}
-        return ConstraintWords(pins, self.groups, self.apart)
+        return ConstraintWords(pins, self.groups, self.apart, self.ties)
 
     @classmethod
     def of(
         cls, problem: CutProblem, facts: CutFacts, constraints: Constraints, stages: int
     ) -> _Asked:
-        asked = cls(tuple(node.name for node in problem.nodes))
-        index = {name: position for position, name in enumerate(asked.names)}
+        names = tuple(node.name for node in problem.nodes)
+        index = {name: position for position, name in enumerate(names)}
+        ties = [
+            (frozenset(index[name] for name in tie.ops if name in index), said_of(tie, facts.graph))
+            for tie in facts.atoms.ties
+        ]
+        asked = cls(names, tuple(tie for tie in ties if tie[0]))
         nodes: dict[str, tuple[int, ...]] = {}
         for name in constraints.names:
             ops = ops_of(facts.graph, name)

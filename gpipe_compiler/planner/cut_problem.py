@@ -122,11 +122,9 @@ class CutFacts:
             return sum(work[op.name] for op in within if op.name in group)
 
         tie = max((tie for tie in self.atoms.ties if tie.ops <= group), key=span)
-        source = self.graph.op_of[tie.op].source
         return (
             f"stage {stage} has {shares[stage]:.0%} of the work: {len(group)} of its "
-            f"{len(stages[stage])} ops cannot be cut apart, mostly for {tie.op}"
-            f"{f' ({Path(source.file).name}:{source.line})' if source else ''}: {tie.why}"
+            f"{len(stages[stage])} ops cannot be cut apart, mostly {said_of(tie, self.graph)}"
         )
 
     @cached_property
@@ -356,3 +354,10 @@ def _traffic(facts: CutFacts, index: Mapping[str, int]) -> list[Traffic]:
                 )
             )
     return found
+
+
+def said_of(tie: Tie, graph: Graph) -> str:
+    """For which op some share a stage, where that is written, and why."""
+    source = graph.op_of[tie.op].source
+    place = f" ({Path(source.file).name}:{source.line})" if source else ""
+    return f"for {tie.op}{place}: {tie.why}"

@@ -33,11 +33,16 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class ConstraintWords:
-    """How messages call the constraints of a problem; those that are left out by their nodes."""
+    """How messages call the constraints of a problem; those that are left out by their nodes.
+
+    Attributes:
+        ties: why nodes share a stage that nobody has asked for.
+    """
 
     pins: Mapping[tuple[int, int], str] = field(default_factory=dict)
     groups: Mapping[tuple[int, ...], str] = field(default_factory=dict)
     apart: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    ties: tuple[tuple[frozenset[int], str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +120,14 @@ class StageRanges:
                 continue
             other = self.pins.setdefault(self.leader[node], (node, stage, words))
             if other[1] != stage:
-                names = self._names((other[0], node))
-                yield f"{other[2]} and {words}: {names} {self._together(self.leader[node])}"
+                yield f"{other[2]} and {words}: {self._together((other[0], node))}"
 
     def _of_pairs(self) -> Iterator[str]:
         """Of the pairs apart, those that the graph puts in an order are arcs as well."""
         for pair in self.problem.apart:
             one, other = (self.leader[node] for node in pair)
             if one == other:
-                yield f"{self._apart(pair)}: {self._names(pair)} {self._together(one)}"
+                yield f"{self._apart(pair)}: {self._together(pair)}"
             elif other in self._reach([one]):
                 self.split[one, other] = self._apart(pair)
             elif one in self._reach([other]):
@@ -138,16 +142,21 @@ class StageRanges:
     def _name(self, node: int) -> str:
         return self.problem.nodes[node].name
 
-    def _together(self, leader: int) -> str:
-        """Why two ops of a set lie in one stage, as the end of a sentence."""
+    def _together(self, pair: tuple[int, int]) -> str:
+        """That two nodes of a set lie in one stage, and why."""
+        leader = self.leader[pair[0]]
         words = [
             words
             for group, words in self.words.groups.items()
             if group and self.leader[group[0]] == leader
         ]
         if words:
-            return f"lie in one stage, by {' and '.join(words)}"
-        return "cannot be cut apart"
+            return f"{self._names(pair)} lie in one stage, by {' and '.join(words)}"
+        ties = [tie for tie in self.words.ties if self.leader[min(tie[0])] == leader]
+        # Where no tie holds both, several do one after the other: one of them says how.
+        ties.sort(key=lambda tie: -len(tie[0].intersection(pair)))
+        why = f", {ties[0][1]}" if ties else ""
+        return f"{self._names(pair)} cannot be cut apart{why}"
 
     def _too_early(self) -> Iterator[str]:
         """The pins that lie before what they follow from, and splits that ask for more stages."""
