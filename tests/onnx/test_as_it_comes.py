@@ -449,3 +449,10 @@ def test_no_closer_than_onnx_runtime_is_to_itself() -> None:
         assert (row.fault == "") == passes
     (row,) = compare({"i": np.array([1])}, {"i": np.array([2])}, close)
     assert row.fault
+
+
+def test_an_empty_batch_of_the_user(tmp_path: Path) -> None:
+    path = onnx_models.write(onnx_models.chain(), tmp_path / "model.onnx")
+    np.savez(tmp_path / "none.npz", x=np.zeros((0, 16), np.float32))
+    with pytest.raises(UsageError, match="empty batch"):
+        compile_onnx(path, CompileOptions(2), None, inputs=[str(tmp_path / "none.npz")])

@@ -333,6 +333,8 @@ def _samples(given: Mapping[str, tuple[int, ...]], batch: Mapping[str, int]) -> 
         raise UsageError(
             f"--input gives batches of {' and '.join(map(str, sorted(sizes)))} samples"
         )
+    if 0 in sizes:
+        raise UsageError("--input gives an empty batch", hint="give it one sample or more")
     return sizes.pop() if sizes else DEFAULT_BATCH
 
 
