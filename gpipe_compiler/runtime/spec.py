@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .limits import NO_GROUP, SampleGroup, SampleLimit
 from .schedule.actions import Crossing
 from .schedule.choosing import ScheduleKind
-from .sizes import Dim, Relation, Requirement, Shape, Size, example_shape, larger, sizes_in, smaller
+from .sizes import (
+    Dim,
+    Relation,
+    Requirement,
+    Shape,
+    Size,
+    example_shape,
+    larger,
+    sizes_in,
+    smaller,
+)
 from .structure import (
     Joined,
     Leaf,

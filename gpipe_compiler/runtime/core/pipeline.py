@@ -20,7 +20,13 @@ from .gradients import clip_gradients, first_stages, make_scaler
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
-from .options import TransportKind, check_numbers, chosen, execution_options, refuse_parts
+from .options import (
+    TransportKind,
+    check_numbers,
+    chosen,
+    execution_options,
+    refuse_parts,
+)
 from .programs import ProgramCache
 from .random import seed_in_eval
 from .reducer import collected, make_reducer, share_initial

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from ..spec import PipelineSpec
-from .inputs import Inputs, even_sizes, is_listed, look_up, microbatch_count, nest_of, passed_to
+from .inputs import (
+    Inputs,
+    even_sizes,
+    is_listed,
+    look_up,
+    microbatch_count,
+    nest_of,
+    passed_to,
+)
 from .nest import Path
 from .weights import checksum
 

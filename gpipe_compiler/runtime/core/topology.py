@@ -20,7 +20,14 @@ from ..errors import TransportError, UsageError
 from ..schedule import devices_for, placement_for
 from ..spec import PipelineSpec, ScheduleKind
 from ..wording import counted, first_line, listed
-from .devices import default_devices, device_of_rank, identity, listed_devices, own_device, there
+from .devices import (
+    default_devices,
+    device_of_rank,
+    identity,
+    listed_devices,
+    own_device,
+    there,
+)
 from .distributed import Network
 from .options import TransportKind, transport_kind
 from .typed import from_environment

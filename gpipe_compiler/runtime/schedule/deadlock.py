@@ -10,7 +10,17 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 from ..errors import DeadlockError, ScheduleError
-from .actions import Action, Compute, Crossing, Phase, Programs, Receive, Send, SharedSum, Transfer
+from .actions import (
+    Action,
+    Compute,
+    Crossing,
+    Phase,
+    Programs,
+    Receive,
+    Send,
+    SharedSum,
+    Transfer,
+)
 from .joint import Joint
 
 
