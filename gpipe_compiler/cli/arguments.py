@@ -270,7 +270,8 @@ def inspect_parser() -> argparse.ArgumentParser:
         description="Prints what a package holds: stages, boundaries, prediction.",
         epilog="gpipe-inspect memory PKG tells what holds the memory of each device and what would "
         "save some; gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
-        "simulated step for ui.perfetto.dev; each has its own --help",
+        "simulated step for ui.perfetto.dev; gpipe-inspect machine measures this machine; each has "
+        "its own --help",
     )
     _package_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
@@ -314,6 +315,23 @@ def trace_parser() -> argparse.ArgumentParser:
     )
     _package_argument(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the JSON file")
+    return parser
+
+
+def machine_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpipe-inspect machine",
+        description="Measures this machine, as --devices measured does: its devices, and the link "
+        "between two of them.",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        type=path,
+        help="write them as a description for gpipe-compile --cluster, whose plans do not change "
+        "with what is measured the next time",
+    )
     return parser
 
 

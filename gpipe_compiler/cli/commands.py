@@ -17,6 +17,7 @@ from rich.console import Console
 from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
 from gpipe_compiler.cli.folder import folder_options, refuse_folder_options
 from gpipe_compiler.cli.search import constraints_of, schedule_of
+from gpipe_compiler.cluster.local import local_cluster, timed_link
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile import Compiled, compare
 from gpipe_compiler.compile import compile as compile_model
@@ -40,12 +41,14 @@ from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
+from gpipe_compiler.report.machine import machine_file, show_machine
 from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.sweep import document as sweep_document
 from gpipe_compiler.report.sweep import show_sweep
 from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, show_plan, stage_table, summary_table
+from gpipe_compiler.runtime.core.devices import gpu_count
 from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.targets import of_file
@@ -316,6 +319,17 @@ def trace(arguments: argparse.Namespace) -> None:
     path: Path = arguments.output or Path(f"{file_stem(plan.name)}_trace.json")
     path.write_text(format_trace(plan), encoding="utf-8")
     print(path)
+
+
+def machine(arguments: argparse.Namespace) -> None:
+    """`gpipe-inspect machine`: what is measured of this one."""
+    cluster = local_cluster()
+    link = timed_link() if gpu_count() != 1 else None
+    if arguments.output is None:
+        terminal().print(show_machine(cluster, link))
+    else:
+        arguments.output.write_text(machine_file(cluster, link), encoding="utf-8")
+        print(printable(str(arguments.output)))
 
 
 def memory(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from gpipe_compiler.cli.arguments import (
     compile_parser,
     graph_parser,
     inspect_parser,
+    machine_parser,
     memory_parser,
     trace_parser,
 )
@@ -44,6 +45,8 @@ def inspect_command(argv: Sequence[str] | None = None) -> int:
             return _run(graph_parser(), rest, commands.draw)
         case ["memory", *rest]:
             return _run(memory_parser(), rest, commands.memory)
+        case ["machine", *rest]:
+            return _run(machine_parser(), rest, commands.machine)
         case ["trace", *rest]:
             return _run(trace_parser(), rest, commands.trace)
         case _:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from gpipe_compiler.cli import main as cli
-from gpipe_compiler.cluster import devices_named, read_cluster
+from gpipe_compiler.cluster import Cluster, Device, Link, devices_named, read_cluster
+from gpipe_compiler.cluster.local import machine_name
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.report.machine import machine_file
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "clusters"
 MODEL = """
@@ -156,3 +159,29 @@ def test_graphs_from_elsewhere_run_on_devices_too(
     answer = json.loads(capsys.readouterr().out)
 
     assert answer["step_time_s"] == pytest.approx(step_s)
+
+
+def test_what_is_measured_is_shown_and_written(tmp_path: Path, capsys: Printed) -> None:
+    assert cli.inspect_command(["machine"]) == 0
+    assert "TFLOP/s in large products" in capsys.readouterr().out
+    file = tmp_path / "this.toml"
+    assert cli.inspect_command(["machine", "-o", str(file)]) == 0
+    capsys.readouterr()
+    assert machine_name() == read_cluster(file).devices[0].name
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_file_says_all_that_was_measured(shared: bool, tmp_path: Path, capsys: Printed) -> None:
+    """Of any machine; devices in one memory have equal parts of it."""
+    device = Device("A card", 1e13, 1e12, 80 * 10**9, 5e-6, 3e14, 1e14, 2e14, 2**23, 10**9)
+    link = Link(25e9, 1e-5)
+    devices = (device,) if shared else (device,) * 4
+    cluster = Cluster(devices, link, endless=shared, pooled=shared, places=4)
+    file = tmp_path / "described.toml"
+    file.write_text(machine_file(cluster, link))
+
+    found = read_cluster(file)
+    memory = device.memory // 4 if shared else device.memory
+    assert found.devices == (dataclasses.replace(device, memory=memory),) * 4
+    assert dataclasses.replace(found.between(0, 3), name="") == link
+    assert planned(f"--cluster {file}", capsys).cluster == found.sized(2)
