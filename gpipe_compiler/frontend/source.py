@@ -2,8 +2,8 @@
 
 A model file offers `build_model()` and `example_inputs()`, and where it is to be trained also
 `loss_fn(output, target)`, `example_target()`, and for `run.py train` `train_data()`, `eval_data()`,
-`make_optimizer(params)`, `make_scheduler(optimizer)` and `metrics(output, target)`. The file runs
-as an ordinary module; nothing of it is changed.
+`make_optimizer(params)`, `make_scheduler(optimizer)`, `metrics(output, target)` and
+`log(step, metrics)`. The file runs as an ordinary module; nothing of it is changed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from gpipe_compiler.frontend.user_code import (
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.runtime.spec import Steps
+from gpipe_compiler.runtime.train.hooks import is_log
 
 DEFAULT_FACTORY = "build_model"
 _HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metrics")
@@ -103,12 +104,18 @@ def described(
         hooks=Hooks(
             file=spec.file,
             module=spec.module,
-            names=frozenset(name for name in _HOOKS if offered(module, name) is not None),
+            names=_hooks_in(module),
         ),
         initial=initial,
         make_optimizer=offered(module, "make_optimizer") if training else None,
     )
     return _same_device(subject)
+
+
+def _hooks_in(module: ModuleType) -> frozenset[str]:
+    """The names of the functions that a package calls at run time."""
+    names = {name for name in _HOOKS if offered(module, name) is not None}
+    return frozenset(names | ({"log"} if is_log(getattr(module, "log", None)) else set()))
 
 
 def offered(module: ModuleType, name: str) -> Callable[..., object] | None:

@@ -68,6 +68,15 @@ def metrics(output, target):
     return {"mistake": (output["y"] - target).abs().mean(), "samples": len(target)}
 """
 
+LOG = """
+import json, pathlib
+
+def log(step, metrics):
+    assert all(type(number) is float for number in metrics.values())
+    with pathlib.Path(__file__).with_name("own.jsonl").open("a") as file:
+        print(json.dumps([step, metrics]), file=file)
+"""
+
 BROKEN = """
 def train_data():
     for number in range(4):
@@ -115,6 +124,11 @@ class Run:
     @property
     def evaluations(self):
         return [line["evaluation"] for line in self.lines if "evaluation" in line]
+
+    @property
+    def logged(self):
+        """The steps and numbers that `LOG` was given."""
+        return [json.loads(line) for line in (self.folder / "own.jsonl").read_text().splitlines()]
 
     def initial(self):
         with Pipeline(self.spec, None, devices="cpu") as pipe:

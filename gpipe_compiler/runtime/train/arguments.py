@@ -6,6 +6,7 @@ import argparse
 
 from ..core.topology import device_counts, devices_by_default
 from ..core.typed import (
+    from_environment,
     microbatches,
     names,
     natural,
@@ -32,6 +33,7 @@ from .export import HUGGING_FACE, SHARD_BYTES
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, RateShape
 from .train import TrainOptions
+from .watching import check_tensorboard
 
 STEPS = 100
 
@@ -116,6 +118,8 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
     problems = [text for text, wrong in _contradictions(arguments, hooks).items() if wrong]
     if problems:
         raise UsageError("; ".join(problems))
+    if arguments.tensorboard is not None and from_environment("RANK", 0) == 0:
+        check_tensorboard()
     return TrainOptions(
         steps=steps,
         epochs=arguments.epochs,
@@ -131,7 +135,9 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
             arguments.keep_checkpoints or KEPT,
             arguments.resume,
         ),
+        gradient_norm=arguments.gradient_norm,
         log=arguments.log,
+        tensorboard=arguments.tensorboard,
         input=input_choice(arguments),
         own_rows=arguments.read == "rows",
     )
@@ -216,6 +222,12 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
     parser.add_argument(
         "--log-file", dest="log", type=path, metavar="FILE", help="a line of JSON for every step"
+    )
+    parser.add_argument(
+        "--tensorboard", type=path, metavar="DIR", help="the numbers of every step, for TensorBoard"
+    )
+    parser.add_argument(
+        "--gradient-norm", action="store_true", help="compute it though nothing is clipped"
     )
     parser.add_argument(
         "--save", type=path, metavar="PATH", help="write the weights: FILE.safetensors or a folder"

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.progress import Progress, RandomState
-from ..core.inputs import bind_call
+from ..core.inputs import BoundCall, bind_call
 from ..core.pipeline import Pipeline
 from ..core.weights import load_file
 from ..core.wiring import inputs_for, most_work
@@ -97,8 +97,25 @@ def _refuse_too_large(
 
 def samples_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
     """The samples in a mini-batch; where nothing is batched, micro-batches are as planned."""
+    return sum(_bound(spec, microbatches, inputs, target).samples)
+
+
+TOKENS = "tokens"
+"""The name of a size which is that of a sample in tokens."""
+
+
+def tokens_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int | None:
+    """The tokens in a mini-batch, padding too; None where no size of the pipeline is called so."""
+    if all(size.name != TOKENS for size in spec.sizes):
+        return None
+    bound = _bound(spec, microbatches, inputs, target)
+    pairs = zip(bound.samples, bound.sizes, strict=True)
+    return sum(samples * sizes[TOKENS] for samples, sizes in pairs)
+
+
+def _bound(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> BoundCall:
     needed = inputs_for(spec, most_work(spec))
-    return sum(bind_call(inputs, target, spec, needed, microbatches).samples)
+    return bind_call(inputs, target, spec, needed, microbatches)
 
 
 def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[object, object]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +36,7 @@ class UserHooks:
             step of the optimizer; a ReduceLROnPlateau after every evaluation.
         metrics: gives numbers by name for the model's output on a batch of `eval_data`, and the
             target.
+        log: is called on rank 0 after every step, with its number and numbers by name.
     """
 
     name: str = ""
@@ -42,6 +45,7 @@ class UserHooks:
     make_optimizer: MakeOptimizer | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     metrics: Callable[[object, object], Mapping[str, float]] | None = None
+    log: Callable[[int, dict[str, float]], object] | None = None
 
     @classmethod
     def load(cls, source: str | None) -> UserHooks:
@@ -53,9 +57,11 @@ class UserHooks:
         if source is None:
             return cls()
         module = _import(source)
-        offered = (getattr(module, field.name, None) for field in fields(cls)[1:])
+        offered = {field.name: getattr(module, field.name, None) for field in fields(cls)[1:]}
+        if not is_log(offered["log"]):
+            offered["log"] = None
         # A name may be that of a module, as after `from sklearn import metrics`.
-        return cls(source, *(item if callable(item) else None for item in offered))
+        return cls(source, *(item if callable(item) else None for item in offered.values()))
 
     def optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The user's optimizer.
@@ -80,6 +86,15 @@ class UserHooks:
         except (Exception, SystemExit) as error:  # whatever the user's code raises
             raise self._failed("metrics", error) from error
 
+    def logged(self, step: int, numbers: dict[str, float]) -> None:
+        """Calls the user's `log`, where he has one; raises as `optimizer`."""
+        if self.log is None:
+            return
+        try:
+            self.log(step, numbers)
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise self._failed("log", error) from error
+
     def _made(
         self, name: str, kind: type[Result], make: Callable[[Argument], object], argument: Argument
     ) -> Result:
@@ -94,7 +109,26 @@ class UserHooks:
         return made
 
     def _failed(self, name: str, error: BaseException) -> PipelineError:
-        return PipelineError(f"{name}() of {self.name} failed: {said(error)}")
+        """The error to raise, with the last line of the user's own file that led to it."""
+        frames = traceback.walk_tb(error.__traceback__)
+        own = (self.name, f"user_{Path(self.name).stem}")
+        lines = [line for frame, line in frames if frame.f_globals.get("__name__") in own]
+        where = f", line {lines[-1]}," if lines else ""
+        return PipelineError(f"{name}() of {self.name}{where} failed: {said(error)}")
+
+
+def is_log(item: object) -> bool:
+    """Whether what a file has under the name `log` is the hook, and not `math.log` or a logger."""
+    if not callable(item):
+        return False
+    written = (inspect.unwrap(getattr(item, "func", item)), item.__call__)
+    if not any(hasattr(function, "__code__") for function in written):
+        return False  # not in Python
+    try:
+        inspect.signature(item).bind(1, {})
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _import(source: str) -> ModuleType:

@@ -16,7 +16,7 @@ from ..core.pipeline import Pipeline
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
 from ..wording import said
-from .data import NOTHING, Batch, located, samples_of
+from .data import NOTHING, Batch, located, samples_of, tokens_of
 from .hooks import UserHooks
 
 _OPTIMIZERS: Mapping[OptimizerKind, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
@@ -163,7 +163,8 @@ class StepResult:
         loss: the mean over its mini-batches.
         rate: the learning rate that it was made with.
         samples: in its mini-batches, over all replicas; 0 on ranks that read no data.
-        gradient_norm: over all stages, before clipping; None unless gradients are clipped.
+        tokens: in them, where the pipeline has a size of this name and rank 0 reads all samples.
+        gradient_norm: over all stages, before clipping; None where it is not computed.
         skipped: whether the weights stayed, because fp16 gradients have overflowed.
     """
 
@@ -172,6 +173,7 @@ class StepResult:
     samples: int
     gradient_norm: float | None
     skipped: bool
+    tokens: int | None = None
 
 
 @dataclass(eq=False)
@@ -184,7 +186,8 @@ class Update:
         optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
     Args:
-        clip_norm: the largest 2-norm of all gradients together; None for any.
+        clip_norm: the largest 2-norm of all gradients together; None for any. With inf it is
+            computed, and changes nothing.
     """
 
     pipe: Pipeline
@@ -212,7 +215,8 @@ class Update:
         skipped = self._step(step)
         self._count_skipped(skipped, step)
         samples = sum(self._samples(batch) for batch in batches)
-        return StepResult(sum(losses) / len(losses), rate, samples, norm, skipped)
+        tokens = self._tokens(batches)
+        return StepResult(sum(losses) / len(losses), rate, samples, norm, skipped, tokens)
 
     def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
         try:
@@ -299,6 +303,13 @@ class Update:
         if batch is NOTHING:
             return 0
         return self._counted(batch) if batch.rows is None else batch.rows.whole
+
+    def _tokens(self, batches: Sequence[Batch]) -> int | None:
+        if any(batch is NOTHING or batch.rows is not None for batch in batches):
+            return None
+        spec, most = self.pipe.spec, self.pipe.microbatches
+        found = [tokens_of(spec, most, batch.inputs, batch.target) for batch in batches]
+        return None if None in found else sum(filter(None, found))
 
     def _counted(self, batch: Batch) -> int:
         pipe = self.pipe

@@ -33,6 +33,7 @@ class Told:
         step_s: of a step, in the way that `what` names.
         stages: of each; empty where the plan does not say.
         peak_bytes: tensors of every device, and what its allocator reserves, at most.
+        bubble: the share of device time that is spent waiting; None where the plan does not say.
         calibration: by which the forwards and backwards of its costs were scaled already.
     """
 
@@ -41,6 +42,7 @@ class Told:
     stages: tuple[StageSeconds, ...] = ()
     peak_bytes: tuple[tuple[int, int], ...] = ()
     calibration: tuple[float, float] = (1.0, 1.0)
+    bubble: float | None = None
 
     @classmethod
     def of(cls, pipe: Pipeline, directory: Path, samples: int) -> Told | None:
@@ -68,12 +70,14 @@ class Told:
         expected = float(prediction.get("here_s", prediction["step_s"]))
         memory = prediction.get("memory", ())
         forward, backward = plan.get("calibration", (1.0, 1.0))
+        bubble = prediction.get("bubble")
         return cls(
             "predicted" if timed is None else "when it was compiled",
             expected if timed is None else float(timed),
             tuple(map(_stage, plan.get("stages", ()))),
             tuple((int(d["peak"]), int(d.get("reserved", 0))) for d in memory),
             (float(forward), float(backward)),
+            None if bubble is None else float(bubble),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_sched
 from .process import StopSignals
 from .told import Told, format_time, told_lines
 from .training_log import StepLog, StepPrinter
+from .watching import Watchers, planned_bubbles
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,9 @@ class TrainOptions:
             of a pass may be of fewer.
         clip_norm: the largest norm of the gradients; None for any.
         evaluate_every: number of steps; None for the end of every pass.
+        gradient_norm: whether the norm of the gradients is computed though they are not clipped.
         log: a file for a line of JSON for every step.
+        tensorboard: a folder for TensorBoard's files.
         input: what is trained on where the user offers no data, or names a file.
         own_rows: whether each replica loads its own rows alone, of data that allows it.
     """
@@ -45,7 +49,9 @@ class TrainOptions:
     clip_norm: float | None = None
     evaluate_every: int | None = None
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    gradient_norm: bool = False
     log: Path | None = None
+    tensorboard: Path | None = None
     input: InputChoice = field(default_factory=InputChoice)
     own_rows: bool = True
 
@@ -102,7 +108,10 @@ class _Training:
         steps = self._steps_in_all()
         scheduler = make_scheduler(optimizer, hooks, options.optimizer, steps)
         self.rate = Rate(optimizer, scheduler)
-        self.update = Update(pipe, optimizer, self.rate, options.clip_norm)
+        clip_norm = options.clip_norm
+        if clip_norm is None and options.gradient_norm:
+            clip_norm = math.inf
+        self.update = Update(pipe, optimizer, self.rate, clip_norm)
         self.checkpoints = CheckpointManager(pipe, optimizer, scheduler, options.checkpoints)
         self.step = self.passes = 0
         self.evaluated: int | None = None
@@ -113,6 +122,10 @@ class _Training:
         self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
         self.log: StepLog | None = None
         from_rank_0(pipe.world, "the log", self._open_log)
+        bubbles = {}
+        if self._sizes_are_planned():
+            bubbles = planned_bubbles(pipe, directory, options.accumulate)
+        self.watchers = Watchers(pipe, hooks, self.step, options.tensorboard, bubbles)
 
     def run(self) -> int:
         """Train to the end; the number of the signal that came before it, or 0."""
@@ -134,7 +147,7 @@ class _Training:
         """Prints the plan's prediction for a step, where batches were of the planned size."""
         if self.pipe.rank != 0 or len(self._seconds) < _FEWEST_STEPS:
             return
-        if self.options.accumulate > 1 or (self.pipe.spec.sizes and self.hooks.train_data):
+        if self.options.accumulate > 1 or not self._sizes_are_planned():
             return  # of other sizes nothing was told
         told = Told.of(self.pipe, self._directory, self._samples)
         if told is not None:
@@ -143,11 +156,15 @@ class _Training:
             for line in told_lines(self.pipe, told, median):
                 self.printer.line(line)
 
+    def _sizes_are_planned(self) -> bool:
+        return not (self.pipe.spec.sizes and self.hooks.train_data)
+
     def close(self) -> None:
         self.checkpoints.close()
         self.printer.close()
         if self.log is not None:
             self.log.close()
+        self.watchers.close()
 
     def _finished(self) -> bool:
         steps, epochs = self.options.steps, self.options.epochs
@@ -180,12 +197,14 @@ class _Training:
         except StageError as error:
             raise StageError(f"step {number}: {error.problem}", hint=error.hint) from error
         self.step = number
+        seconds = time.perf_counter() - self._started
         if number > self._first:  # which warms up
-            self._seconds.append(time.perf_counter() - self._started)
+            self._seconds.append(seconds)
         self._samples = stepped.samples
         self.printer.step(number, stepped)
         if self.log is not None:
-            self.log.step(number, stepped, time.perf_counter() - self._started)
+            self.log.step(number, stepped, seconds)
+        self.watchers.step(number, stepped, seconds)
         every = self.options.evaluate_every
         if every is not None and number % every == 0:
             self._evaluate()
@@ -226,6 +245,7 @@ class _Training:
         self.printer.line(f"evaluation after step {self.step}: {found}")
         if self.log is not None:
             self.log.evaluation(self.step, found)
+        self.watchers.evaluation(self.step, found)
 
     def _stop(self, signal: int) -> int:
         self.checkpoints.save(self._progress())

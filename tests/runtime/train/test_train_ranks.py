@@ -16,7 +16,7 @@ import forked
 import pytest
 import torch
 from tiny_pipelines import WIDTH, norm_spec, skip_spec
-from training_commands import BROKEN, EVALUATION, METRICS, PLAIN, SHUFFLED, Run, plain_loop
+from training_commands import BROKEN, EVALUATION, LOG, METRICS, PLAIN, SHUFFLED, Run, plain_loop
 
 from gpipe_compiler.runtime.checkpoint import latest
 
@@ -99,7 +99,7 @@ def test_replicas_share_every_batch(tmp_path, name, asked):
     """Also the smaller ones, accumulated and clipped, and those of evaluation."""
     for folder in ("ranks", "threads"):
         (tmp_path / folder).mkdir()
-    hooks = PLAIN + EVALUATION + METRICS.replace('"samples": len(target)', '"seen": 1')
+    hooks = LOG + PLAIN + EVALUATION + METRICS.replace('"samples": len(target)', '"seen": 1')
     ranks = Run(tmp_path / "ranks", skip_spec(), hooks)
     threads = Run(tmp_path / "threads", skip_spec(), hooks)
     words = ("--epochs", 2, "--accumulate", 2, "--clip-norm", 0.2)
@@ -115,6 +115,14 @@ def test_replicas_share_every_batch(tmp_path, name, asked):
         assert line["loss"] == pytest.approx(told[number][0], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(told[number][2], rel=1e-5)
         assert line["samples"] == other["samples"]
+        step, numbers = ranks.logged[number]
+        assert step == line["step"]
+        for name, own in (
+            ("loss", "loss"),
+            ("learning_rate", "lr"),
+            ("gradient_norm", "grad_norm"),
+        ):
+            assert numbers[name] == line[own]
     for found, expected in zip(ranks.evaluations, threads.evaluations, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -238,6 +246,7 @@ def test_replicas_that_read_other_data_are_noticed(tmp_path):
             BROKEN.format(value="nan"),
             "error: the loss of step 3, batch 3 of pass 1 of train_data()",
         ),
+        (PLAIN + "def log(step, metrics):\n    1 / 0", "ZeroDivisionError"),
         pytest.param(
             "def train_data():\n    yield batch(8, 0)\n    1 / 0",
             "ZeroDivisionError",

@@ -1,0 +1,162 @@
+"""The numbers of every step, for the user's `log` and for TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core.pipeline import Pipeline
+from ..core.ranks import from_rank_0
+from ..errors import PipelineError, UsageError
+from .evaluation import EvaluationResult
+from .hooks import UserHooks
+from .optimizer import StepResult
+from .told import Told
+
+_FLUSH_S = 10
+"""Seconds of which a process that is killed loses what it gave to TensorBoard."""
+
+
+class Watchers:
+    """Hands the numbers of every step to the user's `log` and to TensorBoard, both on rank 0.
+
+    Every rank makes one and calls it alike: each tells of its own devices, and what the user's
+    code raises on rank 0 ends all.
+
+    Args:
+        steps: that are done; TensorBoard hides what it has of later ones.
+        tensorboard: the folder of its files; None for none.
+        bubbles: by the samples of a step, the share of device time that the plan expects to be
+            spent waiting.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        hooks: UserHooks,
+        steps: int,
+        tensorboard: Path | None,
+        bubbles: Mapping[int, float],
+    ) -> None:
+        self.pipe, self.hooks, self.bubbles = pipe, hooks, bubbles
+        self._wanted = hooks.log is not None or tensorboard is not None
+        self._writer: _TensorBoard | None = None
+        if not self._wanted:
+            return
+        self._gpus = [e.device for e in pipe.execution.engines if e.device.type == "cuda"]
+        some = torch.tensor(float(bool(self._gpus)))
+        self._memory_is_told = bool(pipe.world.maximum(some, "the kinds of devices"))
+
+        def begin() -> None:
+            if tensorboard is not None:
+                self._writer = _TensorBoard(tensorboard, steps)
+
+        from_rank_0(pipe.world, "opening TensorBoard's files", begin)
+
+    def step(self, step: int, stepped: StepResult, seconds: float) -> None:
+        """A step is done.
+
+        Raises:
+            PipelineError: when the user's code raises, or the files cannot be written; AgreedError
+                on the other ranks.
+        """
+        if not self._wanted:
+            return
+        peaks: list[list[int]] = []
+        if self._memory_is_told:
+            own = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
+            peaks = self.pipe.world.gather_objects(own, "the memory of devices")
+
+        def tell() -> None:
+            numbers = {"loss": stepped.loss, "learning_rate": stepped.rate}
+            if stepped.gradient_norm is not None:
+                numbers["gradient_norm"] = stepped.gradient_norm
+            numbers["samples_per_s"] = stepped.samples / seconds
+            if stepped.tokens is not None:
+                numbers["tokens_per_s"] = stepped.tokens / seconds
+            for device, peak in enumerate(peak for rank in peaks for peak in rank):
+                numbers[f"peak_bytes/device_{device}"] = float(peak)
+            if stepped.samples in self.bubbles:
+                numbers["planned_bubble"] = self.bubbles[stepped.samples]
+            if self._writer is not None:
+                self._writer.add(step, numbers)
+            self.hooks.logged(step, numbers)
+
+        from_rank_0(self.pipe.world, "the log", tell)
+
+    def evaluation(self, step: int, found: EvaluationResult) -> None:
+        """An evaluation is done, of which TensorBoard alone is told."""
+        if self._writer is not None:
+            numbers = {"loss": found.loss, **found.metrics}
+            self._writer.add(step, {f"evaluation/{name}": x for name, x in numbers.items()})
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def planned_bubbles(pipe: Pipeline, directory: Path, accumulate: int) -> dict[int, float]:
+    """By the samples of a step, the share of device time that its plan expects to be spent waiting.
+
+    Empty where this run is not the one that was planned.
+
+    Args:
+        accumulate: mini-batches for a step.
+    """
+    spec = pipe.spec
+    samples = spec.microbatches * spec.microbatch_size
+    told = Told.of(pipe, directory, samples) if pipe.replicas == spec.replicas else None
+    return {} if told is None or told.bubble is None else {samples * accumulate: told.bubble}
+
+
+def check_tensorboard() -> None:
+    """Refuses to begin without the package that writes its files.
+
+    Raises:
+        UsageError: when it cannot be imported.
+    """
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise UsageError(
+            f"--tensorboard needs the package tensorboard, and it cannot be imported: {error}",
+            hint="pip install tensorboard",
+        ) from error
+
+
+class _TensorBoard:
+    """The files of one run.
+
+    Raises:
+        PipelineError: here or later, when they cannot be written.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        with self._writing():
+            module = importlib.import_module("torch.utils.tensorboard")
+            self._writer: Any = module.SummaryWriter(
+                str(folder), purge_step=steps + 1, flush_secs=_FLUSH_S
+            )
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        with self._writing():
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        with self._writing():
+            self._writer.close()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise PipelineError(f"cannot write {self.folder}: {why}") from error
