@@ -15,6 +15,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         *("_VF", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
         "_safe_softmax",
     ),
+    "torch._C._profiler": ("_ExperimentalConfig",),
     "torch.Tensor": ("_make_subclass", "_use_count"),
     "torch.UntypedStorage": ("_cdata",),
     "torch._C": (

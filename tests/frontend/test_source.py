@@ -121,10 +121,11 @@ class TestForms:
         assert sys.modules["json"] is before
 
     def test_hooks_that_the_file_offers(self, load_text: Loader) -> None:
-        """A module that happens to have the name of a hook is none."""
+        """A module that happens to have the name of a hook is none, nor is a library's `log`."""
         subject = load_text(
             """
             import math as metrics
+            from math import log
             def example_inputs(): return torch.ones(4, 3)
             def make_optimizer(params): return torch.optim.SGD(params, 0.1)
             def make_scheduler(optimizer): return None

@@ -138,6 +138,7 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
         gradient_norm=arguments.gradient_norm,
         log=arguments.log,
         tensorboard=arguments.tensorboard,
+        profile=arguments.profile or 0,
         input=input_choice(arguments),
         own_rows=arguments.read == "rows",
     )
@@ -228,6 +229,12 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
     parser.add_argument(
         "--gradient-norm", action="store_true", help="compute it though nothing is clipped"
+    )
+    parser.add_argument(
+        "--profile",
+        type=positive,
+        metavar="STEPS",
+        help="after the first: a trace of all ranks, in --checkpoint-dir or here",
     )
     parser.add_argument(
         "--save", type=path, metavar="PATH", help="write the weights: FILE.safetensors or a folder"

@@ -19,6 +19,7 @@ from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
 from .process import StopSignals
+from .profiling import StepProfiler
 from .told import Told, format_time, told_lines
 from .training_log import StepLog, StepPrinter
 from .watching import Watchers, planned_bubbles
@@ -38,6 +39,7 @@ class TrainOptions:
         gradient_norm: whether the norm of the gradients is computed though they are not clipped.
         log: a file for a line of JSON for every step.
         tensorboard: a folder for TensorBoard's files.
+        profile: steps after the first of the run that torch.profiler records.
         input: what is trained on where the user offers no data, or names a file.
         own_rows: whether each replica loads its own rows alone, of data that allows it.
     """
@@ -52,6 +54,7 @@ class TrainOptions:
     gradient_norm: bool = False
     log: Path | None = None
     tensorboard: Path | None = None
+    profile: int = 0
     input: InputChoice = field(default_factory=InputChoice)
     own_rows: bool = True
 
@@ -120,6 +123,8 @@ class _Training:
         self._seconds: list[float] = []
         self._samples = 0
         self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
+        folder = options.checkpoints.directory or Path()
+        self.profiler = StepProfiler(pipe, folder, self._first, options.profile)
         self.log: StepLog | None = None
         from_rank_0(pipe.world, "the log", self._open_log)
         bubbles = {}
@@ -140,6 +145,7 @@ class _Training:
         if self.evaluated != self.step:
             self._evaluate(last=True)
         self.checkpoints.save(self._progress())
+        self._say(self.profiler.finish())
         self._tell()
         return 0
 
@@ -155,6 +161,10 @@ class _Training:
             self.printer.line(f"step: median {format_time(median)} of {len(self._seconds)}")
             for line in told_lines(self.pipe, told, median):
                 self.printer.line(line)
+
+    def _say(self, text: str) -> None:
+        if text:
+            self.printer.line(text)
 
     def _sizes_are_planned(self) -> bool:
         return not (self.pipe.spec.sizes and self.hooks.train_data)
@@ -190,6 +200,7 @@ class _Training:
     def _step(self, count: int) -> None:
         batches = self._taken if self.pipe.rank == 0 else self._same(count)
         number = self.step + 1
+        self.profiler.begin(number)
         try:
             stepped = self.update(batches, number)
         except AgreedError as error:
@@ -205,6 +216,7 @@ class _Training:
         if self.log is not None:
             self.log.step(number, stepped, seconds)
         self.watchers.step(number, stepped, seconds)
+        self._say(self.profiler.end(number))
         every = self.options.evaluate_every
         if every is not None and number % every == 0:
             self._evaluate()
@@ -250,6 +262,7 @@ class _Training:
     def _stop(self, signal: int) -> int:
         self.checkpoints.save(self._progress())
         where = f"; the checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
+        self._say(self.profiler.finish())
         self.printer.line(f"stopped after step {self.step}{where}")
         return signal
 

@@ -157,6 +157,6 @@ class _TensorBoard:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            why = error.strerror or str(error)
+        except (OSError, UnicodeError) as error:  # of names that are no UTF-8, too
+            why = getattr(error, "strerror", None) or error
             raise PipelineError(f"cannot write {self.folder}: {why}") from error

@@ -60,6 +60,7 @@ def test_values(option: str, command: str, package: Path) -> None:
         ["train", "--load"],
         ["train", "--resume"],
         ["train", "--log-file"],
+        ["train", "--tensorboard"],
         ["train", "--save"],
         ["check", "--reference"],
         ["check", "--report"],
