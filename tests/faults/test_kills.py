@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torchrun import PATIENCE_S, TWO_HOSTS, training
 
+from gpipe_compiler.runtime.checkpoint import latest
+
 STEPS = 60
 WORDS = ["--steps", str(STEPS), "--checkpoint-every", "4"]
 
@@ -48,6 +50,23 @@ def test_killed_ranks_lose_and_double_no_step(package, undisturbed, tmp_path, ki
         assert running.finish() == 0, running.said()
         assert running.steps() == list(range(1, STEPS + 1))
         assert_same(load_file(running.weights), undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_ranks_go_on_from_an_address(package, undisturbed, tmp_path):
+    """As from a folder; what the killed run has claimed is its restart's."""
+    there = f"file://{tmp_path / 'address'}"
+    words = [*WORDS, "--checkpoint-dir", there]  # the last one counts
+    with training(package, tmp_path, words, restarts=2) as running:
+        for step, rank in ((10, 0), (30, 1)):
+            running.wait_for(step)
+            running.kill(rank)
+        assert running.finish() == 0, running.said()
+        assert running.steps() == list(range(1, STEPS + 1))
+        assert_same(load_file(running.weights), undisturbed)
+    assert latest(there).name == f"step_{STEPS:08d}"
+    names = [path.name for path in latest(there).parent.iterdir()]
+    assert names == [f"step_{step:08d}" for step in (STEPS - 8, STEPS - 4, STEPS)]
 
 
 def test_two_hosts_start_again_together(package, undisturbed, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -180,6 +181,28 @@ def replicas(directory: Path) -> None:
     run.close()
 
 
+def address(directory: Path) -> None:
+    """What each rank does with an address that all of them can reach."""
+    rank = int(os.environ["RANK"])
+    there = f"file://{directory}/written"
+    run = Run("tied", "groups", data_parallel=2 if os.environ["WORLD_SIZE"] == "4" else 1)
+    run.train(3)
+    run.save(there)
+    torch.save(run.state(), directory / f"saved-{rank}.pt")
+    run.train(5)
+    state = run.state()
+    run.load(latest(there))
+    run.train(5)
+    assert equal(run.state(), state)
+    if rank == 1:
+        run.pipe.state_dict = lambda: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    try:
+        run.save(there)
+    except CheckpointError as error:
+        (directory / f"unwritten-{rank}").write_text(str(error))
+    run.close()
+
+
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
 
@@ -202,7 +225,7 @@ def filled(number: int) -> Run:
     return run
 
 
-def whole(directory: Path) -> int:
+def whole(directory: Path | str) -> int:
     """The number that the newest checkpoint is filled with."""
     path = latest(directory)
     assert path is not None
@@ -226,7 +249,7 @@ def child(work) -> int:
     return os.waitpid(process, 0)[1]
 
 
-def killed_at(directory: Path, event: int) -> bool:
+def killed_at(directory: Path, event: int, kind: str) -> bool:
     """Save a third checkpoint beside two, killed at that touch of the files; whether it was."""
     shutil.copytree(directory / "two", directory / "three")
     run = filled(3)
@@ -242,23 +265,23 @@ def killed_at(directory: Path, event: int) -> bool:
                 count += 1
 
         sys.addaudithook(hook)
-        run.save(directory / "three", keep=2)
+        run.save(f"{kind}{directory / 'three'}", keep=2)
 
     killed = os.WIFSIGNALED(child(work))
     run.close()
-    assert whole(directory / "three") in ((2, 3) if killed else (3,))
+    assert whole(f"{kind}{directory / 'three'}") in ((2, 3) if killed else (3,))
     return killed
 
 
-def kill_everywhere(directory: Path) -> None:
+def kill_everywhere(directory: Path, kind: str = "") -> None:
     """Kill a save at each of its touches of the file system, one after the other."""
     for number in (1, 2):
-        filled(number).save(directory / "two", keep=2)
+        filled(number).save(f"{kind}{directory / 'two'}", keep=2)
     event = 0
-    while killed_at(directory, event):
+    while killed_at(directory, event, kind):
         run = filled(4)
-        run.save(directory / "three", keep=2)
-        assert whole(directory / "three") == 4
+        run.save(f"{kind}{directory / 'three'}", keep=2)
+        assert whole(f"{kind}{directory / 'three'}") == 4
         assert len(list((directory / "three").iterdir())) == 2, "something was left"
         shutil.rmtree(directory / "three")
         run.close()
@@ -290,5 +313,7 @@ if __name__ == "__main__":
         "ranks": ranks,
         "replicas": replicas,
         "kill_everywhere": kill_everywhere,
+        "kill_everywhere_at_address": functools.partial(kill_everywhere, kind="file://"),
+        "address": address,
         "kill_sometime": kill_sometime,
     }[sys.argv[1]](Path(sys.argv[2]))

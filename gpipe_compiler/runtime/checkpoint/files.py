@@ -6,7 +6,7 @@ import dataclasses
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import IO, Any
 
 import torch
@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..core.address import Address, Place, reaching
 from ..core.ranks import FAILURES, described
 from ..errors import CheckpointError
-from .folder import INDEX, METADATA, TRAINER, Index, checksum, sync
+from .folder import INDEX, METADATA, TRAINER, Index, checksum, is_unfinished, sync
+from .torch_inside import address_reader, hand_to_address
 
 
 class RankFileWriter(FileSystemWriter):
@@ -34,8 +36,12 @@ class RankFileWriter(FileSystemWriter):
     may hold stages on several.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, per_thread_copy_ahead=0, sync_files=True, overwrite=True)
+    def __init__(self, folder: Place) -> None:
+        # An address is not synced: that would be every disk of this machine, and none of its own.
+        here = not isinstance(folder, Address)
+        super().__init__(str(folder), per_thread_copy_ahead=0, sync_files=here, overwrite=True)
+        if isinstance(folder, Address):
+            hand_to_address(self, folder)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing of the temporary folder, whose name is soon another."""
@@ -50,7 +56,7 @@ class Stored:
         index: empty unless so written.
     """
 
-    def __init__(self, folder: Path, index: Index | None, metadata: Metadata) -> None:
+    def __init__(self, folder: Place, index: Index | None, metadata: Metadata) -> None:
         self.folder = folder
         self.written = index is not None
         self.index = index or Index(0, {}, {}, {}, {}, {})
@@ -58,7 +64,7 @@ class Stored:
         self._recorded = self.index.recorded()
 
     @classmethod
-    def open(cls, folder: Path) -> Stored:
+    def open(cls, folder: Place) -> Stored:
         """Open a checkpoint, and check that all its files are there.
 
         Raises:
@@ -66,6 +72,10 @@ class Stored:
         """
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is no folder of a checkpoint")
+        if is_unfinished(folder):
+            raise CheckpointError(
+                f"{folder} was not written to its end", hint="go back to an earlier checkpoint"
+            )
         index = Index.read(folder)
         if index is not None:
             index.check(folder)
@@ -136,11 +146,16 @@ class Stored:
             state[key] = None if facts is None else torch.empty(facts[0], dtype=facts[1])
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self.metadata, is_coordinator=True)
-        reader = FileSystemReader(self.folder)
+        reader = (
+            address_reader(self.folder)
+            if isinstance(self.folder, Address)
+            else FileSystemReader(self.folder)
+        )
         reader.set_up_storage_reader(self.metadata, True)
         plan: LoadPlan = reader.prepare_local_plan(planner.create_local_plan())
         try:
-            reader.read_data(planner.finish_plan(plan), planner).wait()
+            with reaching(self.folder):
+                reader.read_data(planner.finish_plan(plan), planner).wait()
         except FAILURES as error:
             raise CheckpointError(f"{self.folder} is damaged: {described(error)}") from error
         return {key: planner.state_dict[key] for key in wanted}
@@ -152,7 +167,8 @@ class Stored:
         path = self.folder / TRAINER
         _verify_whole(self.folder, self.index, TRAINER)
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            with path.open("rb") as stream:
+                content = torch.load(stream, map_location="cpu", weights_only=True)
         except FAILURES as error:
             raise CheckpointError(f"{path} is damaged: {described(error)}") from error
         if not isinstance(content, dict):
@@ -220,7 +236,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a checkpoint")
 
 
-def _read_metadata(path: Path) -> Metadata:
+def _read_metadata(path: Place) -> Metadata:
     try:
         with path.open("rb") as stream:
             metadata = _Unpickler(stream).load()
@@ -236,14 +252,14 @@ def _read_metadata(path: Path) -> Metadata:
     return metadata
 
 
-def _damaged(path: Path, what: str) -> CheckpointError:
+def _damaged(path: Place, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged: {what} is not what was written",
         hint="go back to an earlier checkpoint",
     )
 
 
-def _verify_whole(folder: Path, index: Index, name: str) -> None:
+def _verify_whole(folder: Place, index: Index, name: str) -> None:
     """Hold the checksum of a file against it."""
     size = index.files[name]
     if index.recorded().get((name, 0, size)) != checksum(folder / name):
@@ -275,7 +291,7 @@ def with_aliases(
     return dataclasses.replace(metadata, state_dict_metadata=facts, planner_data=paths), found
 
 
-def checksums(folder: Path, results: Iterable[WriteResult]) -> list[tuple[int, int, int]]:
+def checksums(folder: Place, results: Iterable[WriteResult]) -> list[tuple[int, int, int]]:
     """What a rank has written into its one file: (offset, length, CRC-32) of each part."""
     found = []
     for result in results:
@@ -285,7 +301,7 @@ def checksums(folder: Path, results: Iterable[WriteResult]) -> list[tuple[int, i
     return found
 
 
-def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
+def write_trainer(folder: Place, content: Mapping[str, Any]) -> None:
     """Write trainer.pt, down to the disk.
 
     Raises:
@@ -296,7 +312,8 @@ def write_trainer(folder: Path, content: Mapping[str, Any]) -> None:
         torch.save(dict(content), stream)
         sync(stream)
     try:
-        torch.load(path, weights_only=True)
+        with path.open("rb") as stream:
+            torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             "the state of the learning-rate schedule holds more than numbers and names: "

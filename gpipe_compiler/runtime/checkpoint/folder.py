@@ -8,11 +8,18 @@ A checkpoint is a folder in it, `step_00000042`:
 
 It is written under another name, and renamed when all of it is on the disk: a folder of that name
 is complete, whenever the process is killed.
+
+An address has no renaming that is done at once: there a checkpoint is written in its place, beside
+a file `unfinished`, and checkpoint.json comes last. A folder with the first of these files and
+without the second is none, and goes with the next checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import os
 import re
@@ -21,17 +28,18 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 import torch
 
+from ..core.address import Address, Place, place_of
 from ..core.ranks import described
 from ..errors import CheckpointError
 
 INDEX = "checkpoint.json"
 TRAINER = "trainer.pt"
 METADATA = ".metadata"
+UNFINISHED = "unfinished"
 FORMAT = 1
 
 _BLOCK = 4 << 20
@@ -59,16 +67,19 @@ class Index:
     files: Mapping[str, int]
     checksums: Mapping[str, Sequence[tuple[int, int, int]]] = field(repr=False)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Write it into the folder, down to the disk."""
         content = {"format": FORMAT, "torch": str(torch.__version__), **dataclasses.asdict(self)}
         content["crc"] = _crc(content)
+        if isinstance(folder, Address):
+            (folder / INDEX).write_text(json.dumps(content) + "\n", encoding="utf-8")
+            return
         with (folder / INDEX).open("w", encoding="utf-8") as stream:
             stream.write(json.dumps(content) + "\n")
             sync(stream)
 
     @classmethod
-    def read(cls, folder: Path) -> Index | None:
+    def read(cls, folder: Place) -> Index | None:
         """That of a folder; None where torch.distributed.checkpoint alone has written.
 
         Raises:
@@ -99,7 +110,7 @@ class Index:
             )
         return cls(**known)
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Place) -> None:
         """Whether every file is there in full.
 
         Raises:
@@ -124,9 +135,9 @@ class Index:
         }
 
 
-def entries(directory: Path) -> list[tuple[Index, Path]]:
+def entries(directory: Place) -> list[tuple[Index, Place]]:
     """The checkpoints of a folder whose index can be read, the oldest first."""
-    found = []
+    found: list[tuple[Index, Place]] = []
     for path in _named(directory):
         try:
             index = Index.read(path)
@@ -137,15 +148,17 @@ def entries(directory: Path) -> list[tuple[Index, Path]]:
     return sorted(found, key=lambda entry: entry[0].number)
 
 
-def latest(directory: Path) -> Path | None:
+def latest(directory: Place | str) -> Place | None:
     """The newest complete checkpoint of a folder; None where there is none.
 
     Raises:
         CheckpointError: when there are checkpoints, and not one of them is complete.
     """
     problems = []
-    complete: list[tuple[int, Path]] = []
-    for path in _named(directory):
+    complete: list[tuple[int, str, Place]] = []
+    for path in _named(place_of(directory)):
+        if is_unfinished(path):
+            continue
         try:
             index = Index.read(path)
             if index is None:
@@ -154,11 +167,11 @@ def latest(directory: Path) -> Path | None:
         except CheckpointError as error:
             problems.append(error.problem)
         else:
-            complete.append((index.number, path))
+            complete.append((index.number, path.name, path))
     if complete:
         for problem in problems:
             warnings.warn(f"a checkpoint is passed over: {problem}", stacklevel=2)
-        return max(complete)[1]
+        return max(complete)[2]
     if problems:
         raise CheckpointError(
             f"no checkpoint in {directory} is complete: " + "; ".join(problems),
@@ -167,9 +180,11 @@ def latest(directory: Path) -> Path | None:
     return None
 
 
-def make_temporary(directory: Path, step: int) -> Path:
+def make_temporary(directory: Place, step: int) -> Place:
     """A new folder to write a checkpoint into; removes what killed runs left behind."""
     directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(directory, Address):
+        return _make_unfinished(directory, f"step_{step:08d}")
     for path in directory.iterdir():
         if _REST.fullmatch(path.name):
             shutil.rmtree(path)
@@ -183,7 +198,50 @@ def make_temporary(directory: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path) -> Path:
+def _make_unfinished(directory: Address, name: str) -> Address:
+    """The same at an address, under a name that no killed run has written to."""
+    taken = _named(directory)
+    for path in taken:
+        if isinstance(path, Address) and is_unfinished(path):
+            _remove(path)
+    names = {path.name for path in taken}
+    serials = (name if serial == 1 else f"{name}_{serial}" for serial in itertools.count(1))
+    folder = directory / next(free for free in serials if free not in names)
+    folder.mkdir(parents=True, exist_ok=True)
+    _mark(folder)
+    return folder
+
+
+def is_unfinished(path: Place) -> bool:
+    """Whether a run was killed as it wrote or removed this, or does so now; false of every path."""
+    if not isinstance(path, Address) or (path / INDEX).exists():
+        return False
+    names = [file.name for file in path.iterdir()]
+    return not names or UNFINISHED in names
+
+
+def _mark(folder: Address) -> None:
+    with (folder / UNFINISHED).open("wb"):
+        pass
+
+
+def _remove(folder: Address) -> None:
+    """Remove a checkpoint, which is none from the first moment on."""
+    _mark(folder)
+    files = {path.name: path for path in folder.iterdir()}
+    mark = files.pop(UNFINISHED)  # the last to go
+    if INDEX in files:
+        files.pop(INDEX).unlink()
+    for path in (*files.values(), mark):
+        path.unlink()
+    with contextlib.suppress(FileNotFoundError):  # object storages have no empty folders
+        folder.remove_all()
+
+
+def commit(temporary: Place) -> Place:
+    if isinstance(temporary, Address):
+        (temporary / UNFINISHED).unlink()
+        return temporary
     final = temporary.with_name(temporary.name.removeprefix(".").removesuffix(".partial"))
     sync_path(temporary)
     temporary.rename(final)
@@ -191,25 +249,32 @@ def commit(temporary: Path) -> Path:
     return final
 
 
-def prune(directory: Path, keep: int | None) -> None:
+def prune(directory: Place, keep: int | None) -> None:
     """Remove the oldest checkpoints beyond `keep`; warns of one that cannot be removed."""
     found = entries(directory)
     if keep is None:
         return
     for _, path in found[: max(0, len(found) - keep)]:
-        removed = path.with_name(f".{path.name}.removed")
         try:
+            if isinstance(path, Address):
+                _remove(path)
+                continue
+            removed = path.with_name(f".{path.name}.removed")
             path.rename(removed)
             shutil.rmtree(removed)
         except OSError as error:
             warnings.warn(f"an old checkpoint cannot be removed: {described(error)}", stacklevel=2)
 
 
-def discard(temporary: Path) -> None:
+def discard(temporary: Place) -> None:
+    if isinstance(temporary, Address):
+        with contextlib.suppress(OSError):
+            _remove(temporary)
+        return
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _named(directory: Path) -> list[Path]:
+def _named(directory: Place) -> list[Place]:
     if not directory.is_dir():
         return []
     return [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -219,7 +284,7 @@ def _crc(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
+def checksum(path: Place, offset: int = 0, length: int | None = None) -> int:
     """The CRC-32 of a part of a file, or of all of it."""
     crc = 0
     left = path.stat().st_size if length is None else length
@@ -237,11 +302,14 @@ def checksum(path: Path, offset: int = 0, length: int | None = None) -> int:
 def sync(stream: IO[Any]) -> None:
     """Down to the disk with what was written."""
     stream.flush()
-    os.fsync(stream.fileno())
+    with contextlib.suppress(io.UnsupportedOperation, AttributeError):  # at an address
+        os.fsync(stream.fileno())
 
 
-def sync_path(path: Path) -> None:
+def sync_path(path: Place) -> None:
     """Down to the disk with a file that was written, or with the names in a folder."""
+    if isinstance(path, Address):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,6 +11,7 @@ import safetensors
 import torch
 from torch import nn
 
+from ..core.address import Place, place_of
 from ..core.pipeline import Pipeline
 from ..core.ranks import together
 from ..core.storing import place
@@ -34,7 +35,7 @@ from .progress import Progress, Stateful, progress_from
 def load_checkpoint(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None,
-    path: Path,
+    path: Place | str,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -47,7 +48,7 @@ def load_checkpoint(
 
     Args:
         optimizer: None to take over the weights alone.
-        path: the folder of one checkpoint, as `latest` gives it.
+        path: the folder or address of one checkpoint, as `latest` gives it.
         scaler: stays as it is when none was in use.
 
     Returns:
@@ -61,7 +62,9 @@ def load_checkpoint(
     kept: list[_Loaded] = []
 
     def read() -> _Facts:
-        kept.append(_read(pipe, optimizer, Path(path), {"scheduler": scheduler, "scaler": scaler}))
+        kept.append(
+            _read(pipe, optimizer, place_of(path), {"scheduler": scheduler, "scaler": scaler})
+        )
         return kept[0].facts
 
     together(pipe.world, "the reading of the checkpoint", read, _compare)
@@ -108,7 +111,7 @@ class _Loaded:
 def _read(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer | None,
-    path: Path,
+    path: Place,
     others: Mapping[str, Stateful | None],
 ) -> _Loaded:
     stored = Stored.open(path)
@@ -252,7 +255,7 @@ class PlainCheckpoint:
         return state_for(optimizer, Naming(named), self.groups, self.states)
 
 
-def read_checkpoint(path: Path) -> PlainCheckpoint:
+def read_checkpoint(path: Place | str) -> PlainCheckpoint:
     """Read all of a checkpoint.
 
         saved = read_checkpoint(path)
@@ -262,7 +265,7 @@ def read_checkpoint(path: Path) -> PlainCheckpoint:
     Raises:
         CheckpointError: when it is damaged.
     """
-    stored = Stored.open(Path(path))
+    stored = Stored.open(place_of(path))
     index = stored.index
     aliases, trainer = index.aliases, stored.trainer()
     names = _names(stored)
@@ -280,7 +283,7 @@ def read_checkpoint(path: Path) -> PlainCheckpoint:
     )
 
 
-def export(path: Path, file: Path) -> None:
+def export(path: Place | str, file: Path) -> None:
     """Write the model's weights into one safetensors file, one tensor at a time.
 
     Tied tensors are written under each of their names: the format knows no sharing.
@@ -288,7 +291,7 @@ def export(path: Path, file: Path) -> None:
     Raises:
         CheckpointError: when the checkpoint is damaged, or the file cannot be written.
     """
-    stored = Stored.open(Path(path))
+    stored = Stored.open(place_of(path))
     kept: dict[str, torch.Tensor] = {}
     for name in _names(stored):
         facts = stored.tensor_facts(f"model.{name}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..core.address import Place, place_of, reaching
 from ..core.pipeline import Pipeline
 from ..core.ranks import described, together
 from ..errors import CheckpointError
@@ -39,13 +39,14 @@ Written: TypeAlias = tuple[list[WriteResult], list[tuple[int, int, int]]]
 def save_checkpoint(
     pipe: Pipeline,
     optimizer: torch.optim.Optimizer,
-    directory: Path,
+    directory: Place | str,
     progress: Progress,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
     keep: int | None = 3,
-) -> Path:
+    permitted: Callable[[], object] | None = None,
+) -> Place:
     """Write a checkpoint into a folder of checkpoints. Every rank calls it, between two steps.
 
     Each rank writes what it holds into the one folder, of several replicas those of the first;
@@ -53,10 +54,12 @@ def save_checkpoint(
     `keep` go afterwards.
 
     Args:
-        directory: on several hosts, on a file system that they share.
+        directory: on several hosts, on a file system that they share; or an address of fsspec, such
+            as `s3://bucket/run`.
         progress: `seed` and `step_number` are taken from the pipeline.
         scheduler, scaler: rank 0's are written.
         keep: how many checkpoints stay, with this one; None for all.
+        permitted: called on rank 0 before the checkpoint appears, which an error prevents.
 
     Returns:
         Where the checkpoint is.
@@ -69,7 +72,7 @@ def save_checkpoint(
         raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
     progress = dataclasses.replace(progress, seed=pipe.seed, step_number=pipe.step_number)
     extra = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    saving = _Saving(pipe, optimizer, directory)
+    saving = _Saving(pipe, optimizer, place_of(directory), permitted or (lambda: None))
     return saving.run(
         progress, {key: part for key, part in extra.items() if part is not None}, keep
     )
@@ -78,15 +81,22 @@ def save_checkpoint(
 class _Saving:
     """One checkpoint in the making, on one rank."""
 
-    def __init__(self, pipe: Pipeline, optimizer: torch.optim.Optimizer, directory: Path) -> None:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        directory: Place,
+        permitted: Callable[[], object],
+    ) -> None:
         self.pipe = pipe
         self.optimizer = optimizer
         self.directory = directory
+        self.permitted = permitted
         self.naming = Naming(pipe.named_parameters(), pipe.parameters())
         self.planner = DefaultSavePlanner()
         self.metadata = Metadata({})
 
-    def run(self, progress: Progress, others: Mapping[str, Any], keep: int | None) -> Path:
+    def run(self, progress: Progress, others: Mapping[str, Any], keep: int | None) -> Place:
         """All steps, each of which fails on all ranks or on none."""
         world = self.pipe.world
         folder, groups = together(
@@ -142,13 +152,14 @@ class _Saving:
         result: list[SavePlan] = writer.prepare_global_plan(finished)
         return result
 
-    def _write(self, writer: RankFileWriter, folder: Path, plan: SavePlan) -> Written:
+    def _write(self, writer: RankFileWriter, folder: Place, plan: SavePlan) -> Written:
         plan = self.planner.finish_plan(plan)
         if not plan.items:
             return [], []
         file = folder / f"__{self.pipe.rank}_0.distcp"
         try:
-            results: list[WriteResult] = writer.write_data(plan, self.planner).wait()
+            with reaching(folder):
+                results: list[WriteResult] = writer.write_data(plan, self.planner).wait()
             sync_path(file)
             return results, checksums(folder, results)
         except (OSError, RuntimeError) as error:
@@ -158,19 +169,20 @@ class _Saving:
     def _finish(
         self,
         writer: RankFileWriter,
-        folder: Path,
+        folder: Place,
         written: Sequence[Written],
         progress: Progress,
         others: Mapping[str, Any],
         keep: int | None,
-    ) -> Path:
+    ) -> Place:
         """On rank 0: what all ranks have written becomes a checkpoint."""
         results = [result for found, _ in written for result in found]
         aliases = {
             f"model.{alias}": f"model.{name}" for alias, name in self.pipe.spec.aliases.items()
         }
         metadata, results = with_aliases(self.metadata, results, aliases)
-        writer.finish(metadata, [results])
+        with reaching(folder):
+            writer.finish(metadata, [results])
         sync_path(folder / METADATA)  # torch does so before its buffer is empty
         states = {key: part.state_dict() for key, part in others.items() if key != "optimizer"}
         write_trainer(folder, {**items_of(progress), **states})
@@ -187,8 +199,9 @@ class _Saving:
             files={name: max(at + size for at, size, _ in parts) for name, parts in sums.items()},
             checksums=sums,
         )
-        index.write(folder)
         index.check(folder)
+        self.permitted()
+        index.write(folder)
         final = commit(folder)
         prune(self.directory, keep)
         return final

@@ -96,7 +96,7 @@ def size(text: str) -> int:
 
 def path(text: str) -> Path:
     """The type of an option that is a file or a folder of this machine."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+    if scheme(text):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is a URL: name a path, where the storage is mounted"
         )
@@ -104,6 +104,12 @@ def path(text: str) -> Path:
     if not text or len(found.parts) > _DEEPEST:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no path")
     return found
+
+
+def scheme(text: str) -> str:
+    """What an address begins with, such as `s3`; nothing for a path."""
+    match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
+    return match[1] if match else ""
 
 
 def names(text: str) -> list[str]:

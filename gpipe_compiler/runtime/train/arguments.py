@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..core.address import place
 from ..core.topology import device_counts, devices_by_default
 from ..core.typed import (
     from_environment,
@@ -85,7 +86,7 @@ def parser_for(spec: PipelineSpec) -> argparse.ArgumentParser:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=path, metavar="PATH", required=True)
+    parser.add_argument("--checkpoint", type=place, metavar="PLACE", required=True)
     parser.add_argument(
         *("-o", "--output"), type=path, metavar="PATH", required=True, help="to write"
     )
@@ -261,7 +262,12 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint-dir", type=path, metavar="DIR", help="write checkpoints here")
+    parser.add_argument(
+        "--checkpoint-dir",
+        type=place,
+        metavar="PLACE",
+        help="write checkpoints to this folder or address, such as s3://bucket/run",
+    )
     parser.add_argument(
         "--checkpoint-every", type=positive, metavar="N", help="steps (at the end of every pass)"
     )
@@ -272,8 +278,8 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
         "--resume",
         nargs="?",
         const=LATEST,
-        type=lambda text: str(path(text)),
-        metavar="PATH",
+        type=lambda text: str(place(text)),
+        metavar="PLACE",
         help="go on from the newest checkpoint, or this one (torchrun's restarts do)",
     )
 
@@ -321,8 +327,8 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
     parser.add_argument(
         "--load",
-        type=path,
-        metavar="PATH",
+        type=place,
+        metavar="PLACE",
         help="then weights over these: FILE.safetensors, FILE.pt, a folder, a checkpoint",
     )
     parser.add_argument(

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import checkpoint
 from ..checkpoint.progress import Progress
+from ..core.address import Address, Place, place_of
 from ..core.pipeline import Pipeline
 from ..core.ranks import together
 from ..core.storing import HeldError, locked
 from ..core.typed import from_environment
 from ..errors import CheckpointError, UsageError
+from .claim import Claim
 from .process import say
 
 LATEST = "latest"
@@ -41,10 +42,10 @@ class CheckpointOptions:
         directory: where they are written, None for none.
         every: number of steps; None for the end of every pass over the data.
         keep: how many of the newest.
-        resume: "latest" or the path of one; None to start from the beginning.
+        resume: "latest" or the path or address of one; None to start from the beginning.
     """
 
-    directory: Path | None = None
+    directory: Place | None = None
     every: int | None = None
     keep: int = KEPT
     resume: str | None = None
@@ -67,7 +68,7 @@ class Attempt:
         return cls(again, os.environ.get("TORCHELASTIC_RUN_ID", ""))
 
 
-def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
+def to_resume(options: CheckpointOptions, attempt: Attempt) -> Place | None:
     """The checkpoint to resume from; None to start from the beginning.
 
     A job that torchrun has started again goes on from the newest, unless its first start was
@@ -95,13 +96,13 @@ def to_resume(options: CheckpointOptions, attempt: Attempt) -> Path | None:
             (directory / _REFUSED).unlink()
     if resume is None or resume == LATEST:
         return newest
-    path = Path(resume)
+    path = place_of(resume)
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}")
     return checkpoint.latest(path) or path
 
 
-def _was_refused(directory: Path, job: str) -> bool:
+def _was_refused(directory: Place, job: str) -> bool:
     try:
         return (directory / _REFUSED).read_text(encoding="utf-8") == job
     except OSError:
@@ -120,8 +121,9 @@ class CheckpointManager:
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
     options: CheckpointOptions
-    last: Path | None = field(default=None, init=False)
+    last: Place | None = field(default=None, init=False)
     _saved: tuple[int, int] | None = field(default=None, init=False)
+    _permitted: Callable[[], None] | None = field(default=None, init=False)
     _lock: contextlib.ExitStack[bool | None] = field(
         default_factory=contextlib.ExitStack, init=False
     )
@@ -135,9 +137,13 @@ class CheckpointManager:
                     file=sys.stderr,
                 )
             return None
-        progress = checkpoint.load_checkpoint(
-            self.pipe, self.optimizer, path, scheduler=self.scheduler, scaler=self.pipe.scaler
-        )
+        try:
+            progress = checkpoint.load_checkpoint(
+                self.pipe, self.optimizer, path, scheduler=self.scheduler, scaler=self.pipe.scaler
+            )
+        except BaseException:
+            self.close()  # a claim outlives the process
+            raise
         self.last = path
         if self.pipe.rank == 0:
             say(f"resumed from {path}, step {progress.step}")
@@ -161,40 +167,54 @@ class CheckpointManager:
             scheduler=self.scheduler,
             scaler=self.pipe.scaler,
             keep=self.options.keep,
+            permitted=self._permitted,
         )
         self._saved = place
 
     def close(self) -> None:
         self._lock.close()
 
-    def _hold(self, again: bool) -> None:
-        """Lock the directory, on rank 0."""
+    def _hold(self, attempt: Attempt) -> None:
+        """Lock the directory, or claim the address, on rank 0."""
         directory = self.options.directory
         if directory is None:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            wait_s = _ENDING_S if again else 0.0
+            if isinstance(directory, Address):
+                resumed = self.options.resume is not None
+                claim = Claim.take(directory, attempt.job, again=attempt.again, resumed=resumed)
+                self._permitted = claim.check
+                self._lock.callback(claim.release)
+                return
+            wait_s = _ENDING_S if attempt.again else 0.0
             self._lock.enter_context(locked(directory / _LOCK, wait_s=wait_s))
         except HeldError as error:
+            ways = "name another --checkpoint-dir, or end that run first"
+            if isinstance(directory, Address):
+                ways += "; if it was killed, --resume takes its place"
             raise UsageError(
-                f"another run writes its checkpoints to {directory}: {error}",
-                hint="name another --checkpoint-dir, or end that run first",
+                f"another run writes its checkpoints to {directory}: {error}", hint=ways
             ) from error
         except OSError as error:
             raise UsageError(f"cannot write to {directory}: {error.strerror}") from error
 
-    def _agreed(self) -> tuple[Path | None, bool]:
+    def _agreed(self) -> tuple[Place | None, bool]:
         """The checkpoint to resume from, and whether it is the newest; rank 0 decides."""
 
-        def look(attempts: Sequence[Attempt]) -> tuple[Path | None, bool, str, str]:
+        def look(attempts: Sequence[Attempt]) -> tuple[Place | None, bool, str, str]:
             # torchrun counts a restart only on the host whose own processes have failed.
             again = any(attempt.again for attempt in attempts)
             try:
-                self._hold(again)
-                path = to_resume(self.options, Attempt(again, attempts[0].job))
+                attempt = Attempt(again, attempts[0].job)
+                self._hold(attempt)
+                path = to_resume(self.options, attempt)
             except UsageError as error:
+                self.close()
                 return None, False, error.problem, error.hint
+            except BaseException:
+                self.close()  # a claim outlives the process
+                raise
             directory = self.options.directory
             found = None if directory is None else checkpoint.latest(directory)
             newest = path is not None and path == found

@@ -14,6 +14,7 @@ import torch
 
 from .. import checkpoint
 from ..checkpoint.files import Stored
+from ..core.address import Place
 from ..core.stored_weights import ADAPTER_FILE, HUGGING_FACE_INDEX, ONE_FILE
 from ..core.weights import write_file
 from ..errors import CheckpointError, UsageError
@@ -34,7 +35,7 @@ SHARD_BYTES = 5 << 30
 
 def export(
     spec: PipelineSpec,
-    path: Path,
+    path: Place,
     output: Path,
     *,
     directory: Path,
@@ -62,7 +63,7 @@ def export(
 
 def _export_folder(
     spec: PipelineSpec,
-    path: Path,
+    path: Place,
     output: Path,
     beside: Path,
     shard_bytes: int,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from .. import checkpoint
+from ..core.address import Address, Place
 from ..core.pipeline import Pipeline
 from ..core.stored_weights import (
     ADAPTER_FILE,
@@ -48,9 +49,9 @@ def open_weights(own: Path | None, asked: str | None) -> Weights | None:
     return Weights.open(Path(asked)) if known is None else known.moved(Path(asked))
 
 
-def load_weights(pipe: Pipeline, path: Path, home: Weights | None = None) -> None:
+def load_weights(pipe: Pipeline, path: Place, home: Weights | None = None) -> None:
     """Take over weights: one safetensors file, a folder of them, a pickled `state_dict` (`.pt`), or
-    a checkpoint; of a folder of checkpoints the newest.
+    a checkpoint; of a folder of checkpoints the newest. At an address there are checkpoints alone.
 
     Every rank calls it, and reads what it holds. Files of peft hold adapters alone; the rest stays.
 
@@ -62,12 +63,13 @@ def load_weights(pipe: Pipeline, path: Path, home: Weights | None = None) -> Non
         WeightsError, CheckpointError: when there are none that can be read.
         UsageError: when they are those of another model.
     """
+    if isinstance(path, Address):
+        _load_checkpoint(pipe, path)
+        return
     if path.is_dir():
         kinds = (INDEX, HUGGING_FACE_INDEX, ONE_FILE, ADAPTER_FILE, *PICKLED)
         if not any((path / kind).exists() for kind in kinds):
-            seed, step = pipe.seed, pipe.step_number
-            checkpoint.load_checkpoint(pipe, None, checkpoint.latest(path) or path)
-            pipe.seed, pipe.step_number = seed, step
+            _load_checkpoint(pipe, path)
             return
         stored = Weights.open(path)
     elif path.suffix in _PICKLES:
@@ -86,6 +88,12 @@ def load_weights(pipe: Pipeline, path: Path, home: Weights | None = None) -> Non
     held |= {name: tensor for name, tensor in states.items() if name in _counted(pipe.spec)}
     for name, tensor in found.loading(held, torch.device("cpu")):
         pipe.load_state_dict({name: tensor}, strict=False)
+
+
+def _load_checkpoint(pipe: Pipeline, path: Place) -> None:
+    seed, step = pipe.seed, pipe.step_number
+    checkpoint.load_checkpoint(pipe, None, checkpoint.latest(path) or path)
+    pipe.seed, pipe.step_number = seed, step
 
 
 def _is_adapter(stored: Weights) -> bool:

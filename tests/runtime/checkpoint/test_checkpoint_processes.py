@@ -85,8 +85,32 @@ def test_replicas_write_one_checkpoint(tmp_path):
         assert equal(found, {name: state[name] for name in found})
 
 
-def test_a_kill_at_any_touch_of_a_file_loses_nothing(tmp_path):
-    killed = int(launch(0, "kill_everywhere", tmp_path).split()[1])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_write_to_one_address(processes, tmp_path):
+    """With four, two replicas of two stages: the first writes."""
+    launch(processes, "address", tmp_path)
+
+    there = f"file://{tmp_path / 'written'}"
+    path = latest(there)
+    assert str(path) == f"{there}/step_00000003"
+    assert [each.name for each in path.parent.iterdir()] == ["step_00000003"], "the rest is left"
+    files = {each.name for each in path.iterdir() if each.name.endswith(".distcp")}
+    assert files == {"__0_0.distcp", "__1_0.distcp"}
+    run = Run("tied", "groups", 4, seed=4)
+    run.load(path)
+    state = run.state()
+    run.close()
+    for rank in range(processes):
+        found = torch.load(tmp_path / f"saved-{rank}.pt")
+        assert equal(found, {name: state[name] for name in found})
+        unwritten = (tmp_path / f"unwritten-{rank}").read_text()
+        assert "rank 1: No space left on device" in unwritten
+        assert f"earlier checkpoints in {there}" in unwritten
+
+
+@pytest.mark.parametrize("what", ["kill_everywhere", "kill_everywhere_at_address"])
+def test_a_kill_at_any_touch_of_a_file_loses_nothing(what, tmp_path):
+    killed = int(launch(0, what, tmp_path).split()[1])
 
     assert killed > 40
 

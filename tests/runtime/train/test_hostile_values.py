@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fsspec
 import pytest
 from hostile import CODES, VALUES, files, options
 from tiny_pipelines import SAMPLES, data_for, skip_spec
@@ -90,6 +91,29 @@ def test_no_url_is_taken_for_a_folder(
         option = action.option_strings[-1]
         assert code_of(package, [command, *needed, f"{option}=s3://bucket/x"]) == 2, option
         assert "'s3://bucket/x' is a URL" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "--checkpoint-dir"],
+        ["train", "--resume"],
+        ["train", "--load"],
+        ["export", "--output=y", "--checkpoint"],
+    ],
+    ids=lambda words: words[-1],
+)
+def test_addresses_that_nothing_here_reads(
+    words: list[str], package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused at once, with the line that installs what is missing."""
+    fsspec.register_implementation("elsewhere", "no_such_package.FileSystem", clobber=True)
+    asked = [*words[:-1], f"{words[-1]}=elsewhere://bucket/x"]
+    assert code_of(package, asked) == 2
+    assert "pip install no_such_package" in capsys.readouterr().err
+
+    assert code_of(package, [*words[:-1], f"{words[-1]}=unknown://x"]) == 2
+    assert "fsspec knows no addresses unknown://" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
