@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class Weights:
             WeightsError: when there is no such folder, or the index is broken.
         """
         for name in (INDEX, HUGGING_FACE_INDEX):
-            if (directory / name).exists():
+            if os.path.lexists(directory / name):  # a link in a circle is broken, not missing
                 return cls._indexed(directory, directory / name)
         for name in (ONE_FILE, ADAPTER_FILE):
             if (directory / name).exists():

@@ -88,7 +88,7 @@ def positive_real(text: str) -> float:
 def size(text: str) -> int:
     """The type of an option that is a number of bytes: 500MB, 2GiB, 1000000."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?", text)
-    if match is None or not float(match[1]):
+    if match is None or not 0 < float(match[1]) <= LARGEST:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no number of bytes, such as 500MB")
     power = "KMGT".find(match[2].upper()) + 1 if match[2] else 0
     return max(1, int(float(match[1]) * (1024 if match[3] else 1000) ** power))
@@ -110,6 +110,12 @@ def scheme(text: str) -> str:
     """What an address begins with, such as `s3`; nothing for a path."""
     match = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", text)
     return match[1] if match else ""
+
+
+def path_or_word(text: str) -> str:
+    """The type of an option that is such a path or a word of its own; as it was typed."""
+    path(text)
+    return text
 
 
 def names(text: str) -> list[str]:

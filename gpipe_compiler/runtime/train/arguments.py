@@ -13,6 +13,7 @@ from ..core.typed import (
     natural,
     numbers_of,
     path,
+    path_or_word,
     positive,
     positive_real,
     seed,
@@ -322,6 +323,7 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     )
     parser.add_argument(
         "--weights",
+        type=path_or_word,
         metavar="DIR",
         help="the folder to read the weights from; none: begin as a new model (as compiled)",
     )
