@@ -123,7 +123,8 @@ class _Training:
         self._seconds: list[float] = []
         self._samples = 0
         self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
-        folder = options.checkpoints.directory or Path()
+        folder = options.checkpoints.directory
+        folder = folder if isinstance(folder, Path) else Path()  # an address holds no traces
         self.profiler = StepProfiler(pipe, folder, self._first, options.profile)
         self.log: StepLog | None = None
         from_rank_0(pipe.world, "the log", self._open_log)
