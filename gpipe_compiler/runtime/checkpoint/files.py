@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..core.address import Address, Place, reaching
 from ..core.ranks import FAILURES, described
 from ..errors import CheckpointError
-from .folder import INDEX, METADATA, TRAINER, Index, checksum, is_unfinished, sync
+from .folder import INDEX, METADATA, TRAINER, Index, checksum, checksum_of_part, is_unfinished, sync
 from .torch_inside import address_reader, hand_to_address
 
 
@@ -179,12 +179,17 @@ class Stored:
         """Hold the checksums of what is to be read against the files."""
         if not self.written:
             return
+        files: dict[str, list[tuple[int, int, str]]] = {}
         for key in keys:
             for info in self._places(key):
-                path = self.folder / info.relative_path
-                place = info.relative_path, info.offset, info.length
-                if self._recorded.get(place) != checksum(path, info.offset, info.length):
-                    raise _damaged(path, key)
+                files.setdefault(info.relative_path, []).append((info.offset, info.length, key))
+        for name, parts in files.items():
+            path = self.folder / name
+            with path.open("rb") as stream:  # once: at an address that takes time
+                for offset, length, key in sorted(parts):
+                    found = checksum_of_part(stream, offset, length)
+                    if self._recorded.get((name, offset, length)) != found:
+                        raise _damaged(path, key)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -293,12 +298,11 @@ def with_aliases(
 
 def checksums(folder: Place, results: Iterable[WriteResult]) -> list[tuple[int, int, int]]:
     """What a rank has written into its one file: (offset, length, CRC-32) of each part."""
-    found = []
-    for result in results:
-        info = result.storage_data
-        crc = checksum(folder / info.relative_path, info.offset, info.length)
-        found.append((info.offset, info.length, crc))
-    return found
+    places = [result.storage_data for result in results]
+    (name,) = {info.relative_path for info in places}
+    parts = sorted((info.offset, info.length) for info in places)
+    with (folder / name).open("rb") as stream:
+        return [(*part, checksum_of_part(stream, *part)) for part in parts]
 
 
 def write_trainer(folder: Place, content: Mapping[str, Any]) -> None:

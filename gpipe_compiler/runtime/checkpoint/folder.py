@@ -284,18 +284,20 @@ def _crc(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def checksum(path: Place, offset: int = 0, length: int | None = None) -> int:
-    """The CRC-32 of a part of a file, or of all of it."""
-    crc = 0
-    left = path.stat().st_size if length is None else length
+def checksum(path: Place) -> int:
+    """The CRC-32 of a file."""
+    size = path.stat().st_size
     with path.open("rb") as stream:
-        stream.seek(offset)
-        while left > 0:
-            block = stream.read(min(left, _BLOCK))
-            if not block:
-                break
-            crc = zlib.crc32(block, crc)
-            left -= len(block)
+        return checksum_of_part(stream, 0, size)
+
+
+def checksum_of_part(stream: IO[bytes], offset: int, length: int) -> int:
+    """The CRC-32 of a part of a file that is open."""
+    crc = 0
+    stream.seek(offset)
+    while length > 0 and (block := stream.read(min(length, _BLOCK))):
+        crc = zlib.crc32(block, crc)
+        length -= len(block)
     return crc
 
 
