@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import io
+import logging
+import queue
 import resource
 import sys
 import threading
@@ -130,6 +132,75 @@ def test_calls_from_several_threads(package: Path) -> None:
     with ThreadPoolExecutor(8) as threads:
         for number, found in enumerate(threads.map(lambda n: pipe(_request(n)), range(40))):
             _assert_same(package, _request(number), found)
+
+
+def test_the_arrays_are_the_callers_again_at_once(package: Path) -> None:
+    requests = [_request(11 * number + 4) for number in range(20)]
+    held = {name: numbers.copy() for name, numbers in requests[0].items()}
+
+    def refilled() -> Iterator[dict[str, np.ndarray]]:
+        for request in requests:
+            for name, numbers in request.items():
+                held[name][:] = numbers
+            yield held
+
+    with load_package(package).Pipeline() as pipe:
+        for request, found in zip(requests, pipe.stream(refilled()), strict=True):
+            _assert_same(package, request, found)
+
+
+def test_a_request_that_does_not_fit_is_refused_at_its_turn(package: Path) -> None:
+    requests = [_request(1), _request(2), {"y": np.zeros(3)}]
+    with load_package(package).Pipeline() as pipe:
+        answers = pipe.stream(requests)
+        for request in requests[:2]:
+            _assert_same(package, request, next(answers))
+        with pytest.raises(Exception, match="no input y"):
+            next(answers)
+
+
+def test_what_is_done_with_a_result_may_call_the_pipeline(package: Path) -> None:
+    with load_package(package).Pipeline() as pipe:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        pipe.submit(_request(1)).add_done_callback(lambda _: answers.put(pipe(_request(2))))
+        _assert_same(package, _request(2), answers.get(timeout=60))
+
+
+def test_a_call_that_is_given_up(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[object] = []
+    logger = logging.getLogger("concurrent.futures")
+    monkeypatch.setattr(logger, "exception", lambda *words: said.append(words))
+    with load_package(package).Pipeline() as pipe:
+        calls = [pipe.submit(_request(number)) for number in range(30)]
+        given_up = [call.cancel() for call in calls]
+        _assert_same(package, _request(3), pipe(_request(3)))
+        for number, call in enumerate(calls):
+            if not given_up[number]:
+                _assert_same(package, _request(number), call.result(60))
+    assert not said
+
+
+def test_calls_while_it_is_closed_end(package: Path) -> None:
+    """Each with its outputs, or refused."""
+    pipe, begun = load_package(package).Pipeline(), threading.Barrier(5)
+
+    def call(number: int) -> int:
+        begun.wait()
+        for count in range(200):
+            try:
+                later = pipe.submit(_request(number))
+            except Exception as error:
+                if "is closed" not in str(error):
+                    raise
+                return count
+            _assert_same(package, _request(number), later.result(60))
+        return 200
+
+    with ThreadPoolExecutor(4) as threads:
+        counts = [threads.submit(call, number) for number in range(4)]
+        begun.wait()
+        pipe.close()
+        assert all(count.result(120) < 200 for count in counts)
 
 
 def test_a_thousand_requests_leave_nothing(package: Path) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from ...runtime.errors import PipelineError
+from ...runtime.errors import PipelineError, UsageError
 from .spec import OnnxPipelineSpec
 from .stage import OnnxStage, Values
 
@@ -39,6 +39,7 @@ class Microbatch:
 
 
 _Queue: TypeAlias = "queue.Queue[Microbatch | None]"
+_Finished: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
 
 
 class Flow:
@@ -51,29 +52,55 @@ class Flow:
     def __init__(self, spec: OnnxPipelineSpec, stages: Sequence[OnnxStage]) -> None:
         self._outputs = frozenset(output.name for output in spec.outputs)
         self._queues: list[_Queue] = [queue.Queue(AHEAD) for _ in stages]
+        self._finished: _Finished = queue.SimpleQueue()
+        self._sending = threading.Lock()
         devices = [threading.Lock() for _ in spec.devices]
         last = last_uses(spec, range(len(stages)))
         for index, stage in enumerate(stages):
             own = self._queues[index : index + 2]
             lock = devices[spec.placement[index]]
             # None of these hold the flow itself, or it would never be let go.
-            arguments = (stage, lock, own, self._outputs, last)
+            arguments = (stage, lock, own, self._finished, self._outputs, last)
             threading.Thread(
                 target=_work, args=arguments, name=f"stage {index}", daemon=True
             ).start()
-        self.close = weakref.finalize(self, self._queues[0].put, None)
-        self.close.atexit = False  # the threads end with the process
+        threading.Thread(
+            target=_finish, args=(self._finished,), name="finished calls", daemon=True
+        ).start()
+        self._end = weakref.finalize(self, self._queues[0].put, None)
+        self._end.atexit = False  # the threads end with the process
+
+    def close(self) -> None:
+        """Takes nothing more; what is on its way goes on to its end."""
+        with self._sending:  # behind the None nobody would take anything
+            self._end()
+
+    def finish(self, work: Callable[[], None]) -> None:
+        """Does something in a thread of its own, in which no stage runs that it might wait for."""
+        self._finished.put(work)
 
     def submit(self, number: int, values: Values, stopped: threading.Event) -> Future[Values]:
         """The outputs of a micro-batch, once they are there; waits until there is room for it.
 
         The future raises StageError where a stage fails, and StoppedError where the call is
         stopped before.
+
+        Raises:
+            UsageError: when it is closed.
         """
         outputs = {name: value for name, value in values.items() if name in self._outputs}
         sent = Microbatch(number, dict(values), stopped, outputs)
-        self._queues[0].put(sent)
+        with self._sending:
+            if not self._end.alive:
+                raise UsageError("the pipeline is closed")
+            self._queues[0].put(sent)
         return sent.done
+
+
+def _finish(finished: _Finished) -> None:
+    while (work := finished.get()) is not None:
+        work()
+        del work
 
 
 def last_uses(spec: OnnxPipelineSpec, stages: Iterable[int]) -> Mapping[str, int]:
@@ -85,6 +112,7 @@ def _work(
     stage: OnnxStage,
     device: threading.Lock,
     queues: Sequence[_Queue],
+    finished: _Finished,
     outputs: frozenset[str],
     last: Mapping[str, int],
 ) -> None:
@@ -109,5 +137,4 @@ def _work(
         else:
             given.done.set_result(given.outputs)
         del given, made  # or they would be held until the next one comes
-    if len(queues) > 1:
-        queues[1].put(None)
+    (queues[1] if len(queues) > 1 else finished).put(None)

@@ -140,28 +140,40 @@ class OnnxPipeline:
     ) -> Future[Outputs]:
         """The same, later: waits only until the first stage has room for it.
 
-        Calls from several threads follow one another. What is raised later, `result()` raises.
+        Calls from several threads follow one another. The arrays are the caller's again at once.
+        What is raised later, `result()` raises; what `cancel()` ends is not run any further. What
+        is to be done with a result may call the pipeline again, but not wait for a future of it.
 
         Raises:
             UsageError: for inputs that do not fit, and under torchrun.
         """
-        given, done = self._parts(inputs, microbatches), Future[Outputs]()
+        own = {n: a.copy() if isinstance(a, np.ndarray) else a for n, a in inputs.items()}
+        given, flow = self._parts(own, microbatches), self._running()
+        done, stopped = Future[Outputs](), threading.Event()
+        done.add_done_callback(lambda it: stopped.set() if it.cancelled() else None)
         left, lock = [len(given)], threading.Lock()
         parts: list[Future[Values]] = []
 
-        def finish(_: object) -> None:
+        def finish() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                found = self._outputs(parts)
+            except BaseException as error:  # noqa: BLE001  # raised where the future is asked
+                done.set_exception(error)
+            else:
+                done.set_result(found)
+
+        def count(_: object) -> None:
             with lock:
                 left[0] -= 1
                 if left[0]:
                     return
-            try:
-                done.set_result(self._outputs(parts))
-            except BaseException as error:  # noqa: BLE001  # raised where the future is asked
-                done.set_exception(error)
+            flow.finish(finish)
 
-        parts += self._send(given, threading.Event())
+        parts += self._send(given, stopped)
         for part in parts:
-            part.add_done_callback(finish)
+            part.add_done_callback(count)
         return done
 
     def stream(
@@ -176,7 +188,11 @@ class OnnxPipeline:
         """
         waiting: deque[Future[Outputs]] = deque()
         for inputs in requests:
-            waiting.append(self.submit(inputs, microbatches=microbatches))
+            try:
+                waiting.append(self.submit(inputs, microbatches=microbatches))
+            except UsageError as error:
+                waiting.append(failed := Future[Outputs]())
+                failed.set_exception(error)
             if len(waiting) > AHEAD * len(self.spec.stages):
                 yield waiting.popleft().result()
         while waiting:
@@ -213,10 +229,15 @@ class OnnxPipeline:
         return split(self.spec, inputs, sizes)
 
     def _send(self, given: Sequence[Values], stopped: threading.Event) -> list[Future[Values]]:
-        if self._flow is None:
+        flow = self._running()
+        return [flow.submit(number, part, stopped) for number, part in enumerate(given)]
+
+    def _running(self) -> Flow:
+        flow = self._flow
+        if flow is None:
             why = "is closed" if self._world is None else "of several processes takes calls alone"
             raise UsageError(f"the pipeline {why}")
-        return [self._flow.submit(number, part, stopped) for number, part in enumerate(given)]
+        return flow
 
     def _outputs(self, parts: Sequence[Future[Values]]) -> Outputs:
         """What the micro-batches come to; waits for all of them, and raises what one has raised."""
