@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from onnx import NodeProto
+
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
@@ -16,10 +18,11 @@ from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.onnx.codegen.package import write_onnx
 from gpipe_compiler.onnx.frontend.graph import graph_of, unshaped
-from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of, title
+from gpipe_compiler.onnx.frontend.nodes import constant_ops, node_of, title, with_inner
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, read_model
 from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
 from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
+from gpipe_compiler.onnx.meeting import refuse_mixing
 from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
 from gpipe_compiler.onnx.passes.quantised import quantised_units
 from gpipe_compiler.onnx.validate import SamplesMeetError, refuse_meeting, validate_onnx
@@ -81,6 +84,8 @@ class OnnxStages:
             if self.options.validate and not self.sizes.fixed:
                 size, seed = max(_LEAST, made.batch_size // 2 * 2), self.options.seed
                 _refuse_hidden(self.model, self.sizes, made.known_graph, size, seed)
+                if not _ranges(made.known_graph):
+                    refuse_mixing(self.model, self.sizes, seed=seed)
         return self._with_limit(made), frontier
 
     def _with_limit(self, plan: Plan) -> Plan:
@@ -130,6 +135,7 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
         if options.validate and not sizes.fixed:
             refuse_meeting(model, sizes, graph, samples // 2, (samples,), seed=options.seed)
             _refuse_hidden(model, sizes, graph, samples, options.seed)
+            refuse_mixing(model, sizes, seed=options.seed)
     except ModelError as error:
         return sizes.in_requests(error.problem)
     return sizes
@@ -160,12 +166,21 @@ _LEAST = 4
 
 def _refuse_ranges(graph: Graph) -> None:
     """Raises ModelError for a node that rounds by the largest number of a whole batch."""
-    for op in graph.ops:
-        node = node_of(op)
-        if node.op_type.startswith("DynamicQuantize") and not graph.batched.isdisjoint(op.inputs):
-            raise ModelError(
-                f"{title(node)} rounds the samples of a batch by the largest number in any of them"
-            )
+    for node in _ranges(graph):
+        raise ModelError(
+            f"{title(node)} rounds the samples of a batch by the largest number in any of them"
+        )
+
+
+def _ranges(graph: Graph) -> list[NodeProto]:
+    """The nodes that round by the largest number of what they are given."""
+    return [
+        node
+        for op in graph.ops
+        if not graph.batched.isdisjoint(op.inputs)
+        for node in with_inner([node_of(op)])
+        if node.op_type.startswith("DynamicQuantize")
+    ]
 
 
 def _check_rows(graph: Graph) -> None:
