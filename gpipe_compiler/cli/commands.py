@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -54,6 +55,8 @@ from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.targets import of_file
 from gpipe_compiler.text.escaping import file_stem, shell_line
 from gpipe_compiler.validate.launching import Launch
+
+T = TypeVar("T")
 
 # --- gpipe-compile ---------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     free = Wish.parse(arguments.free, arguments.fix, arguments.at)
     return dataclasses.replace(
         subject,
-        batch_dims=dict(arguments.batch_dim),
+        batch_dims=_each_once("--batch-dim", arguments.batch_dim),
         free=dataclasses.replace(free, names=names),
     )
 
@@ -404,6 +407,15 @@ def onnx_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         Path(arguments.model),
         tuple(arguments.input),
         tuple(arguments.custom_ops),
-        dict(arguments.batch_dim),
-        dict(arguments.state),
+        _each_once("--batch-dim", arguments.batch_dim),
+        _each_once("--state", arguments.state),
     )
+
+
+def _each_once(option: str, pairs: Sequence[tuple[str, T]]) -> dict[str, T]:
+    """What is said of each name; raises UsageError where that is two things."""
+    found: dict[str, T] = {}
+    for name, said in pairs:
+        if found.setdefault(name, said) != said:
+            raise UsageError(f"{option} says {found[name]} and {said} of {name}")
+    return found

@@ -24,7 +24,9 @@ from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.onnx.frontend.integer_inputs import integer_ranges
 from gpipe_compiler.onnx.frontend.number_shapes import number_shapes
+from gpipe_compiler.onnx.frontend.reading import read_model
 from gpipe_compiler.onnx.frontend.sample_rules import sample_rules
+from gpipe_compiler.onnx.frontend.sizes import input_sizes
 from gpipe_compiler.onnx.runtime.check import Closeness, compare
 
 Compile = Callable[..., Compiled]
@@ -456,3 +458,46 @@ def test_an_empty_batch_of_the_user(tmp_path: Path) -> None:
     np.savez(tmp_path / "none.npz", x=np.zeros((0, 16), np.float32))
     with pytest.raises(UsageError, match="empty batch"):
         compile_onnx(path, CompileOptions(2), None, inputs=[str(tmp_path / "none.npz")])
+
+
+@pytest.mark.parametrize("name", ["batch_size", "samples"])
+def test_a_batch_behind_a_size_that_is_given(
+    name: str, compile_model: Compile, tmp_path: Path
+) -> None:
+    """Where the first dimension is a number, the batch is the one that is called or said so."""
+    proto = onnx_models.chain(3)
+    proto.graph.input[0].CopyFrom(value("x", FLOAT, [5, name, 16]))
+    path = onnx_models.write(proto, tmp_path / "model.onnx")
+    said = {} if "batch" in name else {"x": 1}
+    sizes = input_sizes(read_model(path), ("x=5x8x16",), said)
+    assert (sizes.batch, sizes.batch_dims, sizes.fixed) == (8, {"x": 1}, False)
+    if not said:
+        _assert_equal(compile_model(proto, 2), path, dims={"x": 1})
+
+
+def test_noise_from_a_function_is_drawn_once(compile_model: Compile) -> None:
+    """The first stage reads it, and the last one."""
+    opset = helper.make_opsetid("", 17)
+    noise = helper.make_function(
+        "own", "Noise", [], ["n"], [node("RandomNormal", [], ["n"], shape=[16])], [opset]
+    )
+    proto = onnx_models.chain(4)
+    proto.functions.append(noise)
+    proto.opset_import.append(helper.make_opsetid("own", 1))
+    for made in proto.graph.node:
+        made.input[:] = ["x_n" if name == "x" else name for name in made.input]
+    before = [node("Noise", [], ["noise"], domain="own"), node("Add", ["x", "noise"], ["x_n"])]
+    nodes = [*before, *proto.graph.node, node("Add", ["r3", "noise"], ["late"])]
+    del proto.graph.node[:], proto.graph.output[:]
+    proto.graph.node.extend(nodes)
+    proto.graph.output.extend([value("x_n"), value("r3"), value("late")])
+    compiled = compile_model(proto, 3, validate=False)
+    assert compiled.directory is not None
+    stages = [onnx.load(file).graph.node for file in compiled.directory.glob("stage_*.onnx")]
+    drawing = [n for nodes in stages for n in nodes if n.op_type in ("Noise", "RandomNormal")]
+    assert len(drawing) == 1
+    arrays = packages.random(compiled.directory, 8)
+    found = load_package(compiled.directory).Pipeline()(arrays)
+    first = (found["x_n"] - arrays["x"])[0]
+    assert np.abs(first).max() > 0
+    np.testing.assert_allclose((found["late"] - found["r3"])[0], first, atol=1e-5)

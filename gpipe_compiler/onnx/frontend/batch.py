@@ -64,6 +64,15 @@ def batch_dims(
     return found
 
 
+def names_batch(declared: Mapping[str, Dims], asked: Mapping[str, int | None]) -> bool:
+    """Whether some input has an open dimension that is called, or said to be, the batch."""
+    return any(
+        isinstance(dim, str) and (asked.get(name) == at or "batch" in dim.lower())
+        for name, dims in declared.items()
+        for at, dim in enumerate(dims or ())
+    )
+
+
 def _named(shapes: Iterable[tuple[int | str, ...]]) -> frozenset[str]:
     """The names of sizes that are the batch.
 

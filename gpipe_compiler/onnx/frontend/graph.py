@@ -203,7 +203,8 @@ def _check_outputs(model: OnnxModel, graph: Graph, known: Mapping[str, Described
             f"cannot be put together from micro-batches; it is lost at{nodes}",
             hint="an operator whose result has as many rows as its numbers say (NonZero, "
             "NonMaxSuppression) has to stay outside of the pipeline; for any other, declare the "
-            "shape in the model (graph.value_info, graph.output)",
+            "shape in the model (graph.value_info, graph.output); where the model does not run on "
+            "random numbers, give it others: --input x.npz",
         )
     if not any(name in graph.producer for name in graph.output_values):
         raise ModelError(f"no node of {model.path} makes an output of it: there is nothing to run")

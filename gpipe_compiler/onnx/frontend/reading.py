@@ -19,7 +19,8 @@ from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
 from gpipe_compiler.onnx.frontend.dequantised import unshare_dequantised
-from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title
+from gpipe_compiler.onnx.frontend.nodes import captured, draws, subgraphs, title
+from gpipe_compiler.onnx.frontend.unfolded import without_functions
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
 
@@ -80,6 +81,8 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
         raise ModelError(
             f"{path} is no ONNX model, or only part of one: {error}", hint="copy or export it again"
         ) from error
+    if any(draws(node) for function in proto.functions for node in function.node):
+        proto = without_functions(proto)  # else calls of it would count as constant
     unshare_dequantised(proto.graph)
     model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
     if not proto.graph.output:

@@ -19,7 +19,7 @@ import torch
 from onnx import ValueInfoProto
 
 from gpipe_compiler.errors import ModelError, UsageError
-from gpipe_compiler.onnx.frontend.batch import NAMELESS, Dims, batch_dims
+from gpipe_compiler.onnx.frontend.batch import NAMELESS, Dims, batch_dims, names_batch
 from gpipe_compiler.onnx.frontend.integer_inputs import PLAIN, Range, integer_ranges
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_name, torch_dtype
@@ -121,13 +121,13 @@ def input_sizes(
     for name, shape in given.items():
         _agree(model, name, declared[name], shape)
     symbols = _symbols(declared, given)
-    fixed = _fixed_batch(model, declared)
+    fixed = None if names_batch(declared, asked or {}) else _fixed_batch(model, declared)
     batch = batch_dims(declared, given, fixed, asked or {})
     samples = fixed or _samples(given, batch)
     shapes: dict[str, tuple[int, ...]] = {}
     missing = []
     for name, dims in declared.items():
-        known = given.get(name) or _filled(dims, symbols, samples, batch.get(name))
+        known = given.get(name, _filled(dims, symbols, samples, batch.get(name)))
         open_dims = [dim for dim in known or () if isinstance(dim, str)]
         if known is None or open_dims:
             missing.append(f"{name} ({', '.join(open_dims) or 'its whole shape'})")
