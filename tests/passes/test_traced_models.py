@@ -148,4 +148,4 @@ def test_every_op_can_be_measured(traced):
 
     assert not costs.estimated
     assert any(cost.forward_s > 0 for cost in costs.ops.values())
-    assert costs.backward_s > 0
+    assert any(cost.backward_s > 0 for cost in costs.ops.values())

@@ -60,7 +60,7 @@ def test_initial_values_go_to_the_owners_alone_in_their_own_type(stage):
     held = LocalStages(spec, {stage: spec.stages[stage].module().double()})
 
     topology = SimpleNamespace(pipeline=peers, peers=peers, rank_of=lambda stage: stage)
-    share_initial(topology, held, OWNERS)
+    share_initial(topology, held, OWNERS, None)
 
     owns = stage in OWNERS["emb.weight"]
     assert peers.asked == ([(0, (1, 3))] if owns else [])
