@@ -46,7 +46,6 @@ class OnnxPipeline:
         threads: of each stage's ops, for all or one by one; one unless given, as the stages share
             the processor.
         custom_ops: libraries of custom operators that the model needs.
-
         configure: called with the number of each stage and the options of its session, to change
             them: affinities, profiling.
 
