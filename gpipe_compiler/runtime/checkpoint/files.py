@@ -25,7 +25,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..core.address import Address, Place, reaching
 from ..core.ranks import FAILURES, described
 from ..errors import CheckpointError
-from .folder import INDEX, METADATA, TRAINER, Index, checksum, checksum_of_part, is_unfinished, sync
+from .folder import (
+    INDEX,
+    METADATA,
+    TRAINER,
+    Index,
+    checksum,
+    checksum_of_part,
+    is_unfinished,
+    sync,
+)
 from .torch_inside import address_reader, hand_to_address
 
 
