@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
-from gpipe_compiler.cli.folder import folder_options, refuse_folder_options
+from gpipe_compiler.cli.folder import folder_options, options_given, refuse_folder_options
 from gpipe_compiler.cli.search import constraints_of, schedule_of
 from gpipe_compiler.cluster.local import local_cluster, timed_link
 from gpipe_compiler.codegen.package import Progress
@@ -393,11 +393,7 @@ def onnx_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     Raises:
         UsageError: for options that say how to train or to trace.
     """
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in _MODEL
-        if getattr(arguments, name) != parser.get_default(name)
-    ]
+    given = options_given(arguments, parser, _MODEL)
     if given:
         raise UsageError(
             f"{', '.join(given)}: an ONNX model is neither traced nor trained",

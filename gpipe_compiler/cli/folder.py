@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gpipe_compiler.errors import UsageError
@@ -66,13 +67,17 @@ def folder_options(arguments: argparse.Namespace) -> FolderOptions:
 
 def refuse_folder_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Raises a UsageError where a model that is no folder is given options of one."""
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in _NAMES
-        if getattr(arguments, name) != parser.get_default(name)
-    ]
+    given = options_given(arguments, parser, _NAMES)
     if given:
         raise UsageError(
             f"{', '.join(given)}: {arguments.model} is no folder with a config.json",
             hint="these are for folders of Hugging Face's; a model file builds its model itself",
         )
+
+
+def options_given(
+    arguments: argparse.Namespace, parser: argparse.ArgumentParser, names: Iterable[str]
+) -> list[str]:
+    """Those of some options, as they are typed, that do not have the parser's defaults."""
+    given = (name for name in names if getattr(arguments, name) != parser.get_default(name))
+    return [f"--{name.replace('_', '-')}" for name in given]

@@ -24,7 +24,7 @@ def show_machine(cluster: Cluster, link: Link | None) -> Table:
     shared = f", shared by {places}" if cluster.pooled and places > 1 else ""
     rows = [
         ("devices", f"{places} x {device.name}"),
-        *((a.value, f"{_tera(s)} TFLOP/s in large products") for a, s in _speeds(device)),
+        *((a.value, f"{s / 1e12:.3g} TFLOP/s in large products") for a, s in _speeds(device)),
         ("memory", f"{format_bytes(device.memory)}{shared}"),
         ("bandwidth", f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory"),
         ("launch", f"{format_seconds(device.launch_s)} for any op, however small"),
@@ -72,7 +72,3 @@ def _speeds(device: Device) -> Iterator[tuple[Arithmetic, float]]:
         speed = device.speed(arithmetic)
         if arithmetic is Arithmetic.FP32 or speed != device.flops:
             yield arithmetic, speed
-
-
-def _tera(flops: float) -> str:
-    return f"{flops / 1e12:.3g}"
