@@ -224,11 +224,11 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         return target.plan(progress)
 
     target, (made, frontier) = _of_free_sizes(model, options, progress, launch, planned)
-    if directory is None:
-        return Compiled(made, None, None, frontier=frontier, batch=target.batch)
     if target.options.remedies:
         progress("looking at what would save memory")
         made = dataclasses.replace(made, what_if=what_if(target.planner, made, target.options))
+    if directory is None:
+        return Compiled(made, None, None, frontier=frontier, batch=target.batch)
     package = _Package(target, made, progress)
     with _left_aside(directory):
         placed = place(directory, package.write, force=options.force, check=package.check)

@@ -20,7 +20,7 @@ from gpipe_compiler.text.escaping import shell_line
 SEARCH_SECONDS = 300.0
 """That the search for the best settings takes, about, at most."""
 
-SHOWN_HOLDERS = 8
+SHOWN_HOLDERS = 12
 """Of what is in memory at a peak, the largest that are shown."""
 
 

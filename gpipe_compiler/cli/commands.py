@@ -43,7 +43,12 @@ from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
 from gpipe_compiler.report.machine import machine_file, show_machine
-from gpipe_compiler.report.memory_tables import memory_document, remat_table, show_memory
+from gpipe_compiler.report.memory_tables import (
+    memory_document,
+    remat_table,
+    remedy_table,
+    show_memory,
+)
 from gpipe_compiler.report.picture import write_picture
 from gpipe_compiler.report.sweep import document as sweep_document
 from gpipe_compiler.report.sweep import show_sweep
@@ -271,6 +276,8 @@ def _print_compiled(compiled: Compiled) -> None:
         console.print(boundary_table(plan))
     if directory is None and any(stage.remat is not Remat.NONE for stage in plan.stages):
         console.print(remat_table(plan))
+    if plan.what_if is not None and plan.what_if.remedies:
+        console.print(remedy_table(plan))
     held, refused = compiled.validation, compiled.not_validated
     unread = [f"input {name}" for name in _unread(plan)]
     console.print(summary_table(plan, held, refused, compiled.batch, unread))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, overload
@@ -13,6 +13,9 @@ from gpipe_compiler.plan.fields import from_fields, own_fields
 
 MOST_POINTS = 160
 """Points of a curve that stand in a plan."""
+
+MOST_HOLDERS = 40
+"""Holders of a device's peak that stand in a plan one by one; smaller ones are added up."""
 
 
 class Category(Enum):
@@ -51,9 +54,11 @@ class PeakHolder:
 
     Attributes:
         what: in words: `8x64x56x56 float32`, or `weights`.
-        op: the op of the graph that made it, or in whose backward it was made; "" if none is known.
+        op: the op of the graph that made it, in whose backward it was made, or that reads it: the
+            first one, of layers that repeat. "" if none is known.
         count: how many there are, of one stage: of several micro-batches, say.
         stage: whose it is; -1 for what is the device's.
+        modules: in how many modules they are made, whose paths differ in numbers only.
     """
 
     what: str
@@ -62,6 +67,7 @@ class PeakHolder:
     bytes: int
     count: int
     stage: int
+    modules: int = 1
 
 
 class MemoryPoint(NamedTuple):
@@ -123,7 +129,8 @@ class DeviceMemory:
     Attributes:
         sizes: the bytes of each category at that moment.
         points: every action, in order; in a plan shortened to `MOST_POINTS`.
-        holders: what is in memory at the peak, the largest first; in a plan the first of them.
+        holders: all that is in memory at the peak, the largest first, where it was looked for; in
+            a plan shortened to `MOST_HOLDERS`, and what each category has besides.
         stage_peaks: for each of them, what is of it at its own peak.
         reserved: what PyTorch's caching allocator takes from a GPU for all this, at most; 0 where
             that is not known, as on a processor.
@@ -142,10 +149,13 @@ class DeviceMemory:
         """Bytes of a category at the peak."""
         return self.sizes[CATEGORIES.index(category)]
 
-    def shortened(self, points: int = MOST_POINTS, holders: int = 12) -> DeviceMemory:
-        """With fewer points, each the highest of those it stands for, and fewer holders."""
+    def shortened(self, points: int = MOST_POINTS, holders: int = MOST_HOLDERS) -> DeviceMemory:
+        """With fewer points, each the highest of those it stands for, and with fewer holders, the
+        smaller ones of a category as one."""
         return dataclasses.replace(
-            self, points=_shortened(self.points, points), holders=self.holders[:holders]
+            self,
+            points=_shortened(self.points, points),
+            holders=(*self.holders[:holders], *_added_up(self.holders[holders:])),
         )
 
     def to_fields(self) -> dict[str, Any]:
@@ -156,6 +166,15 @@ class DeviceMemory:
     def from_fields(cls, fields: Mapping[str, Any], where: str = "") -> DeviceMemory:
         sizes = [fields["sizes"].get(category.value, 0) for category in CATEGORIES]
         return from_fields(cls, {**fields, "sizes": sizes}, where)
+
+
+def _added_up(holders: Sequence[PeakHolder]) -> Iterator[PeakHolder]:
+    """One holder for all of a category."""
+    for category in CATEGORIES:
+        own = [holder for holder in holders if holder.category is category]
+        if own:
+            size, count = sum(h.bytes for h in own), sum(h.count for h in own)
+            yield PeakHolder("smaller ones", category, "", size, count, -1)
 
 
 def _shortened(points: Sequence[MemoryPoint], most: int) -> tuple[MemoryPoint, ...]:

@@ -74,11 +74,8 @@ def what_if(planner: Planner, plan: Plan, policy: Policy) -> WhatIf:
 
 def _remedies(planner: Planner, plan: Plan, start: _Change) -> Iterator[_Change]:
     """Twice as many micro-batches, or the next number; recomputing; another schedule for the same
-    stages on the same devices; 16 bits."""
-    more = _more_microbatches(planner, start)
-    yield from itertools.islice(
-        (c for c in more if c.choice.microbatches >= 2 * plan.microbatches), 1
-    )
+    stages on the same devices, and that with more micro-batches; 16 bits."""
+    yield from _twice_the_microbatches(planner, start)
     recomputing = (
         () if all(s.remat is Remat.FULL for s in plan.stages) else (*_full(planner, start),)
     )
@@ -93,6 +90,8 @@ def _remedies(planner: Planner, plan: Plan, start: _Change) -> Iterator[_Change]
                 other = start.to(f"--schedule {kind.value}", schedule=kind)
                 yield other
                 yield from _full(planner, other) if recomputing else ()
+                if kind is ScheduleKind.ONE_F_ONE_B:
+                    yield from _twice_the_microbatches(planner, other)
     yield from _half_precision(start)
 
 
@@ -128,6 +127,12 @@ def _more_microbatches(planner: Planner, start: _Change) -> Iterator[_Change]:
     for count in range(start.choice.microbatches + 1, batch_size + 1):
         if not batch_size % count:
             yield start.to(f"--microbatches {count}", microbatches=count)
+
+
+def _twice_the_microbatches(planner: Planner, start: _Change) -> Iterator[_Change]:
+    twice = 2 * start.choice.microbatches
+    more = _more_microbatches(planner, start)
+    yield from itertools.islice((c for c in more if c.choice.microbatches >= twice), 1)
 
 
 def _one_f_one_b(planner: Planner, start: _Change) -> Iterator[_Change]:

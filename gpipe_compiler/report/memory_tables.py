@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,11 +10,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_compiler.cluster.machines import MARGIN
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.options import SHOWN_HOLDERS
 from gpipe_compiler.plan import Plan, RematPoint
 from gpipe_compiler.plan.fields import to_fields
 from gpipe_compiler.plan.memory_curve import CATEGORIES, PeakHolder
+from gpipe_compiler.plan.stages import OpNote
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.terminal import add_rows, figure_table, table_of
 from gpipe_compiler.runtime.spec import Remat
@@ -108,45 +111,71 @@ def _numbers(stages: Sequence[int]) -> str:
 
 
 def holder_table(plan: Plan, rank: int, most: int) -> Table:
-    """What is in the memory of a device at its peak, the largest first."""
-    held = plan.prediction.memory[rank]
+    """What is in the memory of a device at its peak, the largest first, and what it needs besides;
+    the last row is the sum of all."""
+    held, needed = plan.prediction.memory[rank], plan.prediction.device_bytes[rank]
     several = len(held.stages) > 1
 
     def row(
         size: int, what: str, count: str = "", stage: int = -1, category: str = "", op: str = ""
     ) -> dict[str, str]:
-        call, module, source = _origin(plan, op)
+        module, source = _origin(plan, op)
         number = {"stage": str(stage) if stage >= 0 else ""}
         return {
             "bytes": format_bytes(size),
-            "share": format_share(size / held.peak),
+            "share": format_share(size / needed),
             "what": what,
             "how many": count,
             **(number if several else {}),
             "for": category,
-            "made by": f"{call} {short_path(module)}".strip(),
+            "module": module,
             "line": short_source(source) if source else "",
         }
 
-    rows = [
-        row(h.bytes, _what(plan, h), str(h.count), h.stage, h.category.value, h.op)
-        for h in held.holders[:most]
-    ]
+    rows = []
+    for h in held.holders[:most]:
+        rows.append(row(h.bytes, _what(plan, h), str(h.count), h.stage, h.category.value, h.op))
+        if h.modules > 1:
+            rows[-1]["module"] = _NUMBERS.sub("*", rows[-1]["module"])
+            rows[-1]["how many"] += f" in {h.modules} modules"
     rest = held.peak - sum(holder.bytes for holder in held.holders[:most])
     if rest > 0:
-        rows.append(row(rest, "all the rest"))
+        rows.append(row(rest, f"smaller ones (--top {most + 1} shows more)"))
+    rows += [row(size, what) for what, size in beyond_tensors(plan, rank).items() if size]
+    rows.append(row(needed, f"all, of {format_bytes(plan.devices[rank].memory)}"))
     noun = f"stage{'s' if several else ''} {_numbers(held.stages)}"
     moment = "the optimizer steps" if held.action == "update" else f"{held.action} runs"
     title = (
         f"what holds the peak of device {rank} ({noun}), {format_bytes(held.peak)} while {moment}"
     )
-    return table_of(title, rows, words={"what", "for", "made by", "line"}, what="storages")
+    return table_of(title, rows, words={"what", "for", "module", "line"}, what="storages")
 
 
-def _origin(plan: Plan, op: str) -> tuple[str, str, str]:
-    """What an op calls, the path of its module, and its `file:line`; "" for what is unknown."""
+def beyond_tensors(plan: Plan, rank: int) -> dict[str, int]:
+    """Bytes that a device needs beside tensors and workspaces, by what they are for."""
+    held, device = plan.prediction.memory[rank], plan.devices[rank]
+    beyond = plan.prediction.device_bytes[rank] - held.peak
+    if not beyond:
+        return {}
+    allocator = max(0, held.reserved - held.peak)
+    return {
+        "kept by PyTorch's allocator (reserved - allocated)": allocator,
+        f"a margin of {format_share(MARGIN)}": beyond - allocator - device.kept_free,
+        "kept free for CUDA's context and NCCL's buffers": device.kept_free,
+    }
+
+
+def _origin(plan: Plan, op: str) -> tuple[str, str]:
+    """The module of an op, by its path and what is called, and its `file:line`; "" for what is
+    unknown."""
     note = plan.note_of.get(op)
-    return ("", "", "") if note is None else (note.label, note.module, note.source)
+    if note is None:
+        return "", ""
+    label = note.label.removeprefix("<built-in function ").removesuffix(">")
+    return f"{short_path(note.module)} {label}".strip(), note.source
+
+
+_NUMBERS = re.compile(r"\d+")
 
 
 def _what(plan: Plan, holder: PeakHolder) -> str:
@@ -212,9 +241,16 @@ def _device_fields(plan: Plan, rank: int) -> dict[str, Any]:
     held = plan.prediction.memory[rank]
     fields = held.to_fields() | {"device": rank, "memory": plan.devices[rank].memory}
     for holder in fields["holders"]:
-        call, module, source = _origin(plan, holder["op"])
-        holder.update(call=call, module=module, source=format_source(source) if source else "")
+        note = plan.note_of.get(holder["op"])
+        call, module, source = ("", "", "") if note is None else _facts(note)
+        holder.update(call=call, module=module, source=source)
+    fields["beyond_tensors"] = beyond_tensors(plan, rank)
+    fields["needed"] = plan.prediction.device_bytes[rank]
     return fields
+
+
+def _facts(note: OpNote) -> tuple[str, str, str]:
+    return note.label, note.module, format_source(note.source) if note.source else ""
 
 
 SHOWN = 5

@@ -377,6 +377,13 @@ class TestForReal:
 
     COMMAND = ("model.py", "--dry-run", "--stages")
 
+    def test_a_dry_run_says_what_would_save_memory(self, workplace: Path, capsys: Printed) -> None:
+        assert cli.compile_command([*self.COMMAND, "1", "--remedies"]) == 0
+
+        out = capsys.readouterr().out
+        assert "as it is" in out
+        assert "--schedule 1f1b" in out
+
     def test_a_dry_run_writes_nothing(self, workplace: Path, capsys: Printed) -> None:
         assert cli.compile_command([*self.COMMAND, "1", "--json"]) == 0
 

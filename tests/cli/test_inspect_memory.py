@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from gpipe_compiler.cli import main as cli
-from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
+from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster, built_in
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Constraints, LossChoice, Policy, RematChoice
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.memory_curve import Category
 from gpipe_compiler.plan.stages import Remedy
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.memory_fit import remeasured
@@ -85,6 +86,7 @@ SETTINGS: dict[str, tuple[Policy, int]] = {
         Policy(schedule=ScheduleKind.ONE_F_ONE_B, remat=RematChoice.FULL),
         M,
     ),
+    "--schedule 1f1b --microbatches 8": (Policy(schedule=ScheduleKind.ONE_F_ONE_B), 8),
     "--precision bf16": (Policy(precision=Precision.BF16), M),
 }
 
@@ -177,6 +179,15 @@ class TestCommand:
             assert device["action"] == told.action
             assert max(peak for _, peak, _ in device["points"]) == told.peak
 
+    def test_the_holders_are_all_of_the_peak(self, plan: Plan) -> None:
+        """Category by category, also as few as one by one."""
+        for memory in remeasured(plan, OptimizerKind.SGD).prediction.memory:
+            for shown in (memory, memory.shortened(holders=3)):
+                assert sum(holder.bytes for holder in shown.holders) == memory.peak
+                for category in Category:
+                    own = [h.bytes for h in shown.holders if h.category is category]
+                    assert sum(own) == memory.of(category)
+
     def test_what_is_told_of_a_tensor_is_so(self, package: Path, capsys: Printed) -> None:
         """A tanh of 24 x 96 numbers, which M - 1 or M micro-batches have left."""
         found = self.document(package, capsys, "--device", "0")
@@ -205,12 +216,50 @@ class TestCommand:
             "what holds the peak of device 0 (stage 0)",
             "what holds the peak of device 1 (stage 1)",
             "24x96 float32",
-            "Tanh blocks.0.1",
+            "blocks.0.1 Tanh",
             "test_inspect_memory.py:",
             "least memory",
             "as it is",
         ):
             assert said in out
+
+    def test_the_rows_of_a_gpu_are_all_that_it_needs(
+        self, tmp_path: Path, graph: Graph, capsys: Printed
+    ) -> None:
+        """Tensors and workspaces, what the allocator keeps, a margin, and the context."""
+        planner = Planner(graph, Cluster.of(built_in("A100").device, IN_PROCESS))
+        made = planned(planner, Policy())
+        (tmp_path / "plan.json").write_text(made.to_json())
+        found = self.document(tmp_path, capsys)
+
+        for device, needed in zip(found["devices"], made.prediction.device_bytes, strict=True):
+            assert device["needed"] == needed
+            tensors = sum(holder["bytes"] for holder in device["holders"])
+            assert tensors + sum(device["beyond_tensors"].values()) == needed
+            assert device["beyond_tensors"][
+                "kept by PyTorch's allocator (reserved - allocated)"
+            ] == (device["reserved"] - device["peak"])
+            assert all(size > 0 for size in device["beyond_tensors"].values())
+            assert any(holder["category"] == "workspaces" for holder in device["holders"])
+
+    def test_layers_that_repeat_are_one_row(
+        self, tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        alike = Blocks()
+        alike.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(6))
+        graph = trace(alike, torch.randn(BATCH, 16), loss=LossChoice.SUM_OF_SQUARES)
+        planner = Planner(graph, Cluster.of(DEFAULT_HOST, IN_PROCESS))
+        made = planned(planner, Policy())
+        (tmp_path / "plan.json").write_text(made.to_json())
+
+        monkeypatch.setenv("COLUMNS", "180")
+        assert cli.inspect_command(["memory", str(tmp_path), "--device", "0"]) == 0
+        (row,) = (line for line in capsys.readouterr().out.split("\n") if "Tanh" in line)
+        first = [op for op in made.stages[0].ops if "blocks" in made.note_of[op].module]
+        modules = {made.note_of[op].module for op in first if made.note_of[op].label == "Tanh"}
+        assert len(modules) > 1
+        assert "blocks.*.* Tanh" in row
+        assert f"in {len(modules)} modules" in row
 
     def test_of_one_device_so_many(self, package: Path, capsys: Printed) -> None:
         assert cli.inspect_command(["memory", str(package), "--device", "1", "--top", "1"]) == 0
@@ -219,7 +268,7 @@ class TestCommand:
         assert "peak of device 1" in out
         assert "peak of device 0" not in out
         assert out.count("float32") == 1
-        assert "all the rest" in out
+        assert "smaller ones" in out
 
     def test_a_device_that_is_not_there(self, package: Path, capsys: Printed) -> None:
         assert cli.inspect_command(["memory", str(package), "--device", "2"]) == 2

@@ -25,7 +25,7 @@ from gpipe_compiler.plan.memory_curve import (
     PeakHolder,
 )
 from gpipe_compiler.planner.memory.allocator import Held, footprint_of
-from gpipe_compiler.planner.memory.holders import grown, holders_at
+from gpipe_compiler.planner.memory.holders import GRADIENTS, HolderSums, grown, holders_at
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.planner.memory.simulator import MemorySimulator
 from gpipe_compiler.planner.memory.storages import ActionDeltas
@@ -46,6 +46,14 @@ UPDATE = "update"
 
 _MULTIPLYING = frozenset({"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"})
 """Kernels of the matrix library."""
+
+_ALWAYS = {
+    Category.WEIGHTS: "what micro-batches begin with of what a mini-batch changes once",
+    Category.OPTIMIZER: "the optimizer's memory",
+    Category.BOUNDARY: "the batch",
+    Category.WORKSPACES: "of the matrix library",
+}
+"""What is there all the time beside parameters and buffers."""
 
 OUTPUTS = "outputs"
 """What it is called that the outputs of micro-batches are put together."""
@@ -171,14 +179,12 @@ class SimulatedPipeline:
             holders: whether to break the peak down into its holders.
         """
         base = self._base(device)
-        remembered = base.get(Category.OPTIMIZER, 0)
         fixed = sum(base.values())
         after = dict(zip(CATEGORIES, run.after, strict=True))
         gradients, handed = after[Category.GRADIENTS], after[Category.BOUNDARY]
         further: tuple[MemoryPoint, ...] = ()
         peak, action = run.peak, run.action
         sizes = dict(zip(CATEGORIES, run.sizes, strict=True))
-        found: Sequence[PeakHolder] = ()
         update = 0
         if self.graph.loss is not None:
             update = gradients + self._update(list(self.jobs[device].stages)).temporary
@@ -188,32 +194,17 @@ class SimulatedPipeline:
             sizes = dict.fromkeys(CATEGORIES, 0)
             sizes[Category.GRADIENTS] = gradients
             sizes[Category.OPTIMIZER] = update - gradients
-            lump = PeakHolder("gradients of parameters", Category.GRADIENTS, "", gradients, 1, -1)
-            found = [lump]
         elif (results := handed + self.jobs[device].joined) > peak:
             peak, action = results, OUTPUTS
             sizes = {**dict.fromkeys(CATEGORIES, 0), Category.BOUNDARY: results}
-            found = [PeakHolder("outputs of the model", Category.BOUNDARY, "", results, 1, -1)]
-        elif holders:
-            found = holders_at(self.graph, self.jobs[device], run)
+        found = self._holders(device, run, action, sizes) if holders else ()
         sizes = {c: size + base.get(c, 0) for c, size in sizes.items()}
-        lumps = [
-            PeakHolder(
-                "parameters and buffers", Category.WEIGHTS, "", base[Category.WEIGHTS], 1, -1
-            ),
-            PeakHolder("the optimizer's memory", Category.OPTIMIZER, "", remembered, 1, -1),
-            PeakHolder("the batch", Category.BOUNDARY, "", base.get(Category.BOUNDARY, 0), 1, -1),
-            PeakHolder(
-                "of the matrix library", Category.WORKSPACES, "", base[Category.WORKSPACES], 1, -1
-            ),
-        ]
-        everything = [*found, *(lump for lump in lumps if lump.bytes)]
         return DeviceMemory(
             peak=peak + fixed,
             action=action,
             sizes=tuple(sizes.values()),
             points=run.points.above(fixed, *further),
-            holders=tuple(sorted(everything, key=lambda holder: -holder.bytes)),
+            holders=found,
             stages=tuple(self.jobs[device].stages),
             stage_peaks=tuple(
                 run.stage_peaks[stage] + self._state_bytes(stage)
@@ -222,6 +213,46 @@ class SimulatedPipeline:
             if len(self.jobs[device].stages) > 1
             else (peak + fixed,),
         )
+
+    def _holders(
+        self, device: int, run: MemoryRun, action: str, sizes: Mapping[Category, int]
+    ) -> tuple[PeakHolder, ...]:
+        """All that is in memory at the peak of a device, the largest first.
+
+        Args:
+            action: during which that is.
+            sizes: bytes at that moment, beside what is there all the time.
+        """
+        sums = HolderSums(self.graph)
+        job, base = self.jobs[device], self._base(device)
+        trained = _trained(self.graph, self.layout, list(job.stages))
+        for name in dict.fromkeys(n for s in job.stages for n in self.layout.stages[s].state):
+            op = self._readers.get(name, "")
+            what = "parameters" if name in trained else "parameters that do not train, and buffers"
+            sums.add(what, Category.WEIGHTS, op, self.graph.state[name].bytes)
+        for category, what in _ALWAYS.items():
+            sums.add(what, category, "", base.get(category, 0) - sums.of(category))
+        if action not in (UPDATE, OUTPUTS):
+            for holder in holders_at(self.graph, job, run):
+                sums.put(holder)
+            return sums.holders
+        if sum(trained.values()) == sizes[Category.GRADIENTS]:
+            for name, size in trained.items():
+                sums.add(GRADIENTS, Category.GRADIENTS, self._readers.get(name, ""), size)
+        else:
+            sums.add(GRADIENTS, Category.GRADIENTS, "", sizes[Category.GRADIENTS])
+        sums.add("while the optimizer steps", Category.OPTIMIZER, "", sizes[Category.OPTIMIZER])
+        sums.add("outputs of the model", Category.BOUNDARY, "", sizes[Category.BOUNDARY])
+        return sums.holders
+
+    @cached_property
+    def _readers(self) -> Mapping[str, str]:
+        """By the name of a parameter or buffer, the first op that reads it."""
+        found: dict[str, str] = {}
+        for op in self.graph.ops:
+            for name in op.states(self.graph.modules):
+                found.setdefault(name, op.name)
+        return found
 
     def reserved(self, device: int) -> int:
         """Bytes that the caching allocator of a GPU takes; 0 on a host."""

@@ -8,10 +8,13 @@ alike stay apart until the optimizer steps. Traces are those of any micro-batch,
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.passes.allocation_trace import BlockKind, Growth
 from gpipe_compiler.plan.memory_curve import Category, Curve, PeakHolder
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun
@@ -19,7 +22,7 @@ from gpipe_compiler.planner.memory.simulator import MemorySimulator
 from gpipe_compiler.planner.memory.storages import PLACE, Own, SharedBuffer
 from gpipe_compiler.runtime.schedule.actions import Compute, Phase
 
-_GRADIENTS = "gradients of parameters"
+GRADIENTS = "gradients of parameters"
 _CASTS = "weights cast by autocast"
 _SPARSE = "sums of sparse gradients"
 
@@ -48,41 +51,79 @@ class _Watch:
 def holders_at(graph: Graph, job: DeviceJob, run: MemoryRun) -> tuple[PeakHolder, ...]:
     """What is in memory at the peak of a device, beside what is there all the time.
 
-    The same of several micro-batches is one holder, as are the gradients of a stage.
+    The same of several micro-batches, and of layers that repeat, is one holder.
     """
     watch = _Watch(run.peak - run.grown, run.position)
     MemorySimulator(job, watch.hear).run(until=run.position + 1)
-    sums: dict[tuple[str, Category, str, int], tuple[int, int]] = {}
+    sums = HolderSums(graph)
     for size, what in watch.found or ():
-        key = _shared(graph, what) if isinstance(what, SharedBuffer) else _own(job, what)
-        total, count = sums.get(key, (0, 0))
-        sums[key] = total + size, count + 1
-    found = [
-        PeakHolder(words, category, op, size, count, stage)
-        for (words, category, op, stage), (size, count) in sums.items()
-    ]
+        if isinstance(what, SharedBuffer):
+            maker = graph.producer.get(what.name.removeprefix("gradient of "))
+            op = maker.name if maker else ""
+            sums.add(what.name, what.category, op, size, what.stage)
+        else:
+            sums.add(*_own(job, what), size, what.stage)
     if run.grown:
-        found.append(PeakHolder(_SPARSE, Category.GRADIENTS, "", run.grown, 1, -1))
-    return tuple(sorted(found, key=lambda holder: -holder.bytes))
+        sums.add(_SPARSE, Category.GRADIENTS, "", run.grown)
+    return sums.holders
 
 
-def _shared(graph: Graph, held: SharedBuffer) -> tuple[str, Category, str, int]:
-    maker = graph.producer.get(held.name.removeprefix("gradient of "))
-    return held.name, held.category, maker.name if maker else "", held.stage
+@dataclass
+class HolderSums:
+    """Adds up what is alike: the same of one stage, made at one line of the model, in modules whose
+    paths differ in numbers only."""
+
+    graph: Graph
+    _sums: dict[tuple[object, ...], tuple[PeakHolder, set[str]]] = field(default_factory=dict)
+
+    def add(self, what: str, category: Category, op: str, size: int, stage: int = -1) -> None:
+        """Adds a storage; those of no bytes are left out."""
+        if not size:
+            return
+        found = self._ops.get(op)
+        path, line = ("", "") if found is None else (found.path, str(found.source))
+        key = what, category, _NUMBERS.sub("*", path), line, stage
+        held, paths = self._sums.get(key, (PeakHolder(what, category, op, 0, 0, stage), set()))
+        paths.add(path)
+        size, count = held.bytes + size, held.count + 1
+        held = dataclasses.replace(held, bytes=size, count=count, modules=len(paths))
+        self._sums[key] = held, paths
+
+    def put(self, holder: PeakHolder) -> None:
+        """Adds one that is like no other."""
+        self._sums[holder, len(self._sums)] = holder, set()
+
+    def of(self, category: Category) -> int:
+        """Bytes of a category."""
+        return sum(held.bytes for held, _ in self._sums.values() if held.category is category)
+
+    @property
+    def holders(self) -> tuple[PeakHolder, ...]:
+        """The largest first."""
+        found = (held for held, _ in self._sums.values())
+        return tuple(sorted(found, key=lambda holder: -holder.bytes))
+
+    @cached_property
+    def _ops(self) -> Mapping[str, Op]:
+        return {op.name: op for op in self.graph.ops}
 
 
-def _own(job: DeviceJob, what: Own) -> tuple[str, Category, str, int]:
+_NUMBERS = re.compile(r"\d+")
+
+
+def _own(job: DeviceJob, what: Own) -> tuple[str, Category, str]:
+    """What a storage of a stage is, what for, and its op."""
     deltas = job.stages[what.stage].deltas
     block = deltas.traces.blocks[what.block]
-    category = deltas.category[what.block]
+    category, op = deltas.category[what.block], deltas.traces.op(block.op)
     if block.kind is BlockKind.PARAMETER_GRADIENT:
-        return _GRADIENTS, category, "", what.stage
+        return GRADIENTS, category, op
     if block.kind is BlockKind.CAST:
-        return _CASTS, category, "", what.stage
+        return _CASTS, category, op
     words = f"{block.shape} {block.dtype}"
     if block.kind is BlockKind.GRADIENT:
         words += ", a gradient"
-    return words, category, deltas.traces.op(block.op), what.stage
+    return words, category, op
 
 
 # --- sparse gradients -----------------------------------------------------------------------------
