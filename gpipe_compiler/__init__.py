@@ -49,6 +49,8 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.targets.torch_package import emit as emit
     from gpipe_compiler.validate.package import Validation as Validation
 
+__version__ = "0.1.0"
+
 _EXPORTS = {
     "targets.torch_package": ("emit",),
     "compile": ("Compiled", "compile", "plan", "trace"),

@@ -35,6 +35,7 @@ from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.plan.origin import Origin
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.planner.memory_advice import what_if
@@ -224,6 +225,7 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
         return target.plan(progress)
 
     target, (made, frontier) = _of_free_sizes(model, options, progress, launch, planned)
+    made = dataclasses.replace(made, origin=Origin.here(options.words))
     if target.options.remedies:
         progress("looking at what would save memory")
         made = dataclasses.replace(made, what_if=what_if(target.planner, made, target.options))

@@ -268,6 +268,7 @@ class CompileOptions(Policy):
         calibration: by which op times are scaled; None for none.
         remedies: tell in the plan what other settings would save of memory.
         target: the output format, by its name in `targets.TARGETS`.
+        words: the arguments of the command line that asks; none where there is no such.
     """
 
     stages: int | Auto
@@ -287,6 +288,7 @@ class CompileOptions(Policy):
     target: str = "torch"
     print_after: tuple[str, ...] = ()
     pass_options: tuple[str, ...] = ()
+    words: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         Policy.__post_init__(self)  # super() does not see the class that slots make anew

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from gpipe_compiler import __version__
 from gpipe_compiler.cli.folder import folder_arguments
 from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
 from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
@@ -23,6 +24,7 @@ def compile_parser() -> argparse.ArgumentParser:
         epilog="exit codes: 0 done, 1 the model is at fault, 2 the command line is, 3 the package "
         "does not reproduce the model",
     )
+    version_argument(parser)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -273,6 +275,7 @@ def inspect_parser() -> argparse.ArgumentParser:
         "simulated step for ui.perfetto.dev; gpipe-inspect machine measures this machine; each has "
         "its own --help",
     )
+    version_argument(parser)
     _package_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
     return parser
@@ -333,6 +336,10 @@ def machine_parser() -> argparse.ArgumentParser:
         "with what is measured the next time",
     )
     return parser
+
+
+def version_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
 
 
 def _package_argument(parser: argparse.ArgumentParser) -> None:

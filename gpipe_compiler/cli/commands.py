@@ -144,6 +144,7 @@ def _options(arguments: argparse.Namespace, stages: int | Auto) -> CompileOption
         target=of_file(arguments.model) or arguments.target,
         print_after=tuple(arguments.print_after),
         pass_options=tuple(arguments.pass_option),
+        words=arguments.words,
     )
 
 

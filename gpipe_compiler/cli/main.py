@@ -32,7 +32,9 @@ from gpipe_compiler.validate.launching import fresh, spare
 
 def compile_command(argv: Sequence[str] | None = None) -> int:
     """gpipe-compile: from a model to a package; returns the exit code."""
-    return _run(compile_parser(), argv, _compile)
+    parser = compile_parser()
+    parser.set_defaults(words=tuple(sys.argv[1:] if argv is None else argv))
+    return _run(parser, argv, _compile)
 
 
 def inspect_command(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,8 @@ from gpipe_compiler.codegen.pretrained import write_pretrained
 from gpipe_compiler.codegen.schedule import write_schedule
 from gpipe_compiler.codegen.scripts import write_init, write_readme, write_run
 from gpipe_compiler.codegen.stage import StageSource, write_stages
-from gpipe_compiler.errors import EmitError, ValidationError
+from gpipe_compiler.errors import EmitError, Notice, ValidationError
+from gpipe_compiler.frontend.hook_files import hook_files
 from gpipe_compiler.frontend.pretrained import Pretrained
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.ir import FunctionCall, Graph
@@ -32,6 +34,7 @@ from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
+from gpipe_compiler.runtime.train.hooks import HOOKS
 from gpipe_compiler.runtime.wording import is_text
 
 Progress = Callable[[str], None]
@@ -126,6 +129,23 @@ def write_package(
     write_weights(graph, stages, folder / "weights", tell, real)
     if pretrained is not None:
         write_pretrained(pretrained, folder, tell)
+    if hooks is not None and hooks.names and plan.training:
+        write_hooks(hooks, folder / HOOKS)
+
+
+def write_hooks(hooks: Hooks, folder: Path) -> None:
+    """Copies the user's own file with those that it imports, or tells why the package has none."""
+    found = hook_files(hooks)
+    if isinstance(found, str):
+        text = f"{hooks.where} is not copied into the package, which is trained with --hooks FILE"
+        warnings.warn(Notice(f"{text}: {found}"), stacklevel=2)
+        return
+    for note in found.notes:
+        warnings.warn(Notice(f"{note}; run.py train --hooks FILE reads yours"), stacklevel=2)
+    for place_there, file in found.files.items():
+        target = folder / place_there
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def own_files(graph: Graph) -> dict[str, str]:

@@ -14,6 +14,7 @@ from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.topology import device_counts
 from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.runtime.train.hooks import HOOKS
 from gpipe_compiler.runtime.wording import listed
 from gpipe_compiler.text.escaping import code_span
 
@@ -24,7 +25,7 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
     Args:
         package: the name under which the script imports the folder, whatever the folder is called.
     """
-    offered = sorted(hooks.names) if hooks is not None else []
+    offered = sorted(hooks.names) if hooks is not None and plan.training else []
     return render(
         "run.py.jinja",
         name=plan.name,
@@ -38,7 +39,7 @@ def write_run(plan: Plan, hooks: Hooks | None, *, package: str) -> str:
 
 
 def _hooks(hooks: Hooks) -> list[str]:
-    place = str(hooks.file) if hooks.file is not None else hooks.module
+    place = f"{HOOKS}/{hooks.file.name}" if hooks.file is not None else hooks.module
     return lay_out(name(quote(place)), prefix="HOOKS = ")
 
 

@@ -25,7 +25,7 @@ LossFunction = Callable[[object, object], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Where the user's own file stands, for the hooks that a package imports at run time.
+    """Where the user's own file stands, for the hooks that a package has a copy of.
 
     Attributes:
         file: absolute path of the file, or None for an importable module.
@@ -37,6 +37,11 @@ class Hooks:
     file: Path | None
     module: str
     names: frozenset[str]
+
+    @property
+    def where(self) -> str:
+        """The file or module, for messages."""
+        return self.module if self.file is None else self.file.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan.fields import to_fields, typed
+from gpipe_compiler.plan.origin import Origin
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.stages import OpNote, Prediction, Stage, WhatIf, WholeModel, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
@@ -60,6 +61,7 @@ class Plan:
             which everything here is for.
         tied: which op ties most of the work together, in words; "" where none does.
         noted: what stands in the JSON about each op, for people; see `ops`.
+        origin: the program and the command that made it.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Plan:
     calibration: tuple[float, float] = (1.0, 1.0)
     graph: Graph | None = field(default=None, compare=False, repr=False)
     noted: tuple[OpNote, ...] = field(default=(), compare=False, repr=False)
+    origin: Origin = field(default_factory=Origin.here, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.fits:  # what is known of the best plan holds among those that fit
@@ -175,6 +178,7 @@ class Plan:
                 )
             fields["prediction"].pop("gap")
             fields["prediction"].pop("here_s", None)
+            fields.setdefault("origin", {})
             orders = tuple(parse_order(order) for order in fields.pop("orders"))
             plan = cls(**typed(cls, fields), orders=orders, graph=graph)
             _check_whole(plan)

@@ -17,6 +17,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.printing import function_label
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.text.units import portable_source
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class OpNote:
             it is unknown.
         module: path of the module it calls, or in whose forward it stands.
         state: canonical names of the parameters and buffers it reads or writes.
-        source: `file:line` of the user's program, "" where unknown.
+        source: `file:line` of the user's program, by no absolute path; "" where unknown.
     """
 
     name: str
@@ -225,7 +226,7 @@ def _note(graph: Graph, op: Op, samples: int) -> OpNote:
         ),
         module=op.path,
         state=op.states(graph.modules),
-        source=str(op.source) if op.source else "",
+        source=portable_source(str(op.source)) if op.source else "",
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from gpipe_compiler.runtime.wording import printable
@@ -87,6 +87,22 @@ def format_source(source: str, home: Path | None = None) -> str:
     path = Path(file)
     base = Path.cwd() if home is None else home
     return printable(f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source)
+
+
+def portable_source(source: str) -> str:
+    """A source line `file:line` that means the same on another machine, by no absolute path.
+
+    Its file is relative to the installed packages or the current directory, where it is below one
+    of them; else it is the file's own name.
+    """
+    shown = format_source(source)
+    file = PurePath(shown.rpartition(":")[0])
+    if not file.is_absolute():
+        return shown
+    parts = file.parts
+    at = [n for n, part in enumerate(parts) if part in ("site-packages", "dist-packages")]
+    kept = "/".join(parts[at[-1] + 1 :]) if at else file.name
+    return printable(f"{kept}:{source.rpartition(':')[2]}")
 
 
 def short_path(path: str, most: int = 28) -> str:

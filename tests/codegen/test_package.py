@@ -238,18 +238,21 @@ def test_a_folder_may_be_called_anything(
         )
 
 
-def test_the_users_file_is_named_for_its_hooks(plan: Plan, tmp_path: Path) -> None:
+def test_the_users_file_is_there_for_its_hooks(plan: Plan, tmp_path: Path) -> None:
     """Only when it offers any."""
     file = tmp_path / "model.py"
+    file.write_text("def train_data():\n    return ()\n")
     with_hooks = Hooks(file, "", frozenset({"train_data", "metrics", "eval_data"}))
     without = Hooks(file, "", frozenset())
 
     offered = emit(plan, tmp_path / "a", hooks=with_hooks)
     nothing = emit(plan, tmp_path / "b", hooks=without)
 
-    assert str(file) in (offered / "run.py").read_text()
+    assert (offered / "hooks" / "model.py").read_text() == file.read_text()
+    assert 'HOOKS = "hooks/model.py"' in (offered / "run.py").read_text()
     assert "The file with eval_data, metrics and train_data." in (offered / "run.py").read_text()
-    assert str(file) not in (nothing / "run.py").read_text()
+    assert "HOOKS" not in (nothing / "run.py").read_text()
+    assert not (nothing / "hooks").exists()
 
 
 class Filter(nn.Module):

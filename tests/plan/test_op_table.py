@@ -57,9 +57,7 @@ def graph() -> Graph:
 
 def test_every_kind_of_call_is_noted_for_one_micro_batch() -> None:
     assert list_ops(graph(), samples=2) == (
-        OpNote(
-            "fc", "Linear", ("x",), ("fc",), ("2x2 float32",), "fc", ("fc.weight",), "/u/m.py:3"
-        ),
+        OpNote("fc", "Linear", ("x",), ("fc",), ("2x2 float32",), "fc", ("fc.weight",), "m.py:3"),
         OpNote("a", "F.relu", ("fc",), ("a",), ("",), "act"),
         OpNote("r", "NoGrad region", ("a",), ("r",), ("",)),
         OpNote("n", ".size", ("r",), ("n",), ("scalar",)),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...runtime.core.typed import microbatches, natural, path, positive, whole
+from ...runtime.core.typed import Version, microbatches, natural, path, positive, whole
 from ...runtime.errors import PipelineError, UsageError
 from ...runtime.wording import printable, printable_lines, printable_message
 from .arrays import arrays_of, leaves, random_arrays, write_arrays
@@ -46,7 +46,9 @@ def main(spec: OnnxPipelineSpec, folder: Path, argv: Sequence[str] | None = None
     # ONNX Runtime does not survive a KeyboardInterrupt in the middle of a call. Python raises it in
     # the main thread alone, so that one only waits.
     try:
-        arguments = parser_for(spec).parse_args(argv)
+        parser = parser_for(spec)
+        parser.add_argument("--version", action=Version, directory=folder)
+        arguments = parser.parse_args(argv)
         worker = threading.Thread(
             target=lambda: codes.append(_obey(spec, folder, arguments)), daemon=True
         )

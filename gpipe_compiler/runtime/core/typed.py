@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from ..errors import UsageError
+from ..wording import printable
 
 MOST = 2**31 - 1
 """Of anything that is counted."""
@@ -104,6 +106,26 @@ def path(text: str) -> Path:
     if not text or len(found.parts) > _DEEPEST:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no path")
     return found
+
+
+class Version(argparse.Action):
+    """`--version`, which says what wrote a package, as its plan.json tells."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, *, directory: Path) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="say what wrote this")
+        self.directory = directory
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print it, and end the program."""
+        try:
+            plan = json.loads((self.directory / "plan.json").read_text(encoding="utf-8"))
+            origin = plan["origin"]
+            text = f"gpipe-compiler {origin['compiler']}, with torch {origin['torch']}"
+            text += f": {origin['command']}" if origin["command"] else ""
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            text = "the package has no plan.json that says what wrote it"
+        print(printable(text))
+        parser.exit()
 
 
 def scheme(text: str) -> str:

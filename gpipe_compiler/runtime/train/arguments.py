@@ -216,6 +216,12 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         help="of a DataLoader over a data set with indices, a replica loads its own rows of every "
         "batch alone, or whole batches (%(default)s)",
     )
+    parser.add_argument(
+        "--hooks",
+        type=path,
+        metavar="FILE",
+        help="the Python file with train_data() and the like (the package's copy)",
+    )
     parser.add_argument("--input", type=path, metavar="FILE", help="safetensors to train on")
     parser.add_argument(
         "--evaluate-every",

@@ -16,7 +16,7 @@ from ..core.pipeline import Pipeline
 from ..core.precision import layers_by_ops
 from ..core.stored_weights import Weights
 from ..core.topology import replicas_by_default
-from ..core.typed import from_environment
+from ..core.typed import Version, from_environment
 from ..errors import AgreedError, CheckpointError, PipelineError, StageError, UsageError
 from ..spec import PipelineSpec
 from ..wording import printable_message
@@ -50,7 +50,8 @@ def main(
 
     Args:
         weights: the folder of its weights; None for stages that initialise themselves.
-        hooks: the user's own file, or the name of a module, that offers what `UserHooks` names.
+        hooks: the user's own file in the directory, or the name of a module, that offers what
+            `UserHooks` names.
 
     Returns:
         0 when done, 1 when the model or a process failed, 2 for wrong usage, 3 for a failed check,
@@ -58,7 +59,9 @@ def main(
     """
 
     def obey() -> int:
-        arguments = parser_for(spec).parse_args(argv)
+        parser = parser_for(spec)
+        parser.add_argument("--version", action=Version, directory=directory)
+        arguments = parser.parse_args(argv)
         command = _Command(spec, directory, weights, hooks, arguments)
         try:
             with layers_by_ops():
@@ -125,7 +128,8 @@ class _Command:
         if arguments.command == "train":
             # Before the user's file is imported: a seed that it sets itself has the last word.
             seed_all(arguments.seed)
-            user = UserHooks.load(self.hooks)
+            own = arguments.hooks and str(arguments.hooks.absolute())
+            user = UserHooks.load(own or self.hooks, self.directory)
             options = train_options(arguments, user)
         with Pipeline(
             spec,

@@ -19,6 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..errors import PipelineError
 from ..wording import said
 
+HOOKS = "hooks"
+"""The folder of a package with the user's own file, and with those that it imports."""
+
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 Result = TypeVar("Result")
 Argument = TypeVar("Argument")
@@ -48,14 +51,21 @@ class UserHooks:
     log: Callable[[int, dict[str, float]], object] | None = None
 
     @classmethod
-    def load(cls, source: str | None) -> UserHooks:
-        """Import the file (`/path/model.py`) or module (`package.module`); None for no hooks.
+    def load(cls, source: str | None, directory: Path) -> UserHooks:
+        """Import the file (`hooks/model.py`) or module (`package.module`); None for no hooks.
+
+        Args:
+            directory: of the package, from which the path starts.
 
         Raises:
             PipelineError: when it is gone or cannot be imported.
         """
         if source is None:
             return cls()
+        if source.endswith(".py"):
+            source = str(directory / source)
+        elif (directory / HOOKS).is_dir():
+            sys.path.insert(0, str(directory / HOOKS))
         module = _import(source)
         offered = {field.name: getattr(module, field.name, None) for field in fields(cls)[1:]}
         if not is_log(offered["log"]):
@@ -138,8 +148,9 @@ def _import(source: str) -> ModuleType:
             return importlib.import_module(source)
         if not path.is_file():
             raise PipelineError(
-                f"{source}, which offers the data or the optimizer, is gone",
-                hint="put it back, or write a loop of your own with the package's Pipeline",
+                f"{source}, which offers the data or the optimizer, is not there",
+                hint="name it where it lies: --hooks FILE; or put it there, with the files of "
+                "yours that it imports",
             )
         # Files beside it are importable from it, as when Python runs it.
         sys.path.insert(0, str(path.parent))
@@ -154,4 +165,7 @@ def _import(source: str) -> ModuleType:
     except PipelineError:
         raise
     except (Exception, SystemExit) as error:  # whatever the user's file raises
-        raise PipelineError(f"importing {source} failed: {said(error)}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f"install {error.name}, or put it beside the file if it is yours"
+        raise PipelineError(f"importing {source} failed: {said(error)}", hint=hint) from error
