@@ -381,6 +381,8 @@ def test_loops_of_the_pages_run(
     exec(loop, names)
     exec(calls, names)
     exec(accumulate, names)
+    for block in blocks_of("docs/training_loops.md"):
+        exec(block, names)
     exec(write, names)
     names["optimizer"] = torch.optim.AdamW(model.parameters())
     exec(read, names)

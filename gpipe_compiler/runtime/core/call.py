@@ -34,6 +34,7 @@ class CallArgs:
     key: RandomKey
     loss_scale: float = 1.0
     read: int = 0
+    deferred: bool = False
 
 
 @dataclass(frozen=True, slots=True)

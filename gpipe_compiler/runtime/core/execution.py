@@ -169,8 +169,8 @@ class Execution:
         return summed(self._weigher.weigh(bind_call(inputs, target, self._spec, needed, 1)))
 
     def close(self) -> None:
+        """End the threads."""
         self._workers.close()
-        self._topology.close()
 
     def _check(self, work: RunRequest) -> None:
         if self._interrupted:
@@ -248,6 +248,11 @@ class Execution:
             weights = self._weigher.weigh(bound) if weighed else ()
             trains = work is RunRequest.TRAIN
             wanted = wanted_of(self._spec, bound) if trains else frozenset[str]()
+            if wanted and args.deferred:
+                raise UsageError(
+                    f"{', '.join(sorted(wanted))} requires a gradient, which `loss` does not give",
+                    hint="use step, or detach() it",
+                )
         except UsageError as error:
             if self._topology.world.size == 1:
                 raise

@@ -148,7 +148,6 @@ class LocalStages:
         for name, buffer in self._named(nn.Module.named_buffers):
             if name in several:  # on one device they lie in the same memory
                 buffer.data = first.setdefault((name, buffer.device), buffer).data
-        self._no_parameter = nn.Parameter(torch.empty(0))
 
     def _named(
         self, held: Callable[[nn.Module], Iterable[tuple[str, T]]]
@@ -165,8 +164,9 @@ class LocalStages:
             found.setdefault(name, item)
         return found
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._first(nn.Module.named_parameters).items())
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by the model's names, each once."""
+        return self._first(nn.Module.named_parameters)
 
     def unshared(self) -> dict[int, tuple[nn.Parameter, ...]]:
         """The parameters of each stage that no other stage owns, by the stage's number."""
@@ -176,15 +176,9 @@ class LocalStages:
             for index, module in self.modules.items()
         }
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters, each once, and an empty one besides where none is trained."""
-        found = [parameter for _, parameter in self.named_parameters()]
-        if not any(parameter.requires_grad for parameter in found):
-            found.append(self._no_parameter)
-        return iter(found)
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._first(nn.Module.named_buffers).items())
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers by the model's names, each once."""
+        return self._first(nn.Module.named_buffers)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As the model's own `state_dict` would name it, tied names included."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,12 +15,14 @@ from ..spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
 from ..wording import counted
 from .building import build_stage
 from .call import CallArgs
+from .deferred import deferred, refuse_deferred
 from .distributed import Network
 from .execution import Execution
 from .gradients import clip_gradients, first_stages, make_scaler
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
+from .module import ModelNames
 from .options import (
     TransportKind,
     check_numbers,
@@ -39,7 +42,7 @@ from .typed import LONGEST_WAIT_S
 __all__ = ["Pipeline", "TransportKind"]
 
 
-class Pipeline:
+class Pipeline(ModelNames):
     """A model in stages, trained and run micro-batch by micro-batch on several devices.
 
     In one process a thread works for each device. Under torchrun each process holds its share of
@@ -84,6 +87,7 @@ class Pipeline:
         data_parallel: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
+        super().__init__()
         self.spec = spec
         self.seed = seed
         self.step_number = 0
@@ -99,19 +103,27 @@ class Pipeline:
             spec, self.schedule, devices, transport, data_parallel, wait_s
         )
         self._owners = trainable_shared(spec)
-        self._mode = spec.loss is not None
+        trains = spec.loss is not None
         self._draws_in_eval = any(stage.random_in_eval for stage in spec.stages)
-        programs = ProgramCache(
+        self._programs = ProgramCache(
             spec, self._topology, self.schedule, self.options.batchnorm, self._owners
         )
-        for work in (RunRequest.INFER, *([] if spec.loss is None else [RunRequest.TRAIN])):
-            programs.of(work, self.microbatches, training=self._mode)
+        for work in (RunRequest.INFER, *([RunRequest.TRAIN] if trains else [])):
+            self._programs.of(work, self.microbatches, training=trains)
         store = Weights.open(Path(weights)) if isinstance(weights, str | Path) else weights
         where = self._topology.where.items()
-        self.local_stages = LocalStages(
-            spec, {i: build_stage(spec.stages[i], store, device, seed) for i, device in where}
-        )
         self._weigher = LossWeigher(spec, store, seed)
+        self._owns_topology = True
+        self._assemble({i: build_stage(spec.stages[i], store, d, seed) for i, d in where})
+        if store is None or store.anew:
+            made = None if store is None else store.anew
+            share_initial(self._topology, self.local_stages, self._owners, made)
+        self.train(trains)
+
+    def _assemble(self, modules: Mapping[int, nn.Module]) -> None:
+        """Make what runs these stages."""
+        spec = self.spec
+        self.local_stages = LocalStages(spec, modules)
         self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
         self._reducer = make_reducer(self._topology, self.local_stages, self._owners)
         self.execution = Execution(
@@ -119,15 +131,26 @@ class Pipeline:
             self._topology,
             self.local_stages,
             self.options,
-            programs,
+            self._programs,
             self._weigher,
             self._reducer,
             self.microbatches,
         )
-        if store is None or store.anew:
-            made = None if store is None else store.anew
-            share_initial(self._topology, self.local_stages, self._owners, made)
-        self.train(self._mode)
+        self.hold(self.local_stages, self._weigher)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A pipeline with weights of its own, which an average of them can be kept in.
+
+        It runs on the same devices and in the same processes. Closing it closes its threads alone.
+        Its scaler begins anew.
+        """
+        made = memo[id(self)] = type(self).__new__(type(self))
+        vars(made).update(vars(self))
+        made._owns_topology = False
+        made._weigher = copy.deepcopy(self._weigher, memo)
+        made._assemble(copy.deepcopy(dict(self.stages), memo))
+        made.train(self.training)
+        return made
 
     @property
     def stages(self) -> Mapping[int, nn.Module]:
@@ -201,13 +224,43 @@ class Pipeline:
 
         For a list of micro-batches it is a list of what the model returns for each.
         """
+        return self._step(inputs, target, weight, outputs=outputs)
+
+    def _step(
+        self,
+        inputs: Inputs,
+        target: object,
+        weight: float = 1.0,
+        *,
+        outputs: bool = False,
+        deferred: bool = False,
+    ) -> tuple[torch.Tensor, object]:
         scale = weight * self.scaler.get_scale()
         with collected(self.local_stages.shared, self._reducer):
-            terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale)
+            terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale, deferred)
         self.step_number += 1
         self._calls = 0
         assert terms is not None  # training makes a loss, or raises
         return _sum_of(terms), found
+
+    def loss(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
+        """As `step`, for loops that call `backward()` of a loss: only that adds the gradients.
+
+        Forward and backward of every micro-batch run here. `backward()`, which every rank calls
+        alike and once, multiplies the gradients by that of the loss, as in `(loss / 4).backward()`.
+        They are averaged over replicas in `no_sync` too; what `step` has left there to be averaged,
+        only `step` averages. Where gradients are disabled, it is `evaluate`.
+
+        Raises:
+            UsageError: as `step`; in fp16; and where inputs require gradients.
+        """
+        if not torch.is_grad_enabled():
+            return self.evaluate(inputs, target)
+        refuse_deferred(self.scaler)
+        with contextlib.nullcontext() if self._reducer is None else self._reducer.pause(False):
+            return deferred(
+                lambda: self._step(inputs, target, deferred=True)[0], list(self.parameters())
+            )
 
     def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
         """The loss of a mini-batch, without gradients; every rank gets it.
@@ -231,7 +284,7 @@ class Pipeline:
         assert terms is not None  # evaluation makes a loss, or raises
         return terms, found
 
-    def __call__(self, inputs: Inputs = None) -> object:
+    def forward(self, inputs: Inputs = None) -> object:
         """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
 
         Stages are in train or eval mode as `train()` and `eval()` say. Where an output of the batch
@@ -246,18 +299,19 @@ class Pipeline:
         target: object,
         outputs: bool,
         loss_scale: float = 1.0,
+        deferred: bool = False,
     ) -> tuple[torch.Tensor | None, object]:
         for shared in self.local_stages.shared:
             shared.spread()
         seed = self.seed
-        if not (self._mode or work is RunRequest.TRAIN):
+        if not (self.training or work is RunRequest.TRAIN):
             if self._draws_in_eval:
                 seed = seed_in_eval(seed, self._calls)
             self._calls += 1
         key = RandomKey(seed, self.step_number)
         read, self._read = self._read, 0
         return self.execution.run(
-            CallArgs(work, self._mode, inputs, target, outputs, key, loss_scale, read)
+            CallArgs(work, self.training, inputs, target, outputs, key, loss_scale, read, deferred)
         )
 
     def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
@@ -271,30 +325,13 @@ class Pipeline:
         """
         return self.execution.loss_weights(inputs, target)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters held here under the model's own names, each once."""
-        return self.local_stages.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters held here, each once: what an optimizer is made of.
-
-        A process whose stages train none gives an empty one, for torch's optimizers.
-        """
-        return self.local_stages.parameters()
-
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers held here under the model's own names, each once."""
-        return self.local_stages.named_buffers()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """What is held here, as the model's own `state_dict` would name it, tied names included."""
-        return self.local_stages.state_dict()
-
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
         return self._topology.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+    def load_state_dict(  # type: ignore[override]  # nothing is missing, or it raises
+        self, state: Mapping[str, torch.Tensor], *, strict: bool = True
+    ) -> None:
         """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
 
         Args:
@@ -333,26 +370,12 @@ class Pipeline:
         """Have the next call refuse, where other replicas note another number: of their data."""
         self._read = (31 * self._read + mark) % 2**64
 
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put every stage into training mode."""
-        self._mode = mode
+    def train(self, mode: bool = True) -> Self:
+        """Put every stage into training mode, or into evaluation mode."""
+        super().train(mode)
         for module in self.stages.values():
             module.train(mode)
         return self
-
-    def eval(self) -> Pipeline:
-        """Put every stage into evaluation mode."""
-        return self.train(False)
-
-    @property
-    def training(self) -> bool:
-        """Whether the stages are in training mode."""
-        return all(module.training for module in self.stages.values())
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
-        for module in self.stages.values():
-            module.zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -380,6 +403,8 @@ class Pipeline:
     def close(self) -> None:
         """End the threads, or leave the process group."""
         self.execution.close()
+        if self._owns_topology:
+            self._topology.close()
 
     def __enter__(self) -> Self:
         return self

@@ -59,9 +59,9 @@ class Reducer:
     _started: list[_Started] = field(default_factory=list, init=False)
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Around steps whose gradients are left as they are for now."""
-        before, self.paused = self.paused, True
+    def pause(self, paused: bool = True) -> Iterator[None]:
+        """Around steps whose gradients are left as they are for now, or are not."""
+        before, self.paused = self.paused, paused
         try:
             yield
         finally:
