@@ -2,8 +2,9 @@
 
 A model file offers `build_model()` and `example_inputs()`, and where it is to be trained also
 `loss_fn(output, target)`, `example_target()`, and for `run.py train` `train_data()`, `eval_data()`,
-`make_optimizer(params)`, `make_scheduler(optimizer)`, `metrics(output, target)` and
-`log(step, metrics)`. The file runs as an ordinary module; nothing of it is changed.
+`make_optimizer(params)`, `make_scheduler(optimizer)`, `make_state(pipe, optimizer)`,
+`metrics(output, target)` and `log(step, metrics)`. The file runs as an ordinary module; nothing of
+it is changed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from gpipe_compiler.runtime.spec import Steps
 from gpipe_compiler.runtime.train.hooks import is_log
 
 DEFAULT_FACTORY = "build_model"
-_HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "metrics")
+_HOOKS = ("train_data", "eval_data", "make_optimizer", "make_scheduler", "make_state", "metrics")
 _OFFERS = (DEFAULT_FACTORY, "example_inputs", "example_target", HOOK, *_HOOKS)
 
 

@@ -30,8 +30,8 @@ class Hooks:
     Attributes:
         file: absolute path of the file, or None for an importable module.
         module: dotted name of the module, "" for a file.
-        names: which of `train_data`, `eval_data`, `make_optimizer`, `make_scheduler`, `metrics` and
-            `log` it offers.
+        names: which of `train_data`, `eval_data`, `make_optimizer`, `make_scheduler`,
+            `make_state`, `metrics` and `log` it offers.
     """
 
     file: Path | None

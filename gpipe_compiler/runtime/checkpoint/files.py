@@ -329,7 +329,7 @@ def write_trainer(folder: Place, content: Mapping[str, Any]) -> None:
             torch.load(stream, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            "the state of the learning-rate schedule holds more than numbers and names: "
-            f"{described(error)}",
+            "the state of the learning-rate schedule, or another one, holds more than numbers and "
+            f"names: {described(error)}",
             hint="let its state_dict() give numbers, strings, lists, dicts and tensors",
         ) from error

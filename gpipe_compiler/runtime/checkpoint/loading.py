@@ -13,16 +13,17 @@ from torch import nn
 
 from ..core.address import Place, place_of
 from ..core.pipeline import Pipeline
-from ..core.ranks import together
+from ..core.ranks import described, together
 from ..core.storing import place
 from ..core.weights import write_file
 from ..errors import CheckpointError
+from .extra import KEY, States, check_taken, read_states, whole_states
 from .files import Stored
 from .folder import sync_path
 from .optimizer import (
     Groups,
     Naming,
-    States,
+    Slots,
     check_kind,
     shown,
     state_for,
@@ -39,6 +40,7 @@ def load_checkpoint(
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
+    states: States | None = None,
 ) -> Progress:
     """Load a checkpoint, whatever number of processes has written it. Every rank calls it.
 
@@ -50,6 +52,7 @@ def load_checkpoint(
         optimizer: None to take over the weights alone.
         path: the folder or address of one checkpoint, as `latest` gives it.
         scaler: stays as it is when none was in use.
+        states: objects of the user's, by the names under which they were saved.
 
     Returns:
         Where the run stood. Its random state is not set back; `progress.random.restore()` does so.
@@ -62,9 +65,8 @@ def load_checkpoint(
     kept: list[_Loaded] = []
 
     def read() -> _Facts:
-        kept.append(
-            _read(pipe, optimizer, place_of(path), {"scheduler": scheduler, "scaler": scaler})
-        )
+        parts = {"scheduler": scheduler, "scaler": scaler}
+        kept.append(_read(pipe, optimizer, place_of(path), parts, dict(states or {})))
         return kept[0].facts
 
     together(pipe.world, "the reading of the checkpoint", read, _compare)
@@ -73,7 +75,11 @@ def load_checkpoint(
     if optimizer is not None:
         optimizer.load_state_dict(loaded.optimizer)
     for part, state in loaded.others:
-        part.load_state_dict(state)
+        try:
+            part.load_state_dict(state)
+        except Exception as error:  # whatever the user's code raises
+            what = type(part).__name__
+            raise CheckpointError(f"{what} does not take its state: {described(error)}") from error
     progress = loaded.progress
     if loaded.facts.written:
         pipe.seed, pipe.step_number = progress.seed, progress.step_number
@@ -88,6 +94,9 @@ class _Facts:
         written: whether `save_checkpoint` has written it.
         trained: the names that the checkpoint's optimizer trains.
         training: those that this rank's optimizer trains; None without one.
+        states: the user's objects that are loaded.
+        taken: the keys of the tensors that they take over on this rank.
+        keys: those of all such tensors in the checkpoint.
     """
 
     written: bool
@@ -95,6 +104,9 @@ class _Facts:
     counts: Mapping[str, int]
     trained: frozenset[str]
     training: frozenset[str] | None
+    states: frozenset[str]
+    taken: frozenset[str]
+    keys: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,7 @@ def _read(
     optimizer: torch.optim.Optimizer | None,
     path: Place,
     others: Mapping[str, Stateful | None],
+    states: States,
 ) -> _Loaded:
     stored = Stored.open(path)
     index = stored.index
@@ -131,13 +144,16 @@ def _read(
             name for group in optimizer.param_groups for name in naming.of_group(group)
         )
         trained = frozenset(name for group in groups for name in group["params"])
-        states = stored_states(stored, pipe.spec.aliases, training)
-        state = state_for(optimizer, naming, groups, states)
+        slots = stored_states(stored, pipe.spec.aliases, training)
+        state = state_for(optimizer, naming, groups, slots)
+    extra, taken = read_states(stored, trainer, states)
+    counts = stored.written, index.number, index.counts
+    keys = frozenset(f"{KEY}.{key}" for key in stored.keys(f"{KEY}."))
     return _Loaded(
-        _Facts(stored.written, index.number, index.counts, trained, training),
+        _Facts(*counts, trained, training, frozenset(states), taken, keys),
         model,
         state,
-        _matched(others, trainer, index.kinds),
+        [*_matched(others, trainer, index.kinds), *extra],
         progress_from(index.counts, trainer),
     )
 
@@ -151,6 +167,8 @@ def _compare(facts: Sequence[_Facts]) -> None:
                 f"rank {rank} reads another checkpoint than rank 0",
                 hint="all hosts must see the same folder",
             )
+    taken = frozenset().union(*(other.taken for other in facts))
+    check_taken(first.keys, first.states, taken)
     if first.training is None:
         return
     training = frozenset().union(*(other.training or () for other in facts))
@@ -227,15 +245,17 @@ class PlainCheckpoint:
         groups, states: the optimizer's, by the names of parameters.
         kind: the class of the optimizer, where known.
         scheduler, scaler: what their `load_state_dict` takes; None where there were none.
+        extra: the states of the user's own objects, by their names, of all ranks together.
     """
 
     model: dict[str, torch.Tensor]
     groups: Groups
-    states: States
+    states: Slots
     kind: str | None
     progress: Progress
     scheduler: dict[str, Any] | None
     scaler: dict[str, Any] | None
+    extra: dict[str, dict[str, Any]]
 
     def optimizer_for(
         self,
@@ -280,6 +300,7 @@ def read_checkpoint(path: Place | str) -> PlainCheckpoint:
         progress=progress_from(index.counts, trainer),
         scheduler=trainer.get("scheduler"),
         scaler=trainer.get("scaler"),
+        extra=whole_states(stored, trainer),
     )
 
 

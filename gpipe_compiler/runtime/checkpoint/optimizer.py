@@ -17,7 +17,7 @@ from ..errors import CheckpointError
 from .files import Stored
 
 Groups: TypeAlias = list[dict[str, Any]]
-States: TypeAlias = dict[str, dict[str, Any]]
+Slots: TypeAlias = dict[str, dict[str, Any]]
 
 LIVE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes, not what: these stay as they are in the process."""
@@ -82,13 +82,13 @@ def named_groups(optimizer: torch.optim.Optimizer, naming: Naming) -> Groups:
     return found
 
 
-def named_states(optimizer: torch.optim.Optimizer, naming: Naming) -> States:
+def named_states(optimizer: torch.optim.Optimizer, naming: Naming) -> Slots:
     """The state of every parameter that has one.
 
     Raises:
         CheckpointError: for an optimizer whose state is more than tensors and numbers.
     """
-    found: States = {}
+    found: Slots = {}
     for parameter, state in optimizer.state.items():
         name = naming.names.get(id(parameter))
         if name is None or not state:
@@ -120,7 +120,7 @@ def merged(groups_by_rank: Sequence[Groups]) -> Groups:
 
 
 def state_for(
-    optimizer: torch.optim.Optimizer, naming: Naming, groups: Groups, states: States
+    optimizer: torch.optim.Optimizer, naming: Naming, groups: Groups, states: Slots
 ) -> dict[str, Any]:
     """What `optimizer.load_state_dict` takes, from groups and states by name.
 
@@ -175,7 +175,7 @@ def stored_groups(stored: Stored, aliases: Mapping[str, str]) -> Groups:
     return ordered
 
 
-def stored_states(stored: Stored, aliases: Mapping[str, str], names: Collection[str]) -> States:
+def stored_states(stored: Stored, aliases: Mapping[str, str], names: Collection[str]) -> Slots:
     """The states of these parameters in a checkpoint."""
     prefix = "optimizer.state."
     places: dict[str, tuple[str, str]] = {}
@@ -184,7 +184,7 @@ def stored_states(stored: Stored, aliases: Mapping[str, str], names: Collection[
         name = aliases.get(name, name)
         if name in names:
             places[prefix + key] = name, slot
-    states: States = {}
+    states: Slots = {}
     for key, value in stored.read(places).items():
         name, slot = places[key]
         states.setdefault(name, {})[slot] = value

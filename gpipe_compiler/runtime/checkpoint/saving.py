@@ -16,6 +16,7 @@ from ..core.address import Place, place_of, reaching
 from ..core.pipeline import Pipeline
 from ..core.ranks import described, together
 from ..errors import CheckpointError
+from .extra import KEY, TRAINER_KEY, States, kinds_of, rest_of, tensors_in
 from .files import RankFileWriter, checksums, with_aliases, write_trainer
 from .folder import (
     METADATA,
@@ -44,6 +45,7 @@ def save_checkpoint(
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
+    states: States | None = None,
     keep: int | None = 3,
     permitted: Callable[[], object] | None = None,
 ) -> Place:
@@ -58,6 +60,8 @@ def save_checkpoint(
             as `s3://bucket/run`.
         progress: `seed` and `step_number` are taken from the pipeline.
         scheduler, scaler: rank 0's are written.
+        states: objects of the user's by name, of every rank its own: each rank writes the tensors
+            in the dicts of its state, one that several have by the first; the rest is rank 0's.
         keep: how many checkpoints stay, with this one; None for all.
         permitted: called on rank 0 before the checkpoint appears, which an error prevents.
 
@@ -72,7 +76,9 @@ def save_checkpoint(
         raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
     progress = dataclasses.replace(progress, seed=pipe.seed, step_number=pipe.step_number)
     extra = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    saving = _Saving(pipe, optimizer, place_of(directory), permitted or (lambda: None))
+    saving = _Saving(
+        pipe, optimizer, place_of(directory), permitted or (lambda: None), dict(states or {})
+    )
     return saving.run(
         progress, {key: part for key, part in extra.items() if part is not None}, keep
     )
@@ -87,13 +93,16 @@ class _Saving:
         optimizer: torch.optim.Optimizer,
         directory: Place,
         permitted: Callable[[], object],
+        states: States,
     ) -> None:
         self.pipe = pipe
         self.optimizer = optimizer
         self.directory = directory
         self.permitted = permitted
         self.naming = Naming(pipe.named_parameters(), pipe.parameters())
-        self.planner = DefaultSavePlanner()
+        self.parts = states
+        self.states: Mapping[str, dict[str, Any]] = {}
+        self.planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         self.metadata = Metadata({})
 
     def run(self, progress: Progress, others: Mapping[str, Any], keep: int | None) -> Place:
@@ -126,6 +135,7 @@ class _Saving:
             raise CheckpointError(error.problem, hint=hint) from error.__cause__
 
     def _groups(self) -> Groups:
+        self.states = {name: part.state_dict() for name, part in self.parts.items()}
         return [] if self.pipe.replica else named_groups(self.optimizer, self.naming)
 
     def _tree(self, groups: Groups) -> dict[str, Any]:
@@ -138,7 +148,9 @@ class _Saving:
         if self.pipe.rank == 0:
             optimizer["param_groups"] = groups
         model = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        return {"model": model, "optimizer": optimizer}
+        extra = {name: tensors_in(state) for name, state in self.states.items()}
+        own = {KEY: {name: found for name, found in extra.items() if found}}
+        return {"model": model, "optimizer": optimizer, **(own if own[KEY] else {})}
 
     def _plan(self, writer: RankFileWriter, groups: Groups) -> SavePlan:
         first = self.pipe.rank == 0
@@ -185,7 +197,8 @@ class _Saving:
             writer.finish(metadata, [results])
         sync_path(folder / METADATA)  # torch does so before its buffer is empty
         states = {key: part.state_dict() for key, part in others.items() if key != "optimizer"}
-        write_trainer(folder, {**items_of(progress), **states})
+        rests = {name: rest_of(state) for name, state in self.states.items()}
+        write_trainer(folder, {**items_of(progress), **states, TRAINER_KEY: rests})
         sums = {found[0].storage_data.relative_path: sums for found, sums in written if found}
         for name in (METADATA, TRAINER):
             size = (folder / name).stat().st_size
@@ -193,7 +206,7 @@ class _Saving:
         numbers = [index.number for index, _ in entries(self.directory)]
         index = Index(
             number=max(numbers, default=0) + 1,
-            kinds={key: type(part).__name__ for key, part in others.items()},
+            kinds={key: type(part).__name__ for key, part in others.items()} | kinds_of(self.parts),
             counts=counts_of(progress),
             aliases=dict(self.pipe.spec.aliases),
             files={name: max(at + size for at, size, _ in parts) for name, parts in sums.items()},

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import checkpoint
-from ..checkpoint.progress import Progress
+from ..checkpoint.progress import Progress, Stateful
 from ..core.address import Address, Place, place_of
 from ..core.pipeline import Pipeline
 from ..core.ranks import together
@@ -114,12 +114,14 @@ class CheckpointManager:
     """Writes the checkpoints of a run, and reads the one that it resumes from.
 
     Attributes:
+        states: the user's own objects by name.
         last: the newest checkpoint of this run, for messages; None before the first.
     """
 
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     scheduler: LRScheduler | None
+    states: Mapping[str, Stateful]
     options: CheckpointOptions
     last: Place | None = field(default=None, init=False)
     _saved: tuple[int, int] | None = field(default=None, init=False)
@@ -139,7 +141,12 @@ class CheckpointManager:
             return None
         try:
             progress = checkpoint.load_checkpoint(
-                self.pipe, self.optimizer, path, scheduler=self.scheduler, scaler=self.pipe.scaler
+                self.pipe,
+                self.optimizer,
+                path,
+                scheduler=self.scheduler,
+                scaler=self.pipe.scaler,
+                states=self.states,
             )
         except BaseException:
             self.close()  # a claim outlives the process
@@ -166,6 +173,7 @@ class CheckpointManager:
             progress,
             scheduler=self.scheduler,
             scaler=self.pipe.scaler,
+            states=self.states,
             keep=self.options.keep,
             permitted=self._permitted,
         )

@@ -21,6 +21,7 @@ from ..errors import PipelineError, UsageError
 from ..sizes import Sizes, shape_at
 from ..spec import Input, PipelineSpec
 from ..wording import said
+from .hooks import has_state
 from .own_rows import Rows, ShareSampler, with_own_rows
 
 EXAMPLE = Path("weights", "example.safetensors")
@@ -265,7 +266,7 @@ class Batches:
 
     def place(self, progress: Progress) -> Progress:
         state = None
-        if self._iterator is not None and _has_state(self._data):
+        if self._iterator is not None and has_state(self._data):
             state = self._data.state_dict()  # type: ignore[attr-defined]  # it was asked for
         return dataclasses.replace(
             progress,
@@ -302,7 +303,7 @@ class Batches:
             if self.sharing is not None:
                 self._data = with_own_rows(self._data, self.sharing)
             if state is not None:
-                if not _has_state(self._data):
+                if not has_state(self._data):
                     raise TypeError("it has no load_state_dict any more, as the checkpoint's had")
                 self._data.load_state_dict(state)  # type: ignore[attr-defined]  # it was asked for
             self._iterator = iter(self._data)
@@ -363,8 +364,3 @@ def pair(item: object, place: str) -> tuple[object, object]:
             what += f" of {len(item)}"
         raise UsageError(f"{place}: a {what} is no pair", hint="give (inputs, target)")
     return item[0], item[1]
-
-
-def _has_state(data: object) -> bool:
-    methods = (getattr(data, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(callable(method) for method in methods)

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..checkpoint.progress import Stateful
 from ..errors import PipelineError
 from ..wording import said
+
+if TYPE_CHECKING:
+    from ..core.pipeline import Pipeline
 
 HOOKS = "hooks"
 """The folder of a package with the user's own file, and with those that it imports."""
@@ -37,6 +41,8 @@ class UserHooks:
         make_optimizer: gives an optimizer for some parameters.
         make_scheduler: gives a learning-rate scheduler for an optimizer, to be stepped after every
             step of the optimizer; a ReduceLROnPlateau after every evaluation.
+        make_state: gives an object with `state_dict` and `load_state_dict`, or a dict of such by
+            name, for the pipeline and the optimizer: what is part of a checkpoint besides.
         metrics: gives numbers by name for the model's output on a batch of `eval_data`, and the
             target.
         log: is called on rank 0 after every step, with its number and numbers by name.
@@ -47,6 +53,7 @@ class UserHooks:
     eval_data: Callable[[], Iterable[object]] | None = None
     make_optimizer: MakeOptimizer | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
+    make_state: Callable[[Pipeline, torch.optim.Optimizer], object] | None = None
     metrics: Callable[[object, object], Mapping[str, float]] | None = None
     log: Callable[[int, dict[str, float]], object] | None = None
 
@@ -87,6 +94,24 @@ class UserHooks:
         assert self.make_scheduler is not None
         return self._made("make_scheduler", LRScheduler, self.make_scheduler, optimizer)
 
+    def states(self, pipe: Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, Stateful]:
+        """The user's own objects that are part of a checkpoint, by name; raises as `optimizer`."""
+        if self.make_state is None:
+            return {}
+        try:
+            made = self.make_state(pipe, optimizer)
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            raise self._failed("make_state", error) from error
+        named: dict[str, Any] = made if type(made) is dict else {type(made).__name__: made}
+        for name, item in named.items():
+            if not (type(name) is str and name and "." not in name and has_state(item)):
+                raise PipelineError(
+                    f"make_state() of {self.name} gives a {type(item).__name__} called {name!r}",
+                    hint="give an object with state_dict() and load_state_dict(), or a dict of "
+                    "such by names without dots",
+                )
+        return named
+
     def measured(self, output: object, target: object) -> dict[str, float]:
         """The user's metrics of a batch, none where he has none; raises as `optimizer`."""
         if self.metrics is None:
@@ -125,6 +150,12 @@ class UserHooks:
         lines = [line for frame, line in frames if frame.f_globals.get("__name__") in own]
         where = f", line {lines[-1]}," if lines else ""
         return PipelineError(f"{name}() of {self.name}{where} failed: {said(error)}")
+
+
+def has_state(item: object) -> bool:
+    """Whether an object gives and takes its state."""
+    methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(callable(method) for method in methods)
 
 
 def is_log(item: object) -> bool:

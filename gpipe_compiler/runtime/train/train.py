@@ -115,7 +115,10 @@ class _Training:
         if clip_norm is None and options.gradient_norm:
             clip_norm = math.inf
         self.update = Update(pipe, optimizer, self.rate, clip_norm)
-        self.checkpoints = CheckpointManager(pipe, optimizer, scheduler, options.checkpoints)
+        states = hooks.states(pipe, optimizer)
+        self.checkpoints = CheckpointManager(
+            pipe, optimizer, scheduler, states, options.checkpoints
+        )
         self.step = self.passes = 0
         self.evaluated: int | None = None
         self._resume()
