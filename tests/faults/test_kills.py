@@ -69,14 +69,32 @@ def test_killed_ranks_go_on_from_an_address(package, undisturbed, tmp_path):
     assert names == [f"step_{step:08d}" for step in (STEPS - 8, STEPS - 4, STEPS)]
 
 
-def test_two_hosts_start_again_together(package, undisturbed, tmp_path):
-    """A rank is killed on one host and then on the other; both go on from the same checkpoint."""
+@pytest.fixture(scope="module")
+def two_hosts():
+    """Nothing here can be tested where the kernel lets nobody make namespaces."""
     try:
         made = subprocess.run([str(TWO_HOSTS), "true"], check=False, capture_output=True)
     except FileNotFoundError:
         pytest.skip("no unshare on this system")
     if made.returncode:
         pytest.skip(f"no network namespaces: {made.stderr.decode(errors='replace').strip()}")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_hosts")
+def test_a_host_that_fails_comes_back(package, undisturbed, tmp_path):
+    """All processes of one host are killed at once; torchrun on the other one waits for it."""
+    with training(package, tmp_path, [*WORDS, "--resume"], restarts=3, hosts=2) as running:
+        running.wait_for(10)
+        running.fail_host(1)
+        assert running.finish() == 0, running.said()
+        assert running.steps() == list(range(1, STEPS + 1))
+        assert_same(load_file(running.weights), undisturbed)
+
+
+@pytest.mark.usefixtures("two_hosts")
+def test_two_hosts_start_again_together(package, undisturbed, tmp_path):
+    """A rank is killed on one host and then on the other; both go on from the same checkpoint."""
     with training(package, tmp_path, WORDS, restarts=3, hosts=2) as running:
         for step, rank in ((10, 0), (30, 1)):
             running.wait_for(step)

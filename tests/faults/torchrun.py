@@ -26,6 +26,9 @@ BOTH = (
 )
 """The processes of torchrun on one host; and on each of two, which look for each other."""
 
+LATECOMERS = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Lets a host join others that run already: without it their torchruns wait for each other."""
+
 
 class Training:
     """`run.py train` with a process per stage.
@@ -47,17 +50,20 @@ class Training:
         command = [str(package / "run.py"), "train", "--log-file", str(self.log)]
         command += ["--save", str(self.weights), "--checkpoint-dir", str(self.checkpoints), *words]
         script = (
-            f"{'' if hosts == 1 else 'export GLOO_SOCKET_IFNAME=$CABLE;'} "
-            f"exec {sys.executable} -m torch.distributed.run {ONE if hosts == 1 else BOTH} "
+            f"{sys.executable} -m torch.distributed.run {ONE if hosts == 1 else BOTH} "
             f"--max-restarts={restarts} --monitor-interval=0.1 {shlex.join(command)}"
         )
+        if hosts == 2:  # the second one starts its own again until it has done its work
+            again = f"until {script}; do sleep 1; done"
+            script = f"if [ $HOST = 1 ]; then {again}; else exec {script}; fi"
+            script = f"export GLOO_SOCKET_IFNAME=$CABLE; {script}"
         prefix = [] if hosts == 1 else [str(TWO_HOSTS)]
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 [*prefix, "sh", "-c", script],
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **LATECOMERS},
                 start_new_session=True,
             )
 
@@ -77,9 +83,8 @@ class Training:
         """The processes of the ranks that live."""
         found = {}
         for line in _descendants(self.process.pid):
-            environment = Path("/proc", str(line), "environ")
             try:
-                words = environment.read_bytes().split(b"\0")
+                words = _words(line, "environ")
             except OSError:
                 continue
             values = dict(word.split(b"=", 1) for word in words if b"=" in word)
@@ -110,6 +115,19 @@ class Training:
             time.sleep(0.01)
         os.kill(alive[rank], signal.SIGKILL)
 
+    def fail_host(self, host: int) -> None:
+        """SIGKILL to all of a host's processes at once: torchrun and its rank."""
+        found = []
+        for process in _descendants(self.process.pid):
+            with suppress(OSError):
+                own = f"HOST={host}".encode() in _words(process, "environ")
+                if own and b"torch.distributed.run" in _words(process, "cmdline"):
+                    found += [process, *_descendants(process)]
+        assert found, f"nothing runs on host {host}"
+        for process in found:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
     def finish(self) -> int:
         """The exit code."""
         return self.process.wait(PATIENCE_S)
@@ -132,6 +150,10 @@ def training(
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             running.process.wait()
+
+
+def _words(process: int, what: str) -> list[bytes]:
+    return Path("/proc", str(process), what).read_bytes().split(b"\0")
 
 
 def _descendants(parent: int) -> list[int]:
