@@ -14,7 +14,14 @@ from enum import Enum
 from gpipe_compiler import cluster as machines
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    OptimizerKind,
+    Precision,
+    Remat,
+    ScheduleKind,
+    WeightSharding,
+)
 from gpipe_compiler.text.escaping import shell_line
 
 SEARCH_SECONDS = 300.0
@@ -183,6 +190,7 @@ class Policy:
     Attributes:
         schedule: AUTO, in options of a compile alone, where the best is to be found.
         data_parallel: replicas of the pipeline, which share every mini-batch.
+        sharding: what they divide among them.
         optimizer: whose memory and time count; None for plain SGD, and in options of a compile for
             that of the user's file, where there is one.
         objective: what the stages are to make short.
@@ -199,6 +207,7 @@ class Policy:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     data_parallel: int = 1
+    sharding: WeightSharding = WeightSharding.NONE
     optimizer: AnyOptimizer | None = None
     objective: Objective = Objective.STEP
     in_place: bool = True
@@ -210,6 +219,12 @@ class Policy:
             raise UsageError(
                 f"--cut-inside {self.cut_inside} is no share of a step's time",
                 hint="such as 0.03 for 3%, or 0 for cuts anywhere",
+            )
+        if self.sharding is not WeightSharding.NONE and self.data_parallel == 1:
+            raise UsageError(
+                "--shard divides weights and optimizer among replicas, of which there is one",
+                hint="plan for more with --data-parallel, such as --data-parallel 2, or leave it "
+                "out",
             )
         known = self.schedule_kind
         if self.loss_over_batch:
@@ -227,6 +242,11 @@ class Policy:
                 f"forward before any comes back: the schedule {known.value} cannot do that",
                 hint="use --schedule gpipe, or --batchnorm micro or deferred",
             )
+
+    @property
+    def parts(self) -> int:
+        """The replicas that divide what the optimizer remembers; 1 where it is not divided."""
+        return 1 if self.sharding is WeightSharding.NONE else self.data_parallel
 
     @property
     def schedule_kind(self) -> ScheduleKind:
@@ -292,6 +312,11 @@ class CompileOptions(Policy):
 
     def __post_init__(self) -> None:
         Policy.__post_init__(self)  # super() does not see the class that slots make anew
+        if not self.training and self.sharding is not WeightSharding.NONE:
+            raise UsageError(
+                "--shard is for training, and with --mode infer there is none",
+                hint="leave it out, or compile with --mode train",
+            )
         if not self.training and (self.remat, self.batchnorm) != (
             RematChoice.NONE,
             BatchNorm.MICRO,

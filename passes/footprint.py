@@ -15,15 +15,26 @@ from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import said
 
 
-def held_bytes(graph: Graph, state: State, optimizer: AnyOptimizer) -> int:
+def held_bytes(graph: Graph, state: State, optimizer: AnyOptimizer, parts: int = 1) -> int:
     """Bytes of a parameter or buffer, its gradient, and what the optimizer remembers of it.
 
     Under autocast a run keeps 16-bit copies of its weights besides.
+
+    Args:
+        parts: replicas that divide what the optimizer remembers, and the weights between steps.
     """
     if graph.loss is None or not state.requires_grad:
         return state.bytes
     half = state.bytes // 2 if graph.precision is not Precision.FP32 else 0
-    return 2 * state.bytes + remembered_bytes(optimizer, state.name, state.bytes) + half
+    remembered = remembered_bytes(optimizer, state.name, state.bytes)
+    if parts > 1:  # what is divided lies here beside what is gathered of it
+        remembered = part_of(state.bytes, parts) + part_of(remembered, parts)
+    return 2 * state.bytes + remembered + half
+
+
+def part_of(size: int, parts: int) -> int:
+    """Bytes that each of some replicas has of what they divide."""
+    return -(-size // parts)
 
 
 def updated_bytes(graph: Graph, state: State) -> int:
@@ -31,14 +42,20 @@ def updated_bytes(graph: Graph, state: State) -> int:
     return state.bytes if graph.loss is not None and state.requires_grad else 0
 
 
-def update_s_per_byte(device: Device, optimizer: AnyOptimizer, replicas: int, link: Link) -> float:
+def update_s_per_byte(
+    device: Device, optimizer: AnyOptimizer, replicas: int, link: Link, parts: int = 1
+) -> float:
     """Seconds for each byte of trained parameters, after the last backward.
 
     The optimizer reads weight and gradient, reads and writes what it remembers, and writes the
     weight; before it the replicas send every gradient around a ring twice (Patarasuk and Yuan,
-    J. Parallel Distrib. Comput. 69(2), 2009).
+    J. Parallel Distrib. Comput. 69(2), 2009). Replicas that divide the weights send every gradient
+    around once, and every weight, before the next step.
+
+    Args:
+        parts: replicas that divide the optimizer's work.
     """
-    steps = (3 + 2 * copies_of(optimizer)) / device.memory_bandwidth
+    steps = 1 / parts * (3 + 2 * copies_of(optimizer)) / device.memory_bandwidth
     return steps + 2 * (replicas - 1) / replicas / link.bandwidth
 
 

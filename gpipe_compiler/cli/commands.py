@@ -55,7 +55,7 @@ from gpipe_compiler.report.sweep import show_sweep
 from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, show_plan, stage_table, summary_table
 from gpipe_compiler.runtime.core.devices import gpu_count
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, WeightSharding
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.targets import of_file
 from gpipe_compiler.text.escaping import file_stem, shell_line
@@ -133,6 +133,7 @@ def _options(arguments: argparse.Namespace, stages: int | Auto) -> CompileOption
         objective=Objective(arguments.objective),
         constraints=constraints_of(arguments),
         data_parallel=arguments.data_parallel,
+        sharding=WeightSharding(arguments.shard or WeightSharding.NONE.value),
         optimizer=OptimizerKind(arguments.optimizer) if arguments.optimizer else None,
         must_fit=arguments.memory is not None,
         search_s=arguments.search_time,
@@ -384,6 +385,7 @@ _MODEL = (
         "precision",
         "optimizer",
         "data_parallel",
+        "shard",
         "loss",
         "loss_over",
     ),

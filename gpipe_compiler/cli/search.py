@@ -8,7 +8,7 @@ import re
 
 from gpipe_compiler.options import CUT_INSIDE, Auto, Constraints, Objective
 from gpipe_compiler.runtime.core.typed import positive, shown
-from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
+from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind, WeightSharding
 
 
 def setting_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +101,14 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=1,
         help="replicas of the pipeline that share every mini-batch (default %(default)s)",
+    )
+    group.add_argument(
+        "--shard",
+        nargs="?",
+        const=WeightSharding.OPTIMIZER.value,
+        choices=[kind.value for kind in WeightSharding if kind is not WeightSharding.NONE],
+        help="let replicas divide what the optimizer remembers, and the weights between steps "
+        "(optimizer); alone it means that",
     )
     _constraint_arguments(group)
 

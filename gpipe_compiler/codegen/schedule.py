@@ -185,6 +185,7 @@ def _pipeline(
         "batchnorm": plan.batchnorm,
         "precision": plan.precision,
         "replicas": plan.replicas,
+        "sharding": plan.sharding,
         "unlike": {**_open_types(plan, graph), **graph.unlike},
         "whole_batch": graph.whole_batch,
         "requires": required(graph),

@@ -25,7 +25,14 @@ from gpipe_compiler.plan.origin import Origin
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.stages import OpNote, Prediction, Stage, WhatIf, WholeModel, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, Remat, ScheduleKind
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    Crossing,
+    Precision,
+    Remat,
+    ScheduleKind,
+    WeightSharding,
+)
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
 
 FORMAT = 3
@@ -49,6 +56,7 @@ class Plan:
         frontier: the settings that were compared, where they were not given.
         precision: that which shapes, bytes and times are for.
         replicas: of the pipeline, which share every mini-batch.
+        sharding: what they divide among them.
         what_if: what could be done about memory; None where nobody has asked.
         optimizer: whose memory and time count, in words; "" in inference and in older plans.
         cut_inside: the share of the best time with cuts anywhere that could be given for cuts which
@@ -83,6 +91,7 @@ class Plan:
     constraints: Constraints = NO_CONSTRAINTS
     frontier: Frontier | None = None
     replicas: int = 1
+    sharding: WeightSharding = WeightSharding.NONE
     what_if: WhatIf | None = None
     optimizer: str = ""
     sizes: tuple[tuple[str, int], ...] = ()

@@ -114,7 +114,7 @@ class CandidateBuilder:
         exact = policy.batchnorm is BatchNorm.EXACT and graph.loss is not None
         if exact and setting.microbatches > 1:
             whole = mixing_ops(graph) | sample_writers(graph).keys()
-        problem = problem_of(facts, costs[1:], policy.counted_optimizer)
+        problem = problem_of(facts, costs[1:], policy.counted_optimizer, policy.parts)
         seconds = tuple({n: op.forward_s for n, op in cost.ops.items()} for cost in costs)
         most = FEW if work < WORK else MANY
         return cls(
@@ -402,9 +402,9 @@ class CandidateBuilder:
             exact = cut(widened, setting, hint=found.stage_of, search=False, known=self.known)
             best = found.proved and exact.fits and exact.objective_s <= found.objective_s
             found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
-        optimizer = self.policy.counted_optimizer
+        optimizer = self.policy.counted_optimizer, self.policy.parts
         stages = [
-            stage_of_cut(self.facts, table, index, found.times[index], again, optimizer)
+            stage_of_cut(self.facts, table, index, found.times[index], again, *optimizer)
             for index, again in enumerate(recompute)
         ]
         if self.again:

@@ -249,13 +249,17 @@ class MicrobatchGraph:
 
 
 def problem_of(
-    facts: CutFacts, other_kinds: Sequence[Costs] = (), optimizer: AnyOptimizer = OptimizerKind.SGD
+    facts: CutFacts,
+    other_kinds: Sequence[Costs] = (),
+    optimizer: AnyOptimizer = OptimizerKind.SGD,
+    parts: int = 1,
 ) -> CutProblem:
     """The cut problem of a graph. Its nodes are `facts.kept`, in this order.
 
     Args:
         other_kinds: the costs on further kinds of devices.
         optimizer: whose memory counts.
+        parts: replicas that divide it.
     """
     graph = facts.graph
     index = {op.name: position for position, op in enumerate(facts.kept)}
@@ -275,7 +279,7 @@ def problem_of(
         ),
         frozenset(last),
         last_alone=any(facts.kept[node].name not in graph.loss_only for node in last),
-        kept=(*_states(facts, optimizer), *_saved(facts)),
+        kept=(*_states(facts, optimizer, parts), *_saved(facts)),
         other_kinds=tuple(
             tuple(Seconds(*_seconds(costs, op)) for op in facts.kept) for costs in other_kinds
         ),
@@ -304,7 +308,7 @@ def _seconds(costs: Costs, op: Op) -> tuple[float, float, float]:
     return cost.forward_s, cost.backward_s, cost.weight_s
 
 
-def _states(facts: CutFacts, optimizer: AnyOptimizer) -> list[Resident]:
+def _states(facts: CutFacts, optimizer: AnyOptimizer, parts: int) -> list[Resident]:
     """The parameters, buffers and constants, with the nodes that hold them."""
     graph = facts.graph
     users: dict[str, list[int]] = {}
@@ -314,7 +318,7 @@ def _states(facts: CutFacts, optimizer: AnyOptimizer) -> list[Resident]:
     return [
         Resident(
             tuple(dict.fromkeys(nodes)),
-            bytes=held_bytes(graph, graph.state[name], optimizer),
+            bytes=held_bytes(graph, graph.state[name], optimizer, parts),
             updated_bytes=updated_bytes(graph, graph.state[name]),
         )
         for name, nodes in users.items()

@@ -231,6 +231,7 @@ def stage_of_cut(
     times: StageTimes,
     recompute: bool,
     optimizer: AnyOptimizer,
+    parts: int,
 ) -> Stage:
     """One stage, with its times.
 
@@ -261,7 +262,7 @@ def stage_of_cut(
         input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
         remat=Remat.FULL if recompute else Remat.NONE,
         written=not recompute,
-        state_bytes=sum(held_bytes(graph, state, optimizer) for state in states),
+        state_bytes=sum(held_bytes(graph, state, optimizer, parts) for state in states),
         weight_s=times.weight_s,
         update_s=times.update_s,
     )

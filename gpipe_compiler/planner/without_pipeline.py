@@ -17,7 +17,7 @@ from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.planner import Planner, make_plan
 from gpipe_compiler.planner.planning import microbatch_size
 from gpipe_compiler.planner.search import AT_FIRST
-from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind
+from gpipe_compiler.runtime.spec import BatchNorm, ScheduleKind, WeightSharding
 
 _TYPICAL_BYTES = 2.0**27
 """Of a message by which links of different latencies are compared."""
@@ -93,6 +93,7 @@ def _whole(
         remat=RematChoice.NONE,
         batchnorm=BatchNorm.MICRO,
         data_parallel=count,
+        sharding=policy.sharding if count > 1 else WeightSharding.NONE,
         objective=Objective.STEP,
         cut_inside=0.0,
         prove=False,

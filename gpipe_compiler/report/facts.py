@@ -11,7 +11,7 @@ from rich.text import Text
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.plan import crossing_bytes
 from gpipe_compiler.plan.stages import OpNote
-from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision
+from gpipe_compiler.runtime.spec import BatchNorm, Crossing, Precision, WeightSharding
 from gpipe_compiler.runtime.wording import counted, printable, printable_lines
 from gpipe_compiler.text import units
 
@@ -141,6 +141,8 @@ def _modes(plan: Plan) -> str:
         words.append(f"BatchNorm {plan.batchnorm.value}")
     if plan.precision is not Precision.FP32:
         words.append(plan.precision.value)
+    if plan.sharding is not WeightSharding.NONE:
+        words.append(plan.sharding.described)
     return f"; {', '.join(words)}" if words else ""
 
 

@@ -65,6 +65,7 @@ __all__ = [
     "Steps",
     "Structure",
     "Unreturned",
+    "WeightSharding",
     "covers",
     "larger",
     "layer_name",
@@ -115,6 +116,23 @@ class OptimizerKind(Enum):
     MOMENTUM = "momentum"
     ADAM = "adam"
     ADAMW = "adamw"
+
+
+class WeightSharding(Enum):
+    """What replicas of the pipeline divide among them; each then has only its own rows of it.
+
+    NONE: nothing, every replica has all. OPTIMIZER: what the optimizer remembers, and the weights
+    between steps: they are gathered before a step, and gradients reduced after it (stages 1 and 2
+    of ZeRO; Rajbhandari et al., arXiv 1910.02054).
+    """
+
+    NONE = "none"
+    OPTIMIZER = "optimizer"
+
+    @property
+    def described(self) -> str:
+        """What is divided, in words; "" for nothing."""
+        return "" if self is WeightSharding.NONE else "optimizer and resting weights divided"
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +341,7 @@ class PipelineSpec:
         aliases: further names of tied parameters to the canonical ones.
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
+        sharding: what these divide among them, as planned.
         unlike: the precisions in which the model is another program than this one, and why.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
@@ -358,6 +377,7 @@ class PipelineSpec:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     replicas: int = 1
+    sharding: WeightSharding = WeightSharding.NONE
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()

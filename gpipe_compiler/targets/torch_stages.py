@@ -31,7 +31,7 @@ from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
 from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.runtime.spec import OptimizerKind
+from gpipe_compiler.runtime.spec import OptimizerKind, WeightSharding
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.targets.torch_package import emit, write_reported
 from gpipe_compiler.validate.cross_sample import refuse_mixing
@@ -147,7 +147,12 @@ class TorchStages:
         self, like: Plan, subject: Subject, microbatches: int, folder: Path
     ) -> Plan:
         """Writes the package of a subject in the schedule and number of stages of another plan."""
-        policy = dataclasses.replace(self.options, schedule=like.schedule, data_parallel=1)
+        policy = dataclasses.replace(
+            self.options,
+            schedule=like.schedule,
+            data_parallel=1,
+            sharding=WeightSharding.NONE,
+        )
         planner = Planner(tracing.trace(subject), self.options.cluster)
         made = planner.plan(planner.choose(len(like.stages), microbatches, policy), policy)
         emit(made, folder, example=real_example(subject))

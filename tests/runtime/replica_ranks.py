@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch
 from replica_models import RATE, Plain, batch_for, spec_for
+from torch.distributed.tensor import DTensor
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError
@@ -67,7 +69,7 @@ def evaluated(pipe, plain, name, samples):
 def gather_gradients(pipe):
     """Of all parameters of the first replica, None where there is none."""
     held = {
-        name: torch.empty(0) if parameter.grad is None else parameter.grad
+        name: torch.empty(0) if parameter.grad is None else whole(parameter.grad)
         for name, parameter in pipe.named_parameters()
         if parameter.requires_grad
     }
@@ -77,9 +79,14 @@ def gather_gradients(pipe):
     return {name: g if g.numel() else None for name, g in gathered.items()}
 
 
+def whole(tensor):
+    """All rows of a tensor that replicas divide among them, on each of them; others as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def same_everywhere(pipe):
     """Every tensor has the same bits on all ranks that hold it."""
-    state = {name: tensor.detach().double() for name, tensor in pipe.state_dict().items()}
+    state = {name: whole(tensor.detach()).double() for name, tensor in pipe.state_dict().items()}
     names = sorted({name for stage in pipe.spec.stages for name in stage.state.values()})
     for name in names:
         mine = state.get(name)
@@ -172,6 +179,15 @@ def nudged(tensor):
 
 def equal(directory):
     """All cases that this many processes can run, one after the other in one group."""
+    compare(directory, train)
+
+
+def sharded(directory):
+    """The same with weights and optimizer divided among the replicas."""
+    compare(directory, functools.partial(train, sharding="optimizer"))
+
+
+def compare(directory, train):
     torch.distributed.init_process_group("gloo")
     world = torch.distributed.get_world_size()
     cases = {"2": {}, "4": {}}[str(world)]
@@ -224,4 +240,4 @@ def die(directory):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    {"equal": equal, "die": die}[sys.argv[1]](Path(sys.argv[2]))
+    {"equal": equal, "sharded": sharded, "die": die}[sys.argv[1]](Path(sys.argv[2]))

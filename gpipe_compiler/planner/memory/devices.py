@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
+from gpipe_compiler.options import AnyOptimizer, copies_of
+from gpipe_compiler.passes.footprint import part_of
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
 from gpipe_compiler.passes.written_once import written_once
@@ -29,11 +30,19 @@ from gpipe_compiler.planner.memory.holders import GRADIENTS, HolderSums, grown, 
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.planner.memory.simulator import MemorySimulator
 from gpipe_compiler.planner.memory.storages import ActionDeltas
+from gpipe_compiler.planner.memory.update import UpdateBytes, pieces_of, row_bytes, update_bytes
 from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.schedule.actions import Orders, Programs, split_stages
-from gpipe_compiler.runtime.spec import Crossing, Leaf, PipelineSpec, ScheduleKind, StageSpec
+from gpipe_compiler.runtime.spec import (
+    Crossing,
+    Leaf,
+    PipelineSpec,
+    ScheduleKind,
+    StageSpec,
+    WeightSharding,
+)
 
 MOST_EXPLAINED = 8
 """The fullest devices: their peak is broken down into its holders, and their allocator played."""
@@ -67,6 +76,7 @@ class Layout:
         placement: the device of each stage.
         joint: the stages that take all micro-batches as one.
         shared: the trained parameters that several stages own, with these.
+        sharding: what the replicas divide among them.
         on_host: whether the devices are hosts, where optimizers step parameter by parameter, and
             autocast has rules of its own.
         workspace: bytes that the matrix library of a thread takes (`Device.workspace`).
@@ -80,6 +90,7 @@ class Layout:
     shared: Mapping[str, Sequence[int]]
     microbatches: int
     replicas: int
+    sharding: WeightSharding
     optimizer: AnyOptimizer
     on_host: bool
     workspace: int = 0
@@ -87,6 +98,11 @@ class Layout:
     @cached_property
     def programs(self) -> Programs:
         return lower(self.orders, self.placement, self.crossings, self.shared, self.joint)
+
+    @property
+    def parts(self) -> int:
+        """The replicas that divide weights between steps, gradients and optimizer; 1 for none."""
+        return 1 if self.sharding is WeightSharding.NONE else self.replicas
 
     @cached_property
     def split(self) -> frozenset[int]:
@@ -157,7 +173,8 @@ class SimulatedPipeline:
             rows: dict[int, int] = {}
             made = frozenset(name for s in own for name in layout.stages[s].outputs)
             if training and layout.replicas > 1:
-                rows = {s: sum(_trained(graph, layout, [s]).values()) for s in own}
+                trained = {s: _trained(graph, layout, [s]).values() for s in own}
+                rows = {s: row_bytes(trained[s], layout.parts) for s in own}
             jobs.append(
                 DeviceJob(
                     steps=steps_of(program, wiring),
@@ -187,8 +204,9 @@ class SimulatedPipeline:
         sizes = dict(zip(CATEGORIES, run.sizes, strict=True))
         update = 0
         if self.graph.loss is not None:
-            update = gradients + self._update(list(self.jobs[device].stages)).temporary
-            further = (MemoryPoint(UPDATE, update + fixed, gradients + fixed),)
+            left = self._at_update(device, gradients)
+            update = left + self._update(list(self.jobs[device].stages)).temporary
+            further = (MemoryPoint(UPDATE, update + fixed, left + fixed),)
         if update > peak:
             peak, action = update, UPDATE
             sizes = dict.fromkeys(CATEGORIES, 0)
@@ -267,12 +285,17 @@ class SimulatedPipeline:
         held = Held(
             always=(
                 *(graph.state[name].bytes for name in sorted(names)),
+                *self._resting(list(job.stages)),
                 *self._copies(names),
                 *(self.layout.workspace,) * count,
                 base.get(Category.BOUNDARY, 0),
             ),
-            remembered=tuple(_pieces(optimizer, trained)),
-            updating=tuple(trained.values()) if copies_of(optimizer) >= 2 else (),
+            remembered=tuple(
+                part_of(size, self.layout.parts) for size in pieces_of(optimizer, trained)
+            ),
+            updating=tuple(part_of(size, self.layout.parts) for size in trained.values())
+            if copies_of(optimizer) >= 2
+            else (),
         )
         return footprint_of(job, held, trains=graph.loss is not None).reserved
 
@@ -281,7 +304,8 @@ class SimulatedPipeline:
         names = {name for stage in own for name in self.layout.stages[stage].state}
         found = {
             Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)
-            + sum(self._copies(names)),
+            + sum(self._copies(names))
+            + sum(self._resting(own)),
             Category.WORKSPACES: self._workspaces(own),
         }
         if self.graph.loss is not None:
@@ -299,6 +323,21 @@ class SimulatedPipeline:
         once = written_once(self.graph) if self.layout.microbatches > 1 else frozenset()
         return [self.graph.state[name].bytes for name in sorted(once.intersection(names))]
 
+    def _resting(self, stages: Sequence[int]) -> list[int]:
+        """Bytes of the rows of weights that this replica has beside what it has gathered."""
+        parts = self.layout.parts
+        trained = _trained(self.graph, self.layout, stages).values() if parts > 1 else ()
+        return [part_of(size, parts) for size in trained]
+
+    def _at_update(self, device: int, gradients: int) -> int:
+        """Bytes beyond what is there all the time as the optimizer begins: gradients, or rows of
+        them, where those of weights alone are there."""
+        parts = self.layout.parts
+        if parts == 1:
+            return gradients
+        stages = list(self.jobs[device].stages)
+        return part_of(gradients, parts) - sum(_trained(self.graph, self.layout, stages).values())
+
     def _workspaces(self, stages: Sequence[int]) -> int:
         """Of the matrix library, which has one for each thread: backwards have their own."""
         if not self.layout.workspace:
@@ -312,13 +351,17 @@ class SimulatedPipeline:
 
     def _update(self, stages: Sequence[int]) -> UpdateBytes:
         layout = self.layout
-        trained = _trained(self.graph, layout, stages)
+        trained = {
+            name: part_of(size, layout.parts)
+            for name, size in _trained(self.graph, layout, stages).items()
+        }
         return update_bytes(layout.optimizer, trained, on_host=layout.on_host)
 
     def _state_bytes(self, stage: int) -> int:
         """The weights of a stage and what the optimizer remembers of them."""
         names = self.layout.stages[stage].state
         weights = sum(self.graph.state[name].bytes for name in names) + sum(self._copies(names))
+        weights += sum(self._resting([stage]))
         return weights + (self._update([stage]).remembered if self.graph.loss is not None else 0)
 
 
@@ -377,52 +420,3 @@ def _spec(graph: Graph, layout: Layout) -> PipelineSpec:
         microbatch_size=graph.batch_size,
         placement=layout.placement,
     )
-
-
-def _pieces(optimizer: AnyOptimizer, parameters: Mapping[str, int]) -> Iterator[int]:
-    """What an optimizer remembers of each parameter, in tensors no larger than that."""
-    for name, size in parameters.items():
-        left = remembered_bytes(optimizer, name, size)
-        while left > 0 and size:
-            yield min(left, size)
-            left -= size
-
-
-# --- the optimizer's step -------------------------------------------------------------------------
-
-
-_STEP_BYTES = 4
-"""Of the count of steps that Adam keeps for every parameter, a tensor of its own on the host."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateBytes:
-    """Bytes of an optimizer on one device.
-
-    Attributes:
-        remembered: from step to step.
-        temporary: besides, at most, while it steps.
-    """
-
-    remembered: int
-    temporary: int
-
-
-def update_bytes(
-    optimizer: AnyOptimizer, parameters: Mapping[str, int], *, on_host: bool
-) -> UpdateBytes:
-    """The memory of an optimizer for parameters with these bytes, by name.
-
-    Adam's step makes the root of its second moments and divides it: on the host parameter by
-    parameter (torch.optim.adam._single_tensor_adam), where both are there for a moment; on a GPU
-    for all parameters at once and in place (_multi_tensor_adam, which is the default there).
-    SGD, with momentum or without, writes in place. One of the user's own that remembers as much as
-    Adam is taken to need as much besides.
-    """
-    remembered = sum(remembered_bytes(optimizer, *pair) for pair in parameters.items())
-    if copies_of(optimizer) < 2:
-        return UpdateBytes(remembered, 0)
-    if not on_host:
-        return UpdateBytes(remembered, sum(parameters.values()))
-    steps = 0 if isinstance(optimizer, OwnOptimizer) else _STEP_BYTES * len(parameters)
-    return UpdateBytes(remembered + steps, 2 * max(parameters.values(), default=0))

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..core.shards import divided_as, is_divided
 from ..errors import CheckpointError
 from .files import Stored
 from .optimizer import shown
@@ -70,12 +71,13 @@ def read_states(
             )
         if kind != type(part).__name__:
             raise CheckpointError(f"its {name} is {kind}, this one is {type(part).__name__}")
-        paths = {f"{KEY}.{name}.{'.'.join(map(str, p))}": p for p in _paths(part.state_dict())}
+        now = part.state_dict()
+        paths = {f"{KEY}.{name}.{'.'.join(map(str, p))}": p for p in _paths(now)}
         known = {f"{KEY}.{name}.{key}" for key in stored.keys(f"{KEY}.{name}.")}
         if missing := sorted(paths.keys() - known):
             raise CheckpointError(f"{stored.folder} does not hold {shown(missing)}")
         taken |= paths.keys()
-        found.append((part, _joined(rests[name], paths, stored.read(paths))))
+        found.append((part, _joined(rests[name], paths, _divided(stored.read(paths), paths, now))))
     return found, frozenset(taken)
 
 
@@ -113,6 +115,20 @@ def _paths(state: Mapping[Any, Any]) -> Iterator[tuple[Any, ...]]:
             yield (key,)
         else:
             yield from ((key, *path) for path in _paths(item))
+
+
+def _divided(
+    tensors: Mapping[str, Any], paths: Mapping[str, Sequence[Any]], now: Mapping[Any, Any]
+) -> dict[str, Any]:
+    """Tensors that were read, of which some are to be divided among replicas as they are now."""
+    found = dict(tensors)
+    for key, path in paths.items():
+        like: Any = now
+        for step in path:
+            like = like[step]
+        if is_divided(like) and like.shape == tensors[key].shape:
+            found[key] = divided_as(tensors[key], like)
+    return found
 
 
 def _joined(

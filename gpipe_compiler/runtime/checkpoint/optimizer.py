@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ..core.shards import divided_as, is_divided
 from ..errors import CheckpointError
 from .files import Stored
 
@@ -244,6 +245,8 @@ def _laid(value: object, parameter: nn.Parameter) -> object:
     """A tensor of the parameter's shape, lying in memory as it does: fused steps want that."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
+    if is_divided(parameter):
+        return divided_as(value, parameter)
     if value.stride() == parameter.stride():
         return value
     return torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..core.address import Place, place_of, reaching
 from ..core.pipeline import Pipeline
 from ..core.ranks import described, together
+from ..core.shards import is_divided, local
 from ..errors import CheckpointError
 from .extra import KEY, TRAINER_KEY, States, kinds_of, rest_of, tensors_in
 from .files import RankFileWriter, checksums, with_aliases, write_trainer
@@ -51,9 +52,9 @@ def save_checkpoint(
 ) -> Place:
     """Write a checkpoint into a folder of checkpoints. Every rank calls it, between two steps.
 
-    Each rank writes what it holds into the one folder, of several replicas those of the first;
-    gradients are not written. The checkpoint appears when it is complete, and older ones beyond
-    `keep` go afterwards.
+    Each rank writes what it holds into the one folder; of several replicas those of the first, and
+    of what they divide among them each its own rows. Gradients are not written. The checkpoint
+    appears when it is complete, and older ones beyond `keep` go afterwards.
 
     Args:
         directory: on several hosts, on a file system that they share; or an address of fsspec, such
@@ -139,18 +140,27 @@ class _Saving:
         return [] if self.pipe.replica else named_groups(self.optimizer, self.naming)
 
     def _tree(self, groups: Groups) -> dict[str, Any]:
-        """What this rank has to write: what the first replica's ranks hold, and no other's."""
-        if self.pipe.replica:
-            return {}
+        """What this rank has to write: what the first replica's ranks hold, and its own rows."""
         aliases = self.pipe.spec.aliases
-        tensors = self.pipe.state_dict()
-        optimizer: dict[str, Any] = {"state": named_states(self.optimizer, self.naming)}
+        model = {n: tensor for n, tensor in self.pipe.state_dict().items() if n not in aliases}
+        states = named_states(self.optimizer, self.naming)
+        extra = {name: tensors_in(state) for name, state in self.states.items()}
+        optimizer: dict[str, Any] = {"state": self._written(states)}
         if self.pipe.rank == 0:
             optimizer["param_groups"] = groups
-        model = {name: tensor for name, tensor in tensors.items() if name not in aliases}
-        extra = {name: tensors_in(state) for name, state in self.states.items()}
-        own = {KEY: {name: found for name, found in extra.items() if found}}
-        return {"model": model, "optimizer": optimizer, **(own if own[KEY] else {})}
+        own = {KEY: found} if (found := self._written(extra)) else {}
+        return {"model": self._written(model), "optimizer": optimizer, **own}
+
+    def _written(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
+        """What of dicts within dicts this rank writes: of what is divided, rows that there are."""
+        found = {}
+        for key, item in tree.items():
+            if isinstance(item, Mapping):
+                if inner := self._written(item):
+                    found[key] = inner
+            elif local(item).numel() > 0 if is_divided(item) else self.pipe.replica == 0:
+                found[key] = item
+        return found
 
     def _plan(self, writer: RankFileWriter, groups: Groups) -> SavePlan:
         first = self.pipe.rank == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from .distributed import Network
 from .inputs import BoundCall, passed_to
 from .local_stages import LocalStages
 from .options import ExecutionOptions
+from .shards import is_divided, local
 from .topology import Topology
 
 
@@ -63,12 +66,28 @@ class PipelineScaler(GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Every way to a step leads through here, once for each optimizer."""
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        found = super()._unscale_grads_(_local(optimizer), inv_scale, found_inf, allow_fp16)
         here = torch.stack(
             [found_inf, *(one.to(found_inf.device) for one in found.values())]
         ).amax()
         anywhere = self._world.sum(here, "whether gradients have overflowed")
         return {found_inf.device: (anywhere > 0).to(found_inf)}
+
+
+def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer as far as gradients are unscaled, with the rows of them that lie here."""
+    if not any(is_divided(p) for group in optimizer.param_groups for p in group["params"]):
+        return optimizer
+    groups = [
+        {
+            "params": [
+                SimpleNamespace(grad=None if p.grad is None else local(p.grad))
+                for p in group["params"]
+            ]
+        }
+        for group in optimizer.param_groups
+    ]
+    return cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups))
 
 
 def check_weights(modules: Mapping[int, nn.Module]) -> None:
@@ -110,6 +129,7 @@ def clip_gradients(
     norm_type: float,
     *,
     error_if_nonfinite: bool,
+    peers: Network | None = None,
 ) -> torch.Tensor:
     """Clip gradients by the norm of all, and give that norm as it was. Every rank calls it.
 
@@ -118,10 +138,16 @@ def clip_gradients(
         contributes: for each state of the model, in the order of summation, which is the same on
             every rank: whether this rank, and no other, contributes its norm.
         world: all ranks, which sum the norms.
+        peers: those that hold the other rows of what is divided; None where nothing is.
     """
-    total = _total_norm(
-        _norms(parameters, contributes, norm_type), tuple(contributes), world, norm_type
-    )
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    norms = _norms({name: local(g) for name, g in gradients.items()}, tuple(contributes), norm_type)
+    if peers is not None:
+        divided = [is_divided(gradients.get(name)) for name in contributes]
+        norms = _of_all_rows(norms, torch.tensor(divided), peers, norm_type)
+    own = torch.tensor([float(contributes[name]) for name in contributes], dtype=norms.dtype)
+    norms = torch.where(own > 0, norms, 0.0)
+    total = _total_norm(norms, tuple(contributes), world, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise AgreedError(
             f"the norm of the gradients is {float(total)}, so they cannot be clipped",
@@ -151,18 +177,17 @@ def _total_norm(
 
 
 def _norms(
-    parameters: Mapping[str, nn.Parameter], contributes: Mapping[str, bool], norm_type: float
+    gradients: Mapping[str, torch.Tensor], names: Sequence[str], norm_type: float
 ) -> torch.Tensor:
     """For every name its gradient's norm, and 1 + the number of the norm's type.
 
-    0 and 0 where there is no gradient, or another rank contributes it.
+    0 and 0 where there is no gradient here.
     """
-    places = {name: place for place, name in enumerate(contributes)}
+    places = {name: place for place, name in enumerate(names)}
     table = torch.zeros(2, len(places), dtype=torch.float64)
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-    for name, parameter in parameters.items():
-        gradient = parameter.grad
-        if gradient is None or not gradient.numel() or not contributes.get(name):
+    for name, gradient in gradients.items():
+        if not gradient.numel() or name not in places:
             continue
         place = places[name]
         if gradient.layout is not torch.strided:
@@ -175,6 +200,15 @@ def _norms(
         table[0, columns] = norms.to("cpu", torch.float64)
         table[1, columns] = 1.0 + _REAL.index(norms.dtype)
     return table
+
+
+def _of_all_rows(
+    norms: torch.Tensor, divided: torch.Tensor, peers: Network, norm_type: float
+) -> torch.Tensor:
+    """Norms of which some are of this replica's rows alone, as those of all rows."""
+    found = torch.stack(peers.gathered(norms, "the norms of the rows of gradients"))
+    values = torch.linalg.vector_norm(found[:, 0], norm_type, dim=0)
+    return torch.where(divided, torch.stack([values, found[:, 1].amax(0)]), norms)
 
 
 def wanted_of(spec: PipelineSpec, bound: BoundCall) -> frozenset[str]:

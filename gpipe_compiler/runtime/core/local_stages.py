@@ -11,6 +11,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..spec import PipelineSpec
+from .shards import is_divided, local, own_rows
 
 T = TypeVar("T")
 
@@ -164,6 +165,11 @@ class LocalStages:
             found.setdefault(name, item)
         return found
 
+    @property
+    def copies(self) -> frozenset[int]:
+        """The identities of the parameters that are not the first of their name."""
+        return frozenset(id(owner) for item in self.shared for owner in item.owners[1:])
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by the model's names, each once."""
         return self._first(nn.Module.named_parameters)
@@ -195,7 +201,10 @@ class LocalStages:
         spec = self.spec
         given = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
         problems, copies = [], []
+        first: dict[str, torch.Tensor] = {}
         for name, tensor in self._named(_state_of):
+            if is_divided(first.setdefault(name, tensor)) and tensor is not first[name]:
+                continue  # it lies where the first one is gathered
             if name not in given:
                 problems.append(f"{name} is missing")
             elif given[name].shape != tensor.shape:
@@ -211,7 +220,7 @@ class LocalStages:
             raise UsageError(f"these weights do not fit {spec.name}: {listing}")
         with torch.no_grad():
             for target, source in copies:
-                target.copy_(source)
+                local(target).copy_(own_rows(source, target))
 
 
 def _state_of(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from ..errors import UsageError
-from ..spec import BatchNorm, PipelineSpec, Precision, Remat
+from ..spec import BatchNorm, PipelineSpec, Precision, Remat, WeightSharding
 from .distributed import launched
 from .typed import MOST_MICROBATCHES, SEEDS
 
@@ -80,6 +80,25 @@ def execution_options(
         computed_in,
         tuple(chosen(Remat, "remat", remat, stage.remat) for stage in spec.stages),
     )
+
+
+def weight_sharding(
+    spec: PipelineSpec, sharding: WeightSharding | str | None, replicas: int
+) -> WeightSharding:
+    """What replicas divide among them: as planned, unless a caller says otherwise.
+
+    Raises:
+        UsageError: for a word that names nothing, and where there is nobody to share with.
+    """
+    if sharding is None and replicas == 1:
+        return WeightSharding.NONE
+    found = chosen(WeightSharding, "sharding", sharding, spec.sharding)
+    if found is not WeightSharding.NONE and replicas == 1:
+        raise UsageError(
+            "one replica has nobody to share its weights with",
+            hint="train more of them with --data-parallel, under torchrun, or leave --shard out",
+        )
+    return found
 
 
 def transport_kind(transport: TransportKind | str | None) -> TransportKind:

@@ -11,7 +11,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..spec import BatchNorm, PipelineSpec, Precision, Remat, ScheduleKind
+from ..errors import UsageError
+from ..spec import (
+    BatchNorm,
+    PipelineSpec,
+    Precision,
+    Remat,
+    ScheduleKind,
+    WeightSharding,
+)
 from ..wording import counted
 from .building import build_stage
 from .call import CallArgs
@@ -29,12 +37,15 @@ from .options import (
     chosen,
     execution_options,
     refuse_parts,
+    weight_sharding,
 )
 from .programs import ProgramCache
 from .random import seed_in_eval
-from .reducer import collected, make_reducer, share_initial
+from .reducer import collected, share_initial
 from .request import RandomKey, RunRequest
+from .shard_reducer import make_reducer
 from .sharding import checksum_of, share_of
+from .shards import Shards, divide
 from .stored_weights import Weights
 from .topology import Topology
 from .typed import LONGEST_WAIT_S
@@ -63,6 +74,8 @@ class Pipeline(ModelNames):
         transport: distributed under torchrun, local otherwise, unless given.
         data_parallel: under torchrun, the replicas of the pipeline that train together, each with
             its share of every mini-batch.
+        sharding: what these divide among them of weights and optimizer; as the package was compiled
+            by default. Divided parameters are DTensors, and so are their gradients.
         timeout_s: seconds after which a value from another process is given up.
 
     Raises:
@@ -85,6 +98,7 @@ class Pipeline(ModelNames):
         seed: int = 0,
         transport: TransportKind | str | None = None,
         data_parallel: int = 1,
+        sharding: WeightSharding | str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
@@ -98,6 +112,7 @@ class Pipeline(ModelNames):
         self.options = execution_options(spec, batchnorm, precision, remat)
         check_numbers(seed, self.microbatches, timeout_s)
         refuse_parts(spec, self.microbatches * data_parallel)
+        self.sharding = weight_sharding(spec, sharding, data_parallel)
         wait_s = min(timeout_s, LONGEST_WAIT_S)
         self._topology = Topology.gather(
             spec, self.schedule, devices, transport, data_parallel, wait_s
@@ -114,18 +129,27 @@ class Pipeline(ModelNames):
         where = self._topology.where.items()
         self._weigher = LossWeigher(spec, store, seed)
         self._owns_topology = True
-        self._assemble({i: build_stage(spec.stages[i], store, d, seed) for i, d in where})
+        modules = {i: build_stage(spec.stages[i], store, d, seed) for i, d in where}
         if store is None or store.anew:
             made = None if store is None else store.anew
-            share_initial(self._topology, self.local_stages, self._owners, made)
+            share_initial(self._topology, LocalStages(spec, modules), self._owners, made)
+        self._assemble(modules)
         self.train(trains)
 
     def _assemble(self, modules: Mapping[int, nn.Module]) -> None:
         """Make what runs these stages."""
         spec = self.spec
         self.local_stages = LocalStages(spec, modules)
+        self._shards: Shards | None = None
+        if self.sharding is not WeightSharding.NONE:
+            self._shards = divide(spec, self._topology, modules, self.local_stages.copies)
+        with self._gathered():
+            if self._shards is not None:  # of the weights that are computed with
+                self.local_stages = LocalStages(spec, modules)
+            self._reducer = make_reducer(
+                self._topology, self.local_stages, self._owners, self._shards
+            )
         self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
-        self._reducer = make_reducer(self._topology, self.local_stages, self._owners)
         self.execution = Execution(
             spec,
             self._topology,
@@ -143,7 +167,15 @@ class Pipeline(ModelNames):
 
         It runs on the same devices and in the same processes. Closing it closes its threads alone.
         Its scaler begins anew.
+
+        Raises:
+            UsageError: where replicas divide the weights.
         """
+        if self._shards is not None:
+            raise UsageError(
+                "a pipeline whose replicas divide its weights cannot be copied",
+                hint="keep an average of weights with replicas that divide nothing",
+            )
         made = memo[id(self)] = type(self).__new__(type(self))
         vars(made).update(vars(self))
         made._owns_topology = False
@@ -236,7 +268,7 @@ class Pipeline(ModelNames):
         deferred: bool = False,
     ) -> tuple[torch.Tensor, object]:
         scale = weight * self.scaler.get_scale()
-        with collected(self.local_stages.shared, self._reducer):
+        with self._gathered(), collected(self.local_stages.shared, self._reducer):
             terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale, deferred)
         self.step_number += 1
         self._calls = 0
@@ -257,6 +289,8 @@ class Pipeline(ModelNames):
         if not torch.is_grad_enabled():
             return self.evaluate(inputs, target)
         refuse_deferred(self.scaler)
+        if self._shards is not None:
+            self._shards.refuse_kept()
         with contextlib.nullcontext() if self._reducer is None else self._reducer.pause(False):
             return deferred(
                 lambda: self._step(inputs, target, deferred=True)[0], list(self.parameters())
@@ -301,8 +335,6 @@ class Pipeline(ModelNames):
         loss_scale: float = 1.0,
         deferred: bool = False,
     ) -> tuple[torch.Tensor | None, object]:
-        for shared in self.local_stages.shared:
-            shared.spread()
         seed = self.seed
         if not (self.training or work is RunRequest.TRAIN):
             if self._draws_in_eval:
@@ -310,9 +342,17 @@ class Pipeline(ModelNames):
             self._calls += 1
         key = RandomKey(seed, self.step_number)
         read, self._read = self._read, 0
-        return self.execution.run(
-            CallArgs(work, self.training, inputs, target, outputs, key, loss_scale, read, deferred)
+        call = CallArgs(
+            work, self.training, inputs, target, outputs, key, loss_scale, read, deferred
         )
+        with self._gathered():
+            for shared in self.local_stages.shared:
+                shared.spread()
+            return self.execution.run(call)
+
+    def _gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Around what computes with the weights."""
+        return contextlib.nullcontext() if self._shards is None else self._shards.gathered()
 
     def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
         """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
@@ -327,7 +367,11 @@ class Pipeline(ModelNames):
 
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
-        return self._topology.pipeline.gather(self.state_dict()) if self.replica == 0 else {}
+        state: dict[str, torch.Tensor] = self.state_dict()
+        with self._gathered():
+            if self._shards is not None:
+                state = self._shards.whole(state, self.spec.aliases, copy=self.rank == 0)
+            return self._topology.pipeline.gather(state) if self.replica == 0 else {}
 
     def load_state_dict(  # type: ignore[override]  # nothing is missing, or it raises
         self, state: Mapping[str, torch.Tensor], *, strict: bool = True
@@ -340,6 +384,8 @@ class Pipeline(ModelNames):
         Raises:
             UsageError: naming what is missing, unknown, or of another shape.
         """
+        if self._shards is not None:
+            self._shards.release()
         self.local_stages.load_state_dict(state, strict=strict)
         self._weigher.load(state)
 
@@ -394,6 +440,7 @@ class Pipeline(ModelNames):
         return clip_gradients(
             *(dict(self.named_parameters()), contributes, self.world, max_norm, norm_type),
             error_if_nonfinite=error_if_nonfinite,
+            peers=None if self._shards is None else self._topology.peers,
         )
 
     def rewind(self) -> None:
@@ -416,8 +463,10 @@ class Pipeline(ModelNames):
         """The pipeline in one line."""
         stages = counted(len(self.spec.stages), "stage")
         microbatches = counted(self.microbatches, "micro-batch", "es")
+        shared = self.sharding.described
         return (
             f"{self.spec.name}: {stages}, {microbatches}, {self.schedule.value}, {self._topology}"
+            f"{shared and f', {shared}'}"
         )
 
     def __repr__(self) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 from ..spec import PipelineSpec, covers
 from .distributed import Network
 from .local_stages import LocalStages, SharedParameter
+from .shards import local
 from .topology import Topology
 
 BUCKET_BYTES = 25 << 20
@@ -91,12 +92,16 @@ class Reducer:
             self._start(self.stages[self._waiting.pop()])
         own = self.topology.pipeline.rank
         self._start([item.canonical for item in self.shared if self.owners[item.name][0] == own])
+        self._wait()
+        for item in self.shared:
+            self._pass_on(item)
+
+    def _wait(self) -> None:
+        """For all that has been started."""
         started, self._started = self._started, []
         for bucket in started:
             self.topology.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
             self._unpack(bucket)
-        for item in self.shared:
-            self._pass_on(item)
 
     def abandon(self) -> None:
         """After a step that failed."""
@@ -141,10 +146,18 @@ class Reducer:
 
     def _pass_on(self, item: SharedParameter) -> None:
         """Give other owners the first one's mean: reduced by each, the last bits could differ."""
+        self._share_first(item, item.canonical)
+
+    def _share_first(self, item: SharedParameter, parameter: nn.Parameter) -> None:
+        """Let a gradient of a parameter that several devices own be the first one's.
+
+        Args:
+            parameter: the one that carries it, or the rows of it that lie here.
+        """
         first, *others = self.owners[item.name]
         if not others:
             return
-        pipeline, parameter = self.topology.pipeline, item.canonical
+        pipeline = self.topology.pipeline
         what = f"the gradient of {item.name}"
         found = torch.tensor([float(parameter.grad is not None)])
         if not pipeline.broadcast(found, first, f"{what} (whether there is one)", others):
@@ -152,7 +165,8 @@ class Reducer:
         if parameter.grad is None:
             # In this replica nobody had one.
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.copy_(pipeline.broadcast(parameter.grad, first, what, others))
+        gradient = local(parameter.grad)
+        gradient.copy_(pipeline.broadcast(gradient, first, what, others))
 
 
 def written(spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> list[torch.Tensor]:
@@ -244,16 +258,3 @@ def buckets(parameters: Sequence[nn.Parameter], limit: int) -> list[tuple[nn.Par
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def make_reducer(
-    topology: Topology, stages: LocalStages, owners: Mapping[str, Sequence[int]]
-) -> Reducer | None:
-    """What averages gradients over replicas; None where there is one."""
-    if topology.replicas == 1:
-        return None
-    placed = {
-        name: tuple(sorted({topology.rank_of(stage) for stage in stages}))
-        for name, stages in owners.items()
-    }
-    return Reducer(topology, stages.unshared(), stages.shared, placed)

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from .devices import (
 from .distributed import Network
 from .options import TransportKind, transport_kind
 from .typed import from_environment
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def planned_placement(spec: PipelineSpec) -> tuple[int, ...]:
@@ -336,6 +339,25 @@ class Collectives:
     def all_reduce(self, tensor: torch.Tensor) -> Any:
         """Start to sum a tensor, in place, over the ranks of the group."""
         return dist.all_reduce(tensor, group=self._groups[0], async_op=True)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Start to sum a tensor over the ranks of the group; each gets the row of its number.
+
+        Args:
+            tensor: a row for each rank.
+        """
+        own = torch.empty_like(tensor[0])
+        # Called otherwise up to torch 2.12.
+        single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return own, single(own, tensor.view(-1), group=self._groups[0], async_op=True)
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The ranks of the group, as torch's sharded tensors know them."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        # Torch takes meshes of equal names for one, also where the group of one has been left.
+        group = self._groups[0]
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(group.group_name,))
 
     def close(self) -> None:
         self._finalizer()

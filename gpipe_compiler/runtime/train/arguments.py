@@ -27,6 +27,7 @@ from ..spec import (
     Precision,
     Remat,
     ScheduleKind,
+    WeightSharding,
 )
 from ..wording import counted, printable
 from .checkpoint_manager import KEPT, LATEST, CheckpointOptions
@@ -208,6 +209,14 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         type=positive,
         metavar="R",
         help=f"replicas of the pipeline that share every batch, under torchrun ({_replicas(spec)})",
+    )
+    parser.add_argument(
+        "--shard",
+        nargs="?",
+        const=WeightSharding.OPTIMIZER.value,
+        choices=[kind.value for kind in WeightSharding],
+        help="what replicas divide among them: what the optimizer remembers, and the weights "
+        f"between steps ({spec.sharding.value})",
     )
     parser.add_argument(
         "--read",

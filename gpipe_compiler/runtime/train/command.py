@@ -142,6 +142,7 @@ class _Command:
             precision=arguments.precision,
             seed=arguments.seed,
             data_parallel=1 if options is None else self._replicas(),
+            sharding=None if options is None else arguments.shard,
             timeout_s=arguments.timeout,
         ) as pipe:
             if options is not None:

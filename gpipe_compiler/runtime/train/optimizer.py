@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ..core.inputs import Inputs
 from ..core.pipeline import Pipeline
+from ..core.shards import local
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
 from ..wording import said
@@ -320,9 +321,9 @@ def _largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The largest element of all gradients, without its sign; nan if one is nan."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             continue
+        gradient = local(parameter.grad)
         elements = gradient._values() if gradient.is_sparse else gradient
         if elements.numel():
             groups.setdefault((elements.device, elements.dtype), []).append(elements)

@@ -53,6 +53,8 @@ class Told:
         """
         spec = pipe.spec
         here = pipe.microbatches, pipe.schedule, pipe.placement, pipe.options, samples
+        if pipe.replicas == spec.replicas and pipe.sharding is not spec.sharding:
+            return None
         planned = spec.microbatches, spec.schedule, planned_placement(spec)
         whole = spec.microbatches * spec.microbatch_size
         if here != (*planned, execution_options(spec, None, None, None), whole):

@@ -33,10 +33,11 @@ def ranks(processes, what, directory):
     return forked.run([HERE / "replica_ranks.py", what, directory], ranks=processes)
 
 
+@pytest.mark.parametrize("what", ["equal", "sharded"])
 @pytest.mark.parametrize("processes", [2, 4])
-def test_replicas_do_what_the_plain_loop_does(processes, tmp_path):
+def test_replicas_do_what_the_plain_loop_does(processes, what, tmp_path):
     """Losses, gradients, weights and buffers, after several steps, to 1e-10."""
-    done = ranks(processes, "equal", tmp_path)
+    done = ranks(processes, what, tmp_path)
 
     assert done.returncode == 0, done.stderr
     files = sorted(tmp_path.glob("*.pt"))

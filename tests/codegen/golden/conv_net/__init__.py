@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from .runtime.core import pipeline as _pipeline
-from .runtime.spec import BatchNorm, Precision, Remat, ScheduleKind
+from .runtime.spec import BatchNorm, Precision, Remat, ScheduleKind, WeightSharding
 from .schedule import SPEC
 
 __all__ = ["SPEC", "WEIGHTS", "Pipeline"]
@@ -34,6 +34,7 @@ class Pipeline(_pipeline.Pipeline):
         seed: int = 0,
         transport: _pipeline.TransportKind | str | None = None,
         data_parallel: int = 1,
+        sharding: WeightSharding | str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
@@ -48,5 +49,6 @@ class Pipeline(_pipeline.Pipeline):
             seed=seed,
             transport=transport,
             data_parallel=data_parallel,
+            sharding=sharding,
             timeout_s=timeout_s,
         )

@@ -1,0 +1,263 @@
+"""Trained weights that are divided among the replicas, and whole while stages compute with them.
+
+What divides and gathers them is torch's `fully_shard` (FSDP2): every replica keeps the rows of a
+weight that are its own, as a DTensor, which is what the optimizer steps and remembers. None of its
+hooks is used: when weights are gathered, and when gradients are reduced, the pipeline says, because
+all forwards of a step come before its backwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from ..errors import TransportError, UsageError
+from ..spec import PipelineSpec
+from ..wording import first_line
+from .topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A trained parameter that is divided.
+
+    Attributes:
+        whole: what the stage computes with, and its gradient is added to; it has memory while the
+            weights are gathered.
+        own: the rows of this replica, a DTensor: what the optimizer steps.
+    """
+
+    whole: nn.Parameter
+    own: nn.Parameter
+
+    @property
+    def part(self) -> torch.Tensor:
+        """The rows of this replica."""
+        return local(self.own.detach())
+
+
+@dataclass(eq=False)
+class Shards:
+    """The trained weights of the stages of a process, each divided by its rows.
+
+    A number (a tensor without dimensions), or a complex tensor, stays whole, and so does what is
+    not trained.
+
+    Attributes:
+        named: by the model's own names.
+    """
+
+    named: Mapping[str, Shard]
+    _groups: Sequence[FSDPModule]
+    _gathered: bool = field(default=False, init=False)
+    _users: int = field(default=0, init=False)
+    _kept: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
+    _by_whole: dict[int, Shard] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._by_whole = {id(shard.whole): shard for shard in self.named.values()}
+
+    def of(self, parameter: nn.Parameter) -> Shard | None:
+        """That of what a stage computes with; None where it is not divided."""
+        return self._by_whole.get(id(parameter))
+
+    def whole(
+        self, state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, copy: bool
+    ) -> dict[str, torch.Tensor]:
+        """Tensors by name, with those that are divided as they are gathered now.
+
+        Args:
+            copy: to the CPU, where they outlast what is gathered.
+        """
+        found = dict(state)
+        for name in state:
+            shard = self.named.get(aliases.get(name, name))
+            if shard is not None:
+                whole = shard.whole.detach()
+                found[name] = whole.to("cpu", copy=True) if copy else whole
+        return found
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Around all that computes with the weights; every rank comes here alike.
+
+        Raises:
+            TransportError: when another replica is gone.
+        """
+        if not self._gathered:
+            try:
+                for group in self._groups:
+                    group.unshard()
+            except (RuntimeError, ValueError) as error:
+                raise TransportError(
+                    f"the weights of the other replicas do not come: {first_line(error)}",
+                    hint="another rank has ended or is stuck; its own message says why",
+                ) from error
+            self._gathered = True
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not (self._users or self._kept):
+                self.release()
+
+    def release(self) -> None:
+        """Free what was gathered. Gradients that are not reduced yet stay."""
+        if self._users == 0 and self._gathered:
+            for group in self._groups:
+                group.reshard()
+            self._gathered = False
+
+    def begin(self) -> None:
+        """Before a step: forget what was accumulated, where the optimizer has forgotten it."""
+        for shard in self.named.values():
+            kept = self._kept.get(id(shard.whole))
+            if kept is None:
+                continue
+            mark, version = kept
+            if shard.own.grad is not mark or local(mark)._version != version:
+                shard.whole.grad = None
+        self._kept = {}
+
+    def keep(self) -> None:
+        """After a step whose gradients are not reduced yet, by the side of which zeros stand."""
+        for shard in self.named.values():
+            if shard.whole.grad is None:
+                continue
+            if shard.own.grad is None:
+                shard.own.grad = torch.zeros_like(shard.own)
+            self._kept[id(shard.whole)] = shard.own.grad, local(shard.own.grad)._version
+
+    def refuse_kept(self) -> None:
+        """UsageError where gradients of earlier steps are not reduced yet."""
+        if self._kept:
+            raise UsageError(
+                "what steps have left to be averaged, where replicas divide the weights, is lost "
+                "by a loss that calls backward",
+                hint="call step() once outside of no_sync() before",
+            )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a divided tensor that lies here; of any other tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else cast(torch.Tensor, to_local())
+
+
+def is_divided(tensor: object) -> bool:
+    """Whether only some rows of a tensor lie here."""
+    return isinstance(tensor, torch.Tensor) and hasattr(tensor, "to_local")
+
+
+def own_rows(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The rows of a tensor that lie here where it is divided as `like`; all where that is not."""
+    if not is_divided(like):
+        return whole
+    mesh = cast("DTensor", like).device_mesh
+    count = rows_each(len(whole), mesh.size())
+    start = min(count * mesh.get_local_rank(), len(whole))
+    return whole[start : start + count]
+
+
+def divided_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor divided as another one of its shape; without messages."""
+    from torch.distributed.tensor import DTensor  # takes long to import
+
+    assert isinstance(like, DTensor)
+    rows = own_rows(whole, like).to(like.device, copy=True).contiguous()
+    return _dtensor(rows, like)
+
+
+def as_gradient(rows: torch.Tensor, own: nn.Parameter) -> torch.Tensor:
+    """Rows of a gradient as that of a divided parameter."""
+    return _dtensor(rows, cast("DTensor", own))
+
+
+def _dtensor(rows: torch.Tensor, like: DTensor) -> torch.Tensor:
+    made: torch.Tensor = type(like).from_local(
+        *(rows, like.device_mesh, like.placements),
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return made
+
+
+def rows_each(rows: int, replicas: int) -> int:
+    """The rows of each replica; the last ones may have fewer, or none."""
+    return -(-rows // replicas)
+
+
+class _Group(nn.Module):
+    """The weights that are gathered together: those of a stage that have one type.
+
+    The stage is computed by itself, so that none of the hooks of `fully_shard` runs.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+
+def divide(
+    spec: PipelineSpec,
+    topology: Topology,
+    modules: Mapping[int, nn.Module],
+    elsewhere: frozenset[int],
+) -> Shards:
+    """Divide the trained weights of stages among the replicas.
+
+    Args:
+        elsewhere: the identities of parameters whose memory is that of another one here.
+
+    Raises:
+        UsageError: where processes cannot gather what lies on their devices.
+    """
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
+    if topology.world.by_host and topology.world.device.type != "cpu":
+        raise UsageError(
+            "replicas with sharded weights on GPUs need a GPU for each process, and NCCL",
+            hint="start as many processes as there are GPUs, or train without --shard",
+        )
+    mesh = topology.collectives.mesh(topology.world.device.type)
+    groups: list[FSDPModule] = []
+    owns: dict[tuple[int, str], nn.Parameter] = {}
+    for index in sorted(modules):
+        module = modules[index]
+        kinds: dict[torch.dtype, list[str]] = {}
+        for name, parameter in module.named_parameters():
+            if _is_divisible(parameter) and id(parameter) not in elsewhere:
+                kinds.setdefault(parameter.dtype, []).append(name)
+        for names in kinds.values():
+            wanted = {id(module.get_parameter(name)) for name in names}
+            ignored = {p for p in module.parameters() if id(p) not in wanted}
+            found = fully_shard(
+                _Group(module), mesh=mesh, reshard_after_forward=False, ignored_params=ignored
+            )
+            group = found
+            group.unshard()  # the first time it may replace what fully_shard has put in place
+            group.reshard()
+            groups.append(group)
+            owns |= {(index, name): module.get_parameter(name) for name in names}
+    shards = Shards({}, groups)
+    with shards.gathered():
+        named = {
+            spec.stages[index].named(name): Shard(modules[index].get_parameter(name), own)
+            for (index, name), own in owns.items()
+        }
+    return Shards(named, groups)
+
+
+def _is_divisible(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and parameter.dim() > 0 and parameter.is_floating_point()
