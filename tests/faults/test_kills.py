@@ -37,11 +37,19 @@ def assert_same(weights, expected):
         assert torch.equal(weights[name], tensor), name
 
 
-@pytest.mark.parametrize(("kills", "seed"), [(2, 0), pytest.param(20, 1, marks=pytest.mark.slow)])
-def test_killed_ranks_lose_and_double_no_step(package, undisturbed, tmp_path, kills, seed):
+@pytest.mark.parametrize(
+    ("kills", "seed", "words"),
+    [
+        (2, 0, []),
+        (2, 2, ["--async-checkpoint"]),
+        pytest.param(20, 1, [], marks=pytest.mark.slow),
+        pytest.param(20, 3, ["--async-checkpoint"], marks=pytest.mark.slow),
+    ],
+)
+def test_killed_ranks_lose_and_double_no_step(package, undisturbed, tmp_path, kills, seed, words):
     """SIGKILL at random moments: the same weights, every step in the log once."""
     draw = random.Random(seed)
-    with training(package, tmp_path, WORDS, restarts=kills) as running:
+    with training(package, tmp_path, WORDS + words, restarts=kills) as running:
         moments = sorted(draw.sample(range(1, STEPS - 5), kills))
         for moment in moments:
             running.wait_for(moment)

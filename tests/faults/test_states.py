@@ -7,7 +7,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from conftest import MODEL
+from faults_model import MODEL
 from torchrun import training
 
 from gpipe_compiler.cli.main import compile_command

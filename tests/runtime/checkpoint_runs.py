@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.checkpoint import (
+    BackgroundSaver,
     Progress,
     latest,
     load_checkpoint,
@@ -102,6 +103,21 @@ class Run:
             scheduler=self.schedule,
             **more,
         )
+
+    def save_meanwhile(self, directory, **more):
+        """The same while all of it goes on to be something else."""
+        saver = BackgroundSaver(self.pipe)
+        progress = Progress(step=self.step)
+        saver.save(self.optimizer, directory, progress, scheduler=self.schedule, **more)
+        with torch.no_grad():
+            for tensor in self.pipe.state_dict().values():
+                tensor.fill_(99)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.fill_(99)
+        self.pipe.step_number = 99
+        self.schedule.step()
+        return saver.wait()
 
     def load(self, path):
         progress = load_checkpoint(self.pipe, self.optimizer, path, scheduler=self.schedule)
@@ -249,7 +265,7 @@ def child(work) -> int:
     return os.waitpid(process, 0)[1]
 
 
-def killed_at(directory: Path, event: int, kind: str) -> bool:
+def killed_at(directory: Path, event: int, kind: str, meanwhile: bool) -> bool:
     """Save a third checkpoint beside two, killed at that touch of the files; whether it was."""
     shutil.copytree(directory / "two", directory / "three")
     run = filled(3)
@@ -265,7 +281,8 @@ def killed_at(directory: Path, event: int, kind: str) -> bool:
                 count += 1
 
         sys.addaudithook(hook)
-        run.save(f"{kind}{directory / 'three'}", keep=2)
+        save = run.save_meanwhile if meanwhile else run.save
+        save(f"{kind}{directory / 'three'}", keep=2)
 
     killed = os.WIFSIGNALED(child(work))
     run.close()
@@ -273,12 +290,12 @@ def killed_at(directory: Path, event: int, kind: str) -> bool:
     return killed
 
 
-def kill_everywhere(directory: Path, kind: str = "") -> None:
+def kill_everywhere(directory: Path, kind: str = "", meanwhile: bool = False) -> None:
     """Kill a save at each of its touches of the file system, one after the other."""
     for number in (1, 2):
         filled(number).save(f"{kind}{directory / 'two'}", keep=2)
     event = 0
-    while killed_at(directory, event, kind):
+    while killed_at(directory, event, kind, meanwhile):
         run = filled(4)
         run.save(f"{kind}{directory / 'three'}", keep=2)
         assert whole(f"{kind}{directory / 'three'}") == 4
@@ -314,6 +331,10 @@ if __name__ == "__main__":
         "replicas": replicas,
         "kill_everywhere": kill_everywhere,
         "kill_everywhere_at_address": functools.partial(kill_everywhere, kind="file://"),
+        "kill_meanwhile": functools.partial(kill_everywhere, meanwhile=True),
+        "kill_meanwhile_at_address": functools.partial(
+            kill_everywhere, kind="file://", meanwhile=True
+        ),
         "address": address,
         "kill_sometime": kill_sometime,
     }[sys.argv[1]](Path(sys.argv[2]))

@@ -44,6 +44,15 @@ def read(directory):
     run.close()
 
 
+def meanwhile(directory):
+    """Divided replicas write at once, and while everything changes."""
+    run = Run("tied", "groups", data_parallel=2, sharding="optimizer")
+    run.train(3)
+    run.save(directory / "at_once")
+    run.save_meanwhile(directory / "later")
+    run.close()
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"write": write, "read": read}[sys.argv[1]](Path(sys.argv[2]))
+    {"write": write, "read": read, "meanwhile": meanwhile}[sys.argv[1]](Path(sys.argv[2]))

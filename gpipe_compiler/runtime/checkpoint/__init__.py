@@ -17,10 +17,12 @@ from .folder import latest
 from .progress import Progress, RandomState
 
 if TYPE_CHECKING:
+    from .background import BackgroundSaver
     from .loading import PlainCheckpoint, export, load_checkpoint, read_checkpoint
     from .saving import save_checkpoint
 
 __all__ = [
+    "BackgroundSaver",
     "PlainCheckpoint",
     "Progress",
     "RandomState",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BackgroundSaver": ".background",
     "PlainCheckpoint": ".loading",
     "export": ".loading",
     "load_checkpoint": ".loading",

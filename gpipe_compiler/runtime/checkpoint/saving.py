@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -73,83 +76,61 @@ def save_checkpoint(
         CheckpointError: on every rank, when any of them failed; earlier checkpoints are untouched.
         TransportError: when another process is gone.
     """
-    if keep is not None and keep < 1:
-        raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
-    progress = dataclasses.replace(progress, seed=pipe.seed, step_number=pipe.step_number)
-    extra = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    saving = _Saving(
-        pipe, optimizer, place_of(directory), permitted or (lambda: None), dict(states or {})
-    )
-    return saving.run(
-        progress, {key: part for key, part in extra.items() if part is not None}, keep
-    )
+    return Saving(
+        Content(pipe, optimizer, place_of(directory), progress, scheduler, scaler, states or {}),
+        keep,
+        permitted,
+    ).done()
 
 
-class _Saving:
-    """One checkpoint in the making, on one rank."""
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint is made of, on one rank."""
 
-    def __init__(
-        self,
-        pipe: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        directory: Place,
-        permitted: Callable[[], object],
-        states: States,
-    ) -> None:
-        self.pipe = pipe
-        self.optimizer = optimizer
-        self.directory = directory
-        self.permitted = permitted
-        self.naming = Naming(pipe.named_parameters(), pipe.parameters())
-        self.parts = states
-        self.states: Mapping[str, dict[str, Any]] = {}
-        self.planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        self.metadata = Metadata({})
+    pipe: Pipeline
+    optimizer: torch.optim.Optimizer
+    directory: Place
+    progress: Progress
+    scheduler: Stateful | None
+    scaler: Stateful | None
+    states: States
 
-    def run(self, progress: Progress, others: Mapping[str, Any], keep: int | None) -> Place:
-        """All steps, each of which fails on all ranks or on none."""
-        world = self.pipe.world
-        folder, groups = together(
-            world,
-            "the groups of the optimizer",
-            self._groups,
-            lambda found: (make_temporary(self.directory, progress.step), merged(found)),
+    def collected(self) -> Collected:
+        """It, as it is now.
+
+        Raises:
+            CheckpointError: for a state that cannot be stored.
+        """
+        pipe = self.pipe
+        own = {"scheduler": self.scheduler, "scaler": self.scaler}
+        others = {key: part for key, part in own.items() if part is not None}
+        states = {name: part.state_dict() for name, part in self.states.items()}
+        progress = dataclasses.replace(self.progress, seed=pipe.seed, step_number=pipe.step_number)
+        kinds = {"optimizer": self.optimizer, **others}
+        trainer = {
+            **items_of(progress),
+            **{key: part.state_dict() for key, part in others.items()},
+            TRAINER_KEY: {name: rest_of(state) for name, state in states.items()},
+        }
+        groups, tree = self._held(states)
+        return Collected(
+            groups,
+            tree,
+            trainer,
+            {key: type(part).__name__ for key, part in kinds.items()} | kinds_of(self.states),
+            counts_of(progress),
         )
-        try:
-            writer = RankFileWriter(folder)
-            plans = together(
-                world,
-                "the plan of the checkpoint",
-                lambda: self._plan(writer, groups),
-                lambda found: self._plan_all(writer, found),
-            )
-            return together(
-                world,
-                "the writing of the checkpoint",
-                lambda: self._write(writer, folder, plans[self.pipe.rank]),
-                lambda found: self._finish(writer, folder, found, progress, others, keep),
-            )
-        except CheckpointError as error:
-            if self.pipe.rank == 0:
-                discard(folder)
-            hint = error.hint or f"earlier checkpoints in {self.directory} are as they were"
-            raise CheckpointError(error.problem, hint=hint) from error.__cause__
 
-    def _groups(self) -> Groups:
-        self.states = {name: part.state_dict() for name, part in self.parts.items()}
-        return [] if self.pipe.replica else named_groups(self.optimizer, self.naming)
-
-    def _tree(self, groups: Groups) -> dict[str, Any]:
+    def _held(self, states: Mapping[str, Mapping[str, Any]]) -> tuple[Groups, dict[str, Any]]:
         """What this rank has to write: what the first replica's ranks hold, and its own rows."""
+        naming = Naming(self.pipe.named_parameters(), self.pipe.parameters())
+        groups = [] if self.pipe.replica else named_groups(self.optimizer, naming)
         aliases = self.pipe.spec.aliases
         model = {n: tensor for n, tensor in self.pipe.state_dict().items() if n not in aliases}
-        states = named_states(self.optimizer, self.naming)
-        extra = {name: tensors_in(state) for name, state in self.states.items()}
-        optimizer: dict[str, Any] = {"state": self._written(states)}
-        if self.pipe.rank == 0:
-            optimizer["param_groups"] = groups
+        slots = self._written(named_states(self.optimizer, naming))
+        extra = {name: tensors_in(state) for name, state in states.items()}
         own = {KEY: found} if (found := self._written(extra)) else {}
-        return {"model": self._written(model), "optimizer": optimizer, **own}
+        return groups, {"model": self._written(model), "optimizer": {"state": slots}, **own}
 
     def _written(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
         """What of dicts within dicts this rank writes: of what is divided, rows that there are."""
@@ -162,9 +143,115 @@ class _Saving:
                 found[key] = item
         return found
 
+
+@dataclass(frozen=True)
+class Collected:
+    """What one rank has to write.
+
+    Attributes:
+        groups: of its optimizer.
+        tree: tensors and values, as torch.distributed.checkpoint names them.
+        trainer, kinds, counts: what rank 0 writes besides.
+    """
+
+    groups: Groups
+    tree: dict[str, Any]
+    trainer: dict[str, Any]
+    kinds: Mapping[str, str]
+    counts: Mapping[str, int]
+
+
+class Saving:
+    """One checkpoint in the making, on one rank: begun, written by each by itself, and finished.
+
+    Args:
+        copy: gives what does not change when training goes on, to be written later.
+    """
+
+    def __init__(
+        self,
+        content: Content,
+        keep: int | None,
+        permitted: Callable[[], object] | None,
+        copy: Callable[[Collected], Collected] = lambda collected: collected,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
+        self.pipe = content.pipe
+        self.content = content
+        self.keep = keep
+        self.permitted = permitted or (lambda: None)
+        self.copy = copy
+        # Of a state the first rank's tensor is kept; weights are the same on all that have them.
+        first = bool(content.states)
+        self.planner = DefaultSavePlanner(dedup_save_to_lowest_rank=first)
+        self.metadata = Metadata({})
+        self._written: Callable[[], Written] | None = None
+
+    def done(self) -> Place:
+        """All steps, each of which fails on all ranks or on none."""
+        self.begin()
+        self.write()
+        return self.finish()
+
+    def begin(self) -> None:
+        """Let every rank know what it writes, and have it by itself."""
+        world, content, directory = self.pipe.world, self.content, self.content.directory
+        kept: list[Collected] = []
+
+        def collect() -> Groups:
+            kept.append(self.copy(content.collected()))
+            return kept[0].groups
+
+        with self._explained():
+            self.folder, groups = together(
+                world,
+                "the content of the checkpoint",
+                collect,
+                lambda found: (make_temporary(directory, content.progress.step), merged(found)),
+            )
+        self.collected, self.writer = kept[0], RankFileWriter(self.folder)
+        with self._explained(self.folder):
+            plans = together(
+                world,
+                "the plan of the checkpoint",
+                lambda: self._plan(self.writer, groups),
+                lambda found: self._plan_all(self.writer, found),
+            )
+        self.plan = plans[self.pipe.rank]
+
+    def write(self) -> None:
+        """Write this rank's part, without a word to the others; on any thread."""
+        try:
+            written = self._write(self.writer, self.folder, self.plan)
+            self._written = lambda: written
+        except BaseException as error:  # `finish` raises it, for all ranks to know
+            self._written = functools.partial(_raise, error)
+
+    def finish(self) -> Place:
+        """Let the checkpoint appear."""
+        assert self._written is not None
+        with self._explained(self.folder):
+            return together(
+                self.pipe.world, "the writing of the checkpoint", self._written, self._finish
+            )
+
+    @contextlib.contextmanager
+    def _explained(self, folder: Place | None = None) -> Iterator[None]:
+        """Removes the folder after an error, and says that the others are as they were."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self.pipe.rank == 0 and folder is not None:
+                discard(folder)
+            hint = error.hint or f"earlier checkpoints in {self.content.directory} are as they were"
+            raise CheckpointError(error.problem, hint=hint) from error.__cause__
+
     def _plan(self, writer: RankFileWriter, groups: Groups) -> SavePlan:
-        first = self.pipe.rank == 0
-        self.planner.set_up_planner(self._tree(groups), is_coordinator=first)
+        first, tree = self.pipe.rank == 0, self.collected.tree
+        if first:
+            tree = {**tree, "optimizer": {**tree["optimizer"], "param_groups": groups}}
+        self.planner.set_up_planner(tree, is_coordinator=first)
         writer.set_up_storage_writer(first)
         plan: SavePlan = writer.prepare_local_plan(self.planner.create_local_plan())
         return plan
@@ -188,36 +275,27 @@ class _Saving:
             reason = described(_system_error(error) or error)
             raise CheckpointError(f"cannot write {file}: {reason}") from error
 
-    def _finish(
-        self,
-        writer: RankFileWriter,
-        folder: Place,
-        written: Sequence[Written],
-        progress: Progress,
-        others: Mapping[str, Any],
-        keep: int | None,
-    ) -> Place:
+    def _finish(self, written: Sequence[Written]) -> Place:
         """On rank 0: what all ranks have written becomes a checkpoint."""
+        folder, directory = self.folder, self.content.directory
         results = [result for found, _ in written for result in found]
         aliases = {
             f"model.{alias}": f"model.{name}" for alias, name in self.pipe.spec.aliases.items()
         }
         metadata, results = with_aliases(self.metadata, results, aliases)
         with reaching(folder):
-            writer.finish(metadata, [results])
+            self.writer.finish(metadata, [results])
         sync_path(folder / METADATA)  # torch does so before its buffer is empty
-        states = {key: part.state_dict() for key, part in others.items() if key != "optimizer"}
-        rests = {name: rest_of(state) for name, state in self.states.items()}
-        write_trainer(folder, {**items_of(progress), **states, TRAINER_KEY: rests})
+        write_trainer(folder, self.collected.trainer)
         sums = {found[0].storage_data.relative_path: sums for found, sums in written if found}
         for name in (METADATA, TRAINER):
             size = (folder / name).stat().st_size
             sums[name] = [(0, size, checksum(folder / name))]
-        numbers = [index.number for index, _ in entries(self.directory)]
+        numbers = [index.number for index, _ in entries(directory)]
         index = Index(
             number=max(numbers, default=0) + 1,
-            kinds={key: type(part).__name__ for key, part in others.items()} | kinds_of(self.parts),
-            counts=counts_of(progress),
+            kinds=self.collected.kinds,
+            counts=self.collected.counts,
             aliases=dict(self.pipe.spec.aliases),
             files={name: max(at + size for at, size, _ in parts) for name, parts in sums.items()},
             checksums=sums,
@@ -226,8 +304,12 @@ class _Saving:
         self.permitted()
         index.write(folder)
         final = commit(folder)
-        prune(self.directory, keep)
+        prune(directory, self.keep)
         return final
+
+
+def _raise(error: BaseException) -> Written:
+    raise error
 
 
 def _system_error(error: BaseException) -> OSError | None:

@@ -137,6 +137,7 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
             arguments.checkpoint_every,
             arguments.keep_checkpoints or KEPT,
             arguments.resume,
+            arguments.async_checkpoint,
         ),
         gradient_norm=arguments.gradient_norm,
         log=arguments.log,
@@ -177,6 +178,9 @@ def _contradictions(given: argparse.Namespace, hooks: UserHooks) -> dict[str, bo
         ),
         "--evaluate-every needs eval_data() in the model's file": (
             given.evaluate_every is not None and hooks.eval_data is None
+        ),
+        "--async-checkpoint needs a --checkpoint-dir": (
+            given.async_checkpoint and given.checkpoint_dir is None
         ),
         "--checkpoint-every needs a --checkpoint-dir": (
             given.checkpoint_every is not None and given.checkpoint_dir is None
@@ -286,6 +290,11 @@ def _add_checkpoints(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--checkpoint-every", type=positive, metavar="N", help="steps (at the end of every pass)"
+    )
+    parser.add_argument(
+        "--async-checkpoint",
+        action="store_true",
+        help="write them while training goes on, from a copy in host memory",
     )
     parser.add_argument(
         "--keep-checkpoints", type=positive, metavar="N", help=f"the newest ({KEPT})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,7 @@ class CheckpointOptions:
         directory: where they are written, None for none.
         every: number of steps; None for the end of every pass over the data.
         keep: how many of the newest.
+        background: whether they are written while training goes on.
         resume: "latest" or the path or address of one; None to start from the beginning.
     """
 
@@ -49,6 +51,7 @@ class CheckpointOptions:
     every: int | None = None
     keep: int = KEPT
     resume: str | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class CheckpointManager:
     states: Mapping[str, Stateful]
     options: CheckpointOptions
     last: Place | None = field(default=None, init=False)
+    _background: checkpoint.BackgroundSaver | None = field(default=None, init=False)
     _saved: tuple[int, int] | None = field(default=None, init=False)
     _permitted: Callable[[], None] | None = field(default=None, init=False)
     _lock: contextlib.ExitStack[bool | None] = field(
@@ -158,16 +162,25 @@ class CheckpointManager:
             self._saved = progress.step, progress.epoch
         else:
             # Of several branches in one directory, a restart must find this one.
-            self.save(progress)
+            self.save(progress, last=True)
         return progress
 
-    def save(self, progress: Progress) -> None:
-        """Write a checkpoint, where they are wanted and this one is not there yet."""
+    def save(self, progress: Progress, *, last: bool = False) -> None:
+        """Write a checkpoint, where they are wanted and this one is not there yet.
+
+        Args:
+            last: of this process, so that it must be there afterwards.
+        """
+        if last:
+            self.wait()
         place = progress.step, progress.epoch
         if self.options.directory is None or self._saved == place:
             return
-        self.last = checkpoint.save_checkpoint(
-            self.pipe,
+        save: Callable[..., Place | None] = functools.partial(checkpoint.save_checkpoint, self.pipe)
+        if self.options.background and not last:
+            self._background = self._background or checkpoint.BackgroundSaver(self.pipe)
+            save = self._background.save
+        there = save(
             self.optimizer,
             self.options.directory,
             progress,
@@ -177,7 +190,18 @@ class CheckpointManager:
             keep=self.options.keep,
             permitted=self._permitted,
         )
+        self.last = there or self.last
         self._saved = place
+
+    def poll(self) -> None:
+        """After a step: what is being written appears, if it is complete on every rank."""
+        if self._background is not None:
+            self.last = self._background.poll() or self.last
+
+    def wait(self) -> None:
+        """What is being written is there afterwards."""
+        if self._background is not None:
+            self.last = self._background.wait() or self.last
 
     def close(self) -> None:
         self._lock.close()

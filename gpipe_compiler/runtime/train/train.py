@@ -148,7 +148,7 @@ class _Training:
                 self._end_pass()
         if self.evaluated != self.step:
             self._evaluate(last=True)
-        self.checkpoints.save(self._progress())
+        self.checkpoints.save(self._progress(), last=True)
         self._say(self.profiler.finish())
         self._tell()
         return 0
@@ -221,6 +221,7 @@ class _Training:
             self.log.step(number, stepped, seconds)
         self.watchers.step(number, stepped, seconds)
         self._say(self.profiler.end(number))
+        self.checkpoints.poll()
         every = self.options.evaluate_every
         if every is not None and number % every == 0:
             self._evaluate()
@@ -264,13 +265,14 @@ class _Training:
         self.watchers.evaluation(self.step, found)
 
     def _stop(self, signal: int) -> int:
-        self.checkpoints.save(self._progress())
+        self.checkpoints.save(self._progress(), last=True)
         where = f"; the checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
         self._say(self.profiler.finish())
         self.printer.line(f"stopped after step {self.step}{where}")
         return signal
 
     def _lost(self, error: AgreedError) -> AgreedError:
+        self.checkpoints.wait()  # all ranks are here
         ways = "try a lower learning rate, or --clip-norm"
         last = self.checkpoints.last
         hint = error.hint or (ways if last is None else f"the last checkpoint is {last}; {ways}")

@@ -108,7 +108,15 @@ def test_ranks_write_to_one_address(processes, tmp_path):
         assert f"earlier checkpoints in {there}" in unwritten
 
 
-@pytest.mark.parametrize("what", ["kill_everywhere", "kill_everywhere_at_address"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "kill_everywhere",
+        "kill_everywhere_at_address",
+        "kill_meanwhile",
+        pytest.param("kill_meanwhile_at_address", marks=pytest.mark.slow),
+    ],
+)
 def test_a_kill_at_any_touch_of_a_file_loses_nothing(what, tmp_path):
     killed = int(launch(0, what, tmp_path).split()[1])
 

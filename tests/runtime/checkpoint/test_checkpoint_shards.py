@@ -49,6 +49,23 @@ def test_others_go_on_from_divided_replicas(processes, tmp_path):
         assert model["head.weight"].shape == model["emb.weight"].shape == (10, 6)
 
 
+def test_divided_replicas_write_while_training_goes_on(tmp_path):
+    """What they write at once, bit for bit."""
+    launch(4, "meanwhile", tmp_path)
+
+    one, other = (read_checkpoint(latest(tmp_path / name)) for name in ("at_once", "later"))
+    assert equal(one.model, other.model)
+    assert one.states.keys() == other.states.keys()
+    for name, slots in one.states.items():
+        assert slots.keys() == other.states[name].keys()
+        assert all(torch.equal(other.states[name][slot], x) for slot, x in slots.items())
+    assert (one.groups, one.scheduler, one.progress) == (
+        other.groups,
+        other.scheduler,
+        other.progress,
+    )
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_divided_replicas_go_on_from_others(tmp_path):
     run = Run("tied", "groups", 4, seed=11)
