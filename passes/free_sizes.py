@@ -37,6 +37,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.interpret import bind
+from gpipe_compiler.ir.recurrent import recurrent_forms
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (
     AT_SYMBOLS,
@@ -96,7 +97,8 @@ def required(graph: Graph) -> tuple[Requirement, ...]:
     """What a graph and the model that it was traced from demand of the sizes that are free."""
     if not graph.sizes:
         return ()
-    least = [Requirement(SMALLEST, Relation.AT_MOST, size, _ONE) for size in graph.sizes]
+    known = [(graph.least.get(size.name, SMALLEST), size) for size in graph.sizes]
+    least = [Requirement(n, Relation.AT_MOST, size, _ONE) for n, size in known if n]
     every = (*least, *within_tables(graph), *symbolic(graph).requires, *graph.requires)
     return tuple({(item.left, item.relation, item.right): item for item in every}.values())
 
@@ -307,7 +309,14 @@ class _Run:
         """The graph ready to run, until the stack is left."""
         made = _with_symbolic_calls(graph)
         run = DryRun.of(made, training=self._training, mode=self._mode)
-        contexts = (general(), quiet(), torch.no_grad(), self._mode, run.autocast())
+        contexts = (
+            general(),
+            quiet(),
+            recurrent_forms(),
+            torch.no_grad(),
+            self._mode,
+            run.autocast(),
+        )
         for context in (*contexts, enable_python_dispatcher()):
             stack.enter_context(context)
         return run

@@ -269,7 +269,7 @@ def test_commands_are_found() -> None:
         "docs/planning.md": 10,
         "docs/graph_file.md": 1,
         "docs/memory.md": 5,
-        "docs/serving.md": 6,
+        "docs/serving.md": 7,
         "docs/writing_passes.md": 2,
     }
 

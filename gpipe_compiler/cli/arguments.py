@@ -170,8 +170,8 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         type=_state,
         action="append",
         default=[],
-        help="an input of an ONNX model that a session holds between calls, and the output that it "
-        "becomes; repeatable",
+        help="an input that a session holds between calls, and the output that it becomes, as "
+        "past_key_values=past_key_values; repeatable; not to train",
     )
     group.add_argument(
         "--custom-ops",

@@ -193,8 +193,6 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     """The torch model that the command names."""
     if arguments.custom_ops:
         raise UsageError("--custom-ops: only an ONNX file can need them")
-    if arguments.state:
-        raise UsageError("--state: a torch model has its state in itself, or is given it")
     torch.manual_seed(arguments.seed)  # the factory and --input draw random numbers
     training, loss = arguments.mode == "train", LossChoice(arguments.loss)
     if loss is not LossChoice.MODEL and not training:
@@ -213,6 +211,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         subject,
         batch_dims=_each_once("--batch-dim", arguments.batch_dim),
         free=dataclasses.replace(free, names=names),
+        state=_each_once("--state", arguments.state),
     )
 
 

@@ -22,7 +22,7 @@ from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.branches import required_lines
-from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule
+from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule, at_batch
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
@@ -34,6 +34,7 @@ from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase, format_order, split_stages
 from gpipe_compiler.runtime.schedule.clock import Needs, needs_of, timeline
 from gpipe_compiler.runtime.spec import (
+    Carried,
     Joined,
     Leaf,
     LossSpec,
@@ -199,11 +200,20 @@ def _pipeline(
         "decides": bool(required_lines(graph.ops)),
         "classes": graph.classes,
         "given": graph.given,
+        "carried": tuple(_carried(graph)),
     }
     try:
         return records.record(PipelineSpec, values)
     except UnwritableError as error:
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
+
+
+def _carried(graph: Graph) -> Iterator[Carried]:
+    """The state that a session holds."""
+    for past, place in graph.carried:
+        value = graph.values[graph.presents[past]]
+        shape = tuple(at_batch(dim, graph.batch_size) for dim in value.dims)
+        yield Carried(past, value.name, place, shape)
 
 
 def sample_limits(graph: Graph) -> Iterator[SampleLimit]:

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
 from gpipe_compiler.frontend.user_code import way_out
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.branches import required_lines
-from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, other_sizes
+from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, least_sizes, other_sizes
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.core.required import BranchError
 from gpipe_compiler.runtime.wording import ending, text_of
@@ -130,7 +130,30 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             few, seconds = samples, time.process_time() - started
             if found:
                 return found, graph
-    return found, graph.replace(untried=untried, alone=_alone(graph, subject, entries))
+    graph = graph.replace(untried=untried, alone=_alone(graph, subject, entries))
+    if slow or subject.training or entries[-1].states.on_meta:
+        return found, graph
+    return found, graph.replace(least=_least(graph, subject, entries[-1]))
+
+
+def _least(graph: Graph, subject: Subject, entry: Entry) -> dict[str, int]:
+    """The sizes that may be below SMALLEST, and down to what, as is tried: a decoder that goes on
+    from what it has seen is given one token, and has seen nothing at first."""
+
+    def fits(numbers: Mapping[str, int]) -> bool:
+        tried = {**examples, **numbers}
+        if not all(demand.holds(tried) for demand in graph.requires):
+            return False
+        signature = entry.signature.at(graph.inputs, tried)
+        try:
+            return not any(_compare(graph, subject, entry, (2,), (signature,), True))
+        except GPipeCompilerError:  # the model does not take it, or another
+            return False
+        finally:
+            entry.signature = own
+
+    own, examples = entry.signature, {size.name: size.example for size in graph.sizes}
+    return least_sizes(graph.sizes, fits)
 
 
 def _near(rules: Sequence[SampleRule]) -> dict[int, SampleRule | None]:

@@ -7,7 +7,7 @@ torch.nn modules are called as the model calls them; see `recorder`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -64,6 +64,7 @@ from gpipe_compiler.frontend.without_numbers import (
 )
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
+from gpipe_compiler.ir.recurrent import recurrent_forms
 from gpipe_compiler.ir.symbolic import general
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
@@ -294,6 +295,13 @@ def _refuse_new_state(entry: Entry) -> None:
             )
 
 
+@contextlib.contextmanager
+def _of_any_size() -> Iterator[None]:
+    """Around a run on sizes that are free, such as the steps of a recurrent layer."""
+    with general(), recurrent_forms():
+        yield
+
+
 def _record(
     entry: Entry,
     recorder: Recorder,
@@ -313,7 +321,7 @@ def _record(
     mode = TraceFakes(environment, saw_constructor)
     try:
         with (
-            general() if free else contextlib.nullcontext(),
+            _of_any_size() if free else contextlib.nullcontext(),
             checks_passed(),  # says which it has passed when the trace is no longer quiet
             tracing_settings(),
             without_branches(),

@@ -154,7 +154,7 @@ def resize(tensor: torch.Tensor, dim: int | None, count: int) -> torch.Tensor:
     tensor = tensor.detach()
     if dim is None:
         return tensor.clone()
-    repeats = -(-count // tensor.shape[dim])
+    repeats = max(1, -(-count // max(1, tensor.shape[dim])))
     return torch.cat([tensor] * repeats, dim).narrow(dim, 0, count).clone()
 
 

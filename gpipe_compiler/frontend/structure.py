@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.ir.arguments import leaves, map_argument
-from gpipe_compiler.runtime.core.nest import Path
+from gpipe_compiler.runtime.core.nest import Path, cache_fields
 from gpipe_compiler.runtime.core.outputs import of_class
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
 
@@ -33,7 +33,7 @@ def with_tensors(tree: object, tensors: Iterator[object]) -> object:
     """The same nest with others in place of its tensors, in order."""
     if isinstance(tree, torch.Tensor):
         return next(tensors)
-    if isinstance(tree, tuple | list | Mapping):
+    if isinstance(tree, tuple | list | Mapping) or cache_fields(tree) is not None:
         return _rebuilt(tree, lambda _, item: with_tensors(item, tensors))
     return tree
 
@@ -72,6 +72,8 @@ def _rebuilt(tree: object, change: Callable[[str | int, object], object]) -> obj
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return changed
     twin = copy.copy(tree)
+    if cache_fields(tree) is not None:  # which a model writes to, in what it holds beside tensors
+        vars(twin).update({k: dict(v) for k, v in vars(tree).items() if isinstance(v, dict)})
     for key, item in changed.items():
         if isinstance(twin, MutableMapping):
             twin[key] = item
@@ -120,11 +122,15 @@ def classes_in(output: object, path: Path = ()) -> Iterator[OutputClass]:
     if isinstance(output, tuple | list):
         fields = dict(enumerate(output))
     for key, item in (fields or {}).items():
-        yield from classes_in(item, (*path, key))
+        if key != "layers" or cache_fields(output) is None:  # which a cache makes by itself
+            yield from classes_in(item, (*path, key))
 
 
 def _fields(item: object) -> dict[Any, object] | None:
-    """What a dict, a dataclass or a namespace holds, None for anything else."""
+    """What a dict, a dataclass, a namespace or a cache holds, None for anything else."""
+    cache = cache_fields(item)
+    if cache is not None:
+        return cache
     if type(item) is types.SimpleNamespace:
         return dict(vars(item))
     if isinstance(item, Mapping):

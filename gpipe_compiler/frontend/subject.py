@@ -162,6 +162,7 @@ class Subject:
         batch_dims: by the name of an input, its dimension that is the batch, or None where all
             samples share it. What is not in it is found out (`frontend/batch_dims.py`).
         free: the dimensions of inputs that are to stay free, beside the batch.
+        state: inputs that a session holds between calls, each with the output that it becomes.
         keeps: for a model that leaves layers out at random, what Python is told for a layer to run;
             all run then in every run of an entry. None where it decides by itself.
         pretrained: where the numbers of a model on meta are, that was built from a folder of
@@ -185,6 +186,7 @@ class Subject:
     initial: Mapping[str, Steps] = field(default_factory=dict)
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     free: Wish = Wish()
+    state: Mapping[str, str] = field(default_factory=dict)
     keeps: bool | None = None
     pretrained: Pretrained | None = None
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -89,6 +89,13 @@ def parts(argument: Argument) -> Iterable[Argument] | None:
     if isinstance(argument, slice):
         return argument.start, argument.stop, argument.step
     return None
+
+
+def at_place(argument: Argument, place: Sequence[str | int]) -> Any:
+    """What stands at a place of nested tuples, lists and dicts."""
+    for key in place:
+        argument = argument[key]
+    return argument
 
 
 def leaves(argument: Argument) -> Iterator[Leaf]:

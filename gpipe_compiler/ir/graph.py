@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpipe_compiler.ir.arguments import Argument, value_names
+from gpipe_compiler.ir.arguments import Argument, at_place, value_names
 from gpipe_compiler.ir.branches import is_requirement
 from gpipe_compiler.ir.losses import Loss
 from gpipe_compiler.ir.ops import ModuleSpec, Op
@@ -33,6 +33,7 @@ _DESCRIPTIONS = frozenset(
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
         *("module_classes", "repeats", "sample_rules", "untried"),
         *("untried_in_pieces", "alone", "left_out", "given", "fused", "packs", "keeps"),
+        *("least", "carried"),
     }
 )
 """Fields of a graph that do not decide how its ops run, but for whether there is a loss."""
@@ -70,6 +71,10 @@ class Graph:
             modules), by path: the names of their classes.
         unlike: the precisions in which the model is another program than this graph, and why.
         requires: what the model demands of the sizes that are free (those in `inputs`).
+        least: by the names of sizes that are free, the smallest number at which the model is this
+            graph, where that is below `SMALLEST`.
+        carried: inputs that are state between calls, each with the place of the output that it
+            becomes.
         sample_rules: numbers of samples for which the model may be another program, by what it
             compared theirs with while it was traced; in order.
         untried: the first of these for which no batch was tried.
@@ -108,6 +113,8 @@ class Graph:
     output_terms: Mapping[str, tuple[OutputTerm, ...]] = field(default_factory=dict)
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     requires: tuple[Requirement, ...] = ()
+    least: Mapping[str, int] = field(default_factory=dict)
+    carried: tuple[tuple[str, tuple[str | int, ...]], ...] = ()
     sample_rules: tuple[SampleRule, ...] = ()
     left_out: str = ""
     untried: SampleRule | None = None
@@ -147,6 +154,11 @@ class Graph:
     def sizes(self) -> tuple[Size, ...]:
         """The dimensions of inputs that are free, beside the batch."""
         return named(source.shape or () for source in self.inputs)
+
+    @property
+    def presents(self) -> Mapping[str, str]:
+        """The values that state between calls becomes, by the inputs that it is."""
+        return {past: at_place(self.outputs, place).name for past, place in self.carried}
 
     @property
     def traced_in(self) -> Precision:

@@ -6,7 +6,8 @@ where it stands in such an expression; by itself it goes by a value's `batch_dim
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.errors import SourceLocation
@@ -83,6 +84,37 @@ def other_sizes(sizes: Sequence[Size], requires: Iterable[Requirement]) -> dict[
                 found = tried
                 break
     return found
+
+
+_MOST_TRIED = 3
+"""Groups of sizes up to which every choice among them is tried."""
+
+
+def least_sizes(sizes: Sequence[Size], fits: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
+    """By name, the least that sizes can be, where that is below SMALLEST.
+
+    Those that are equal in the example are tried together. Each is tried by itself, and then with
+    the others.
+
+    Args:
+        fits: whether some can be these numbers while the others are as in the example.
+    """
+    groups = []
+    for example in dict.fromkeys(size.example for size in sizes):
+        names = [size.name for size in sizes if size.example == example]
+        fitting = [number for number in range(SMALLEST) if fits(dict.fromkeys(names, number))]
+        if SMALLEST - 1 in fitting:
+            groups.append(dict.fromkeys(names, fitting[0]))
+    count = len(groups)
+    choices = [count] if count > _MOST_TRIED else range(2, count + 1)
+    together = [
+        {name: number for group in chosen for name, number in group.items()}
+        for several in choices
+        for chosen in itertools.combinations(groups, several)
+    ]
+    if not all(map(fits, together)):
+        return {}
+    return {name: number for group in groups for name, number in group.items()}
 
 
 def at_batch(dim: Dim, samples: int) -> Dim:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -275,7 +275,7 @@ def problem_of(
         tuple((index[a], index[b]) for a, b in facts.atoms.precedence if a in index and b in index),
         tuple(
             tuple(sorted(index[name] for name in group if name in index))
-            for group in facts.atoms.groups
+            for group in (*facts.atoms.groups, *_carrying(facts))
         ),
         frozenset(last),
         last_alone=any(facts.kept[node].name not in graph.loss_only for node in last),
@@ -338,10 +338,20 @@ def _saved(facts: CutFacts) -> list[Resident]:
     ]
 
 
+def _carrying(facts: CutFacts) -> Iterator[set[str]]:
+    """For state between calls, the ops that read it and the one that makes it."""
+    graph = facts.graph
+    for past, present in graph.presents.items():
+        maker = graph.producer.get(present)
+        readers = {op.name for op in graph.consumers.get(past, ()) if past in facts.reads(op)}
+        yield readers if maker is None else {*readers, maker.name}
+
+
 def _traffic(facts: CutFacts, index: Mapping[str, int]) -> list[Traffic]:
     graph = facts.graph
     found = []
-    makers = [(source.name, GRAPH_INPUT) for source in graph.inputs]
+    held = dict(graph.carried)  # where it is read, from an earlier call
+    makers = [(s.name, GRAPH_INPUT) for s in graph.inputs if s.name not in held]
     makers.extend((name, index[op.name]) for op in facts.kept for name in op.outputs)
     for value, producer in makers:
         readers = [op for op in graph.consumers.get(value, ()) if op.name in index]

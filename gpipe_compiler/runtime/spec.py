@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchNorm",
+    "Carried",
     "Crossing",
     "Input",
     "Joined",
@@ -172,6 +173,22 @@ class Input:
         if self.batch_dim is None:
             return tensor
         return tensor.narrow(self.batch_dim, start, min(size, self.samples(tensor) - start))
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """State between calls: an input that a session holds, and the output that it becomes.
+
+    Attributes:
+        past, present: the input, and the value that the next call takes in its place.
+        place: the way to the present in what the model returns.
+        shape: of the present; its dimension that is the batch says nothing.
+    """
+
+    past: str
+    present: str
+    place: tuple[str | int, ...]
+    shape: Shape
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
@@ -359,6 +376,7 @@ class PipelineSpec:
             it is.
         decides: whether a stage may refuse a batch by the values that it computes.
         given: the values of Python's in the call that the model was compiled with.
+        carried: state that a session holds.
     """
 
     name: str
@@ -391,6 +409,7 @@ class PipelineSpec:
     left_out: str = ""
     decides: bool = False
     given: tuple[GivenValue, ...] = ()
+    carried: tuple[Carried, ...] = ()
 
     @cached_property
     def sizes(self) -> tuple[Size, ...]:

@@ -16,6 +16,7 @@ from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import ModelError, Notice
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
+from gpipe_compiler.frontend.carried import with_state
 from gpipe_compiler.frontend.comparable_runs import settles_in_eval
 from gpipe_compiler.frontend.materialise import real_example
 from gpipe_compiler.frontend.signature import resized
@@ -25,6 +26,7 @@ from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.overlaps import refuse_overlaps
+from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.written_once import refuse_written_in_eval, refuse_written_weights
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
@@ -77,6 +79,9 @@ class TorchStages:
             graph = graph.replace(loss=over)
         if options.per_microbatch:
             graph = graph.replace(one_by_one=True)
+        if subject.state:
+            values = annotate(graph, graph.batch_size).values
+            graph = with_state(graph, subject.state, values)
         options, words = _with_optimizer(options, graph, found.subject)
         planner = planner_of(graph, options)
         return cls(options, found, planner, words, launch)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from gpipe_compiler.errors import UnsplittableError, ValidationError, summary
 from gpipe_compiler.frontend.check import refuse_late_checkpoints
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.materialise import known, materialised
+from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
@@ -260,9 +261,22 @@ def _second_reference(
         if plan.precision is Precision.FP32:
             # How weights follow from gradients, the first batch has shown.
             expected = {k: group for k, group in expected.items() if k is not ComparedKind.WEIGHT}
-        return [_Reference(expected, batch, names)], note
+        small = _at_least(subject, plan, seed, entry.signature)
+        return [_Reference(expected, batch, names), *small], note
     why = f"the model rejects a second batch {met}" if met else "no input has a batch dimension"
     return [], f"the example alone was compared: {why}"
+
+
+def _at_least(subject: Subject, plan: Plan, seed: int, own: Signature) -> Iterator[_Reference]:
+    """The model's results where sizes are the least that they can be."""
+    graph = plan.known_graph
+    if not graph.least:
+        return
+    names = tuple(source.name for source in own.inputs)
+    examples = {size.name: size.example for size in graph.sizes}
+    small = own.at(graph.inputs, {**examples, **graph.least})
+    batch = OtherBatch(tuple(small.samples(plan.batch_size)), plan.microbatches, "the least sizes")
+    yield _Reference(reference_of(subject, plan, seed, other=batch)[0], batch, names)
 
 
 def _with_numbers(

@@ -12,6 +12,7 @@ from ..sizes import Sizes
 from .inputs import Inputs
 from .loss_weights import Counts, summed
 from .request import RandomKey, RunRequest
+from .session import HeldState
 from .topology import Topology
 
 
@@ -24,6 +25,7 @@ class CallArgs:
         outputs: whether what the model returns is wanted.
         key: what random ops depend on.
         loss_scale: gradients are those of the loss times this.
+        session: what is held from an earlier call, and after this one.
     """
 
     work: RunRequest
@@ -35,6 +37,7 @@ class CallArgs:
     loss_scale: float = 1.0
     read: int = 0
     deferred: bool = False
+    session: HeldState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Call:
             the last call; 0 where it has not.
         first: the number in the mini-batch of this replica's first micro-batch.
         total: the loss weights of the mini-batch, over all replicas; () without any.
+        begins: whether a session's state is passed with the inputs, in place of what it holds.
         varied: whether sizes differ among the micro-batches of the mini-batch, over all replicas.
     """
 
@@ -67,6 +71,7 @@ class Call:
     first: int = 0
     total: Counts = ()
     varied: bool = False
+    begins: bool = False
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:

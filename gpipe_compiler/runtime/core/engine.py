@@ -110,6 +110,8 @@ class _Run:
         }
         self.values: list[Values] = [dict(values) for values in request.inputs]
         self.values.extend({} for _ in range(request.microbatches - len(request.inputs)))
+        for values, held in zip(self.values, request.held, strict=False):
+            values.update(held)
         self.gradients: dict[tuple[str, int, int], torch.Tensor | None] = {}
         self.losses: dict[int, tuple[torch.Tensor, ...]] = {}
         self.results: list[Values] = [{} for _ in range(request.microbatches)]
@@ -174,9 +176,11 @@ class _Run:
 
     def _received(self, need: Need, microbatch: int) -> torch.Tensor:
         tensor = self.values[microbatch].get(need.value)
-        if tensor is not None:
-            return tensor
-        return self._arrived(need.value, need.sender, need.via, microbatch)
+        if tensor is None:
+            tensor = self._arrived(need.value, need.sender, need.via, microbatch)
+        if need.value in self.request.kept:  # state that the model hands back as it is
+            self.results[microbatch][need.value] = tensor
+        return tensor
 
     def _arrived(self, value: str, sender: int | None, via: int, microbatch: int) -> torch.Tensor:
         if sender is None:

@@ -14,11 +14,11 @@ import torch
 from ..errors import AgreedError, TransportError, UsageError
 from ..limits import refuse_alone, refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
-from ..spec import Joined, PipelineSpec
+from ..spec import Joined, Leaf, PipelineSpec, Structure
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
 from .gradients import give_back, wanted_of
-from .inputs import BoundCall, bind_call
+from .inputs import NO_SIZES, BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed, total_of
 from .options import ExecutionOptions, refuse_fused, refuse_left_out, refuse_parts
@@ -27,6 +27,7 @@ from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
+from .session import begins_anew, without_state
 from .topology import Topology
 from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
 from .wiring import inputs_for, makers, output_leaves
@@ -70,6 +71,8 @@ class Execution:
         made = {leaf.value for leaf in self._leaves}
         self._made = frozenset(made - {source.name for source in spec.inputs})
         self._makers = makers(spec)
+        self._carried = frozenset(state.past for state in spec.carried)
+        self._stateless = without_state(spec)
         self._dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
         loss = None if spec.loss is None else spec.loss.value
         placed = zip(topology.numbers, topology.devices, strict=True)
@@ -127,28 +130,25 @@ class Execution:
         if args.read:
             call = dataclasses.replace(call, read=args.read)
         call = agree(self._topology, call, args.key.step + 1)
+        session = args.session
+        held = frozenset() if session is None or call.begins else self._carried
         prepared = self._programs.of(
-            args.work, len(call.samples), training=args.training, wanted=call.wanted
+            args.work,
+            len(call.samples),
+            training=args.training,
+            wanted=call.wanted,
+            held=held,
         )
         if call.varied:
             self._check_varied(prepared)
-        shares = prepared.loss_weights(self._shares(call))
-        request = StepRequest(
-            work=args.work,
-            samples=call.samples,
-            sizes=call.sizes,
-            inputs=bound.parts,
-            # The mean over the replicas' losses and gradients is the sum of their shares.
-            loss_weights=tuple(
-                tuple(self._topology.replicas * share for share in own) for own in shares
-            ),
-            kept=self._made if args.outputs else frozenset(),
-            random=RandomKey(args.key.seed, args.key.step, call.first),
-            loss_scale=args.loss_scale,
-        )
+        request = self._request(args, call, bound, prepared)
         results = self._run_engines(prepared, request)
         loss = self._loss(results, request) if args.work.makes_loss else None
-        made = self._gathered(results, request, call.groups)
+        structure, leaves = self._spec.outputs, self._leaves
+        if session is not None:
+            session.take(self._spec, call, [result.results for result in results])
+            structure, leaves = self._stateless, output_leaves(self._stateless)
+        made = self._gathered(results, request, call.groups, leaves)
         if call.wanted and self._topology.feeds:
             gradients, replicas = results[0].gradients, self._topology.replicas
             give_back(self._spec, bound, call.groups, gradients, replicas)
@@ -158,10 +158,35 @@ class Execution:
             return loss, None
         own_loss = loss if self._spec.loss is not None and self._spec.loss.returned else None
         outputs = [
-            self._returned({**whole, **own}, call, group, None if call.listed else own_loss)
+            self._returned(
+                structure, {**whole, **own}, call, group, None if call.listed else own_loss
+            )
             for whole, own, group in zip(bound.wholes, made, call.groups, strict=True)
         ]
         return loss, outputs if call.listed else outputs[0]
+
+    def _request(
+        self, args: CallArgs, call: Call, bound: BoundCall, prepared: PreparedSchedule
+    ) -> StepRequest:
+        session, replicas = args.session, self._topology.replicas
+        kept = self._made if args.outputs else frozenset[str]()
+        held: Sequence[Values] = ()
+        if session is not None:
+            kept |= {state.present for state in self._spec.carried}
+            held = () if call.begins else session.given(self._spec, self._topology.where, call)
+        shares = prepared.loss_weights(self._shares(call))
+        return StepRequest(
+            work=args.work,
+            samples=call.samples,
+            sizes=call.sizes,
+            inputs=bound.parts,
+            # The mean over the replicas' losses and gradients is the sum of their shares.
+            loss_weights=tuple(tuple(replicas * share for share in own) for own in shares),
+            kept=kept,
+            random=RandomKey(args.key.seed, args.key.step, call.first),
+            loss_scale=args.loss_scale,
+            held=held,
+        )
 
     def loss_weights(self, inputs: object, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
@@ -207,7 +232,12 @@ class Execution:
             )
 
     def _returned(
-        self, values: Values, call: Call, group: Sequence[int], loss: torch.Tensor | None
+        self,
+        structure: Structure,
+        values: Values,
+        call: Call,
+        group: Sequence[int],
+        loss: torch.Tensor | None,
     ) -> object:
         """What the model returns for the micro-batches that were passed together.
 
@@ -215,7 +245,7 @@ class Execution:
             loss: the terms of the one that the model itself returns.
         """
         samples, sizes = [call.samples[m] for m in group], call.sizes[group[0]]
-        made = rebuild(self._spec.outputs, values, samples, sizes, call.training)
+        made = rebuild(structure, values, samples, sizes, call.training)
         if loss is not None and isinstance(made, dict):
             made = {"loss": loss.sum(), **made}
         return as_returned(made, self._spec.classes)
@@ -228,10 +258,16 @@ class Execution:
             microbatches, replicas = self.microbatches, self._topology.replicas
             if self._apart and args.outputs and not (training or work is RunRequest.TRAIN):
                 microbatches = 1
+            begins = args.session is None or begins_anew(self._spec, args.inputs)
+            if not begins:
+                needed -= self._carried
             bound = bind_call(
                 *(args.inputs, args.target, self._spec, needed, microbatches),
                 may_be_empty=replicas > 1,
+                known=NO_SIZES if begins or args.session is None else args.session.sizes,
             )
+            if args.session is not None and not begins:
+                args.session.check(self._spec, bound.samples)
             refuse_parts(self._spec, len(bound.samples))
             self.refuse_fused(training=training)
             refuse_alone(self._spec.name, self._spec.alone.get(training, ""), bound.samples)
@@ -258,7 +294,7 @@ class Execution:
                 raise
             return Call(work, training, refusal=(error.problem, error.hint)), BoundCall()
         passed = bound.samples, bound.sizes, bound.listed
-        return Call(work, training, *passed, weights, wanted=wanted), bound
+        return Call(work, training, *passed, weights, wanted=wanted, begins=begins), bound
 
     def _is_whole(self, samples: Sequence[int]) -> bool:
         """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
@@ -367,15 +403,19 @@ class Execution:
         return torch.where(replicas > 0, mean, mean.new_tensor(empty)).to(total.dtype)
 
     def _gathered(
-        self, results: Sequence[DeviceResult], request: StepRequest, groups: Sequence[Sequence[int]]
+        self,
+        results: Sequence[DeviceResult],
+        request: StepRequest,
+        groups: Sequence[Sequence[int]],
+        leaves: Sequence[Leaf],
     ) -> Sequence[Values]:
         """The outputs of each group of micro-batches, on rank 0.
 
         One after another, in the same order on all ranks.
         """
         pipeline, outputs = self._topology.pipeline, [Values() for _ in groups]
-        for leaf in self._leaves:
-            if leaf.value not in request.kept:
+        for leaf in leaves:
+            if leaf.value not in request.kept or leaf.value not in self._made:
                 continue
             source = self._topology.rank_of(self._makers[leaf.value])
             for group, made in zip(groups, outputs, strict=True):

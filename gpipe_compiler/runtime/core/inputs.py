@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -26,6 +27,8 @@ Passed: TypeAlias = tuple[Inputs, object]
 """Inputs and target, as the model itself is called."""
 
 _MISSING = object()
+
+NO_SIZES: Sizes = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ def bind_call(
     microbatches: int,
     *,
     may_be_empty: bool = False,
+    known: Sizes = NO_SIZES,
 ) -> BoundCall:
     """The tensors of a mini-batch, micro-batch by micro-batch.
 
@@ -87,13 +91,14 @@ def bind_call(
         needed: the inputs that must be there; others may be None or absent.
         microbatches: into which a mini-batch that is passed whole is split, at most; see `split`.
         may_be_empty: whether it may have no samples, as a replica's share of a mini-batch.
+        known: sizes of inputs that are not passed.
 
     Raises:
         UsageError: when a tensor is missing, does not fit, or is one that the pipeline knows
             nothing of; when sizes are not what the model demands; when there are no samples.
     """
     if not is_listed(spec, inputs):
-        whole, sizes = bind(inputs, target, spec, needed)
+        whole, sizes = bind(inputs, target, spec, needed, known)
         if may_be_empty and _batch_of(whole, spec) == 0:
             return BoundCall()
         parts, samples = split(whole, spec, microbatches)
@@ -120,7 +125,11 @@ def bind_call(
 
 
 def bind(
-    inputs: Inputs, target: object, spec: PipelineSpec, needed: frozenset[str]
+    inputs: Inputs,
+    target: object,
+    spec: PipelineSpec,
+    needed: frozenset[str],
+    known_sizes: Sizes = NO_SIZES,
 ) -> tuple[Values, Sizes]:
     """The tensors of a call by the names of the pipeline's inputs, and its sizes.
 
@@ -150,7 +159,7 @@ def bind(
                 hint=f"the pipeline takes {_expected(spec)}",
             )
     _check_values(call, spec)
-    sizes = _sizes_of(bound, spec)
+    sizes = {**known_sizes, **_sizes_of(bound, spec)}
     for source in spec.inputs:
         if source.name in bound:
             _check_shape(source, bound[source.name], sizes, spec)

@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..sizes import Expression, Sizes, value_at
 from ..spec import Joined, Leaf, OutputClass, OutputTerm, Samples, Structure, Unreturned
 from .loss_weights import divisor
-from .nest import Path
+from .nest import CACHES, Path
 
 
 def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
@@ -158,6 +158,8 @@ def _made(known: OutputClass, held: Any) -> object:
                 return made
         except Exception:  # noqa: BLE001  # whatever the user's class raises
             return Fields(held)
+    if known.module == CACHES:
+        return Fields(held) if cls is None else _cache(cls, held)
     factory = _imported(*known.factory) if known.factory else None
     lacking = cls is None or (known.factory and factory is None)
     return Fields(held) if lacking else _mapping(cls, held, factory)
@@ -182,6 +184,23 @@ def _dataclass(cls: Any, held: Mapping[str, Any]) -> Any:
     for name in set_later & held.keys():
         object.__setattr__(made, name, held[name])
     return made
+
+
+def _cache(cls: Any, held: Mapping[str, Any]) -> object:
+    """A cache of transformers that holds these tensors, as they are."""
+    try:
+        if "layers" not in held:
+            return cls(*held.values())
+        made, layer_class = cls(), _imported(CACHES, "DynamicLayer")
+        for own in held["layers"]:
+            layer: Any = layer_class()  # type: ignore[operator]  # what is no class raises
+            if own:
+                layer.lazy_initialization(own["keys"], own["values"])
+                layer.keys, layer.values = own["keys"], own["values"]
+            made.layers.append(layer)
+        return made
+    except Exception:  # noqa: BLE001  # whatever another version of it raises
+        return Fields(held)
 
 
 def _mapping(cls: Any, held: Mapping[Any, Any], factory: object) -> object:

@@ -43,6 +43,7 @@ from .programs import ProgramCache
 from .random import seed_in_eval
 from .reducer import collected, share_initial
 from .request import RandomKey, RunRequest
+from .session import HeldState, Session
 from .shard_reducer import make_reducer
 from .sharding import checksum_of, share_of
 from .shards import Shards, divide
@@ -326,6 +327,18 @@ class Pipeline(ModelNames):
         """
         return self._run(RunRequest.INFER, inputs, None, True)[1]
 
+    def session(self) -> Session:
+        """Calls that follow one another, with state that each stage holds between them.
+
+        Raises:
+            UsageError: where the model was compiled without `--state`.
+        """
+        return Session(self)
+
+    def in_session(self, inputs: Inputs, held: HeldState) -> object:
+        """As a call, with the state of a session and without it in what is returned."""
+        return self._run(RunRequest.INFER, inputs, None, True, session=held)[1]
+
     def _run(
         self,
         work: RunRequest,
@@ -334,6 +347,7 @@ class Pipeline(ModelNames):
         outputs: bool,
         loss_scale: float = 1.0,
         deferred: bool = False,
+        session: HeldState | None = None,
     ) -> tuple[torch.Tensor | None, object]:
         seed = self.seed
         if not (self.training or work is RunRequest.TRAIN):
@@ -343,7 +357,16 @@ class Pipeline(ModelNames):
         key = RandomKey(seed, self.step_number)
         read, self._read = self._read, 0
         call = CallArgs(
-            work, self.training, inputs, target, outputs, key, loss_scale, read, deferred
+            work,
+            self.training,
+            inputs,
+            target,
+            outputs,
+            key,
+            loss_scale,
+            read,
+            deferred,
+            session,
         )
         with self._gathered():
             for shared in self.local_stages.shared:

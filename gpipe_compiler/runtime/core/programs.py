@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..errors import UsageError
 from ..schedule import forward_only, lower, orders_for, prove
@@ -41,6 +42,9 @@ class PreparedSchedule:
         return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
 
 
+_Key: TypeAlias = tuple[RunRequest, int, frozenset[int], frozenset[str], frozenset[str]]
+
+
 @dataclass(eq=False)
 class ProgramCache:
     """The schedules of a pipeline, each made and proved when it is first asked for.
@@ -55,9 +59,7 @@ class ProgramCache:
     _schedule: ScheduleKind
     _batchnorm: BatchNorm
     _owners: Mapping[str, Sequence[int]]
-    _known: dict[tuple[RunRequest, int, frozenset[int], frozenset[str]], PreparedSchedule] = field(
-        default_factory=dict, init=False
-    )
+    _known: dict[_Key, PreparedSchedule] = field(default_factory=dict, init=False)
 
     def of(
         self,
@@ -66,11 +68,13 @@ class ProgramCache:
         *,
         training: bool,
         wanted: frozenset[str] = frozenset(),
+        held: frozenset[str] = frozenset(),
     ) -> PreparedSchedule:
         """The programs for a number of micro-batches, of stages in this mode.
 
         Args:
             wanted: the inputs whose gradients the caller wants.
+            held: those that are where they are read, from an earlier call.
 
         Raises:
             UsageError: for a number of micro-batches that makes no sense, or a schedule that does
@@ -90,21 +94,26 @@ class ProgramCache:
             joint = frozenset({len(self._spec.stages) - 1})
         if microbatches == 1:
             joint = frozenset()
-        key = work, microbatches, joint, wanted
+        key = work, microbatches, joint, wanted, held
         if key not in self._known:
             self._known[key] = self._prepared(*key)
         return self._known[key]
 
     def _prepared(
-        self, work: RunRequest, microbatches: int, joint: frozenset[int], wanted: frozenset[str]
+        self,
+        work: RunRequest,
+        microbatches: int,
+        joint: frozenset[int],
+        wanted: frozenset[str],
+        held: frozenset[str],
     ) -> PreparedSchedule:
         spec, placement = self._spec, self._topology.placement
-        crossings = crossings_for(spec, work, wanted)
+        crossings = crossings_for(spec, work, wanted, held)
         orders = self._orders(work, microbatches, joint)
         sums = self._owners if work is RunRequest.TRAIN else {}
         programs = lower(orders, placement, crossings, sums, joint)
         prove(programs, placement, crossings, joint)
-        wiring = wire(spec, placement, work, joint, split_stages(orders), wanted)
+        wiring = wire(spec, placement, work, joint, split_stages(orders), wanted, held)
         steps = tuple(steps_of(program, wiring) for program in programs)
         return PreparedSchedule(placement, crossings, wiring, steps)
 

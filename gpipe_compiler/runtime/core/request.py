@@ -53,6 +53,7 @@ class StepRequest:
             first.
         kept: the values that the caller wants.
         loss_scale: gradients are those of the loss times this; the loss is told without it.
+        held: by micro-batch, the inputs that stages of this process hold from an earlier call.
     """
 
     work: RunRequest
@@ -63,6 +64,7 @@ class StepRequest:
     kept: frozenset[str]
     random: RandomKey
     loss_scale: float = 1.0
+    held: Sequence[Mapping[str, torch.Tensor]] = ()
 
     @property
     def microbatches(self) -> int:

@@ -87,9 +87,10 @@ def wire(
     joint: Collection[int] = (),
     split: Collection[int] = (),
     wanted: frozenset[str] = frozenset(),
+    held: frozenset[str] = frozenset(),
 ) -> tuple[StageWiring, ...]:
-    """The wiring of every stage."""
-    crossings = {c.value: c for c in crossings_for(spec, work, wanted)}
+    """The wiring of every stage; see `crossings_for`."""
+    crossings = {c.value: c for c in crossings_for(spec, work, wanted, held)}
     dims = batch_dims(spec, output_leaves(spec.outputs))
     loss = spec.loss if work.makes_loss else None
     wired = []
@@ -119,12 +120,16 @@ def wire(
 
 
 def crossings_for(
-    spec: PipelineSpec, work: RunRequest, wanted: frozenset[str] = frozenset()
+    spec: PipelineSpec,
+    work: RunRequest,
+    wanted: frozenset[str] = frozenset(),
+    held: frozenset[str] = frozenset(),
 ) -> tuple[Crossing, ...]:
     """The boundary values that are sent: inference does without those that serve only the loss.
 
     Args:
         wanted: inputs whose gradients come back, through all that may follow from them.
+        held: inputs that are where they are read, from an earlier call.
     """
     if work is RunRequest.TRAIN:
         inputs = {source.name for source in spec.inputs} - wanted
@@ -143,7 +148,7 @@ def crossings_for(
             for t in crossing.targets
             if work.makes_loss or crossing.value in spec.stages[t].inputs
         )
-        if targets:
+        if targets and crossing.value not in held:
             kept.append(dataclasses.replace(crossing, targets=targets, gradient=False))
     return tuple(kept)
 

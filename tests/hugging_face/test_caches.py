@@ -1,0 +1,80 @@
+"""Decoders of transformers with their caches, against the plain model, token by token."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from loading import load_package
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
+from gpipe_compiler.frontend.subject import Subject
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def seen(decoder, samples, length):
+    return decoder(torch.randint(50, (samples, length)), use_cache=True).past_key_values
+
+
+@pytest.fixture(scope="module")
+def package(decoder, tmp_path_factory):
+    past = seen(decoder, 2, 7)
+    example = {"input_ids": torch.randint(50, (2, 3)), "past_key_values": past, "use_cache": True}
+    state = {"past_key_values": "past_key_values"}
+    subject = Subject("decodes", decoder, (), example, training=False, state=state)
+    folder = tmp_path_factory.mktemp("caches") / "decodes"
+    found = compile(subject, CompileOptions(stages=2, microbatches=2), folder).directory
+    assert past.get_seq_length() == 7  # the example is as it was
+    return found
+
+
+@torch.no_grad()
+def test_a_session_is_generation(package, decoder):
+    past = DynamicCache()
+    with load_package(package).Pipeline() as pipe:
+        pipe.eval()
+        talk = pipe.session()
+        tokens = torch.randint(50, (3, 5))
+        for _ in range(4):
+            expected = decoder(tokens, past_key_values=past, use_cache=True).logits
+            found = talk({"input_ids": tokens})
+            torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-6)
+            assert found.past_key_values is None
+            tokens = expected[:, -1:].argmax(-1)
+
+
+@torch.no_grad()
+def test_caches_are_taken_and_given(package, decoder):
+    """What the package returns goes on in the plain model, and back."""
+    past = seen(decoder, 3, 4)
+    own = copy.deepcopy(past)
+    with load_package(package).Pipeline() as pipe:
+        pipe.eval()
+        for _ in range(3):
+            tokens = torch.randint(50, (3, 1))
+            expected = decoder(tokens, past_key_values=past, use_cache=True)
+            found = pipe({"input_ids": tokens, "past_key_values": own})
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)
+            own = found.past_key_values
+            assert isinstance(own, DynamicCache)
+            assert own.get_seq_length() == past.get_seq_length()
+        tokens = torch.randint(50, (3, 2))
+        one = decoder(tokens, past_key_values=past).logits
+        other = decoder(tokens, past_key_values=own).logits
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
