@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.deciding import deciding
 from gpipe_compiler.frontend.locate import line_of
@@ -39,7 +39,6 @@ from gpipe_compiler.frontend.probing import (
     user_call,
     with_numbers,
 )
-from gpipe_compiler.frontend.recurrent import recurrent_forms
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import (
@@ -55,6 +54,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.user_code import line_of_forward, way_out
 from gpipe_compiler.ir import Argument, Reduction
+from gpipe_compiler.ir.recurrent import recurrent_forms
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.nest import items_of
@@ -279,6 +279,8 @@ class Entry(nn.Module):
         args, kwargs, _ = self.signature.rebuild(self.signature.samples(self.signature.batch_size))
         try:
             isolated(self.model)(*args, **kwargs)
+        except GPipeCompilerError:
+            raise
         except Exception as error:  # whatever the user's code raises
             raise ModelError(
                 f"the model raises {type(error).__name__} on the example inputs{ending(error)}",

@@ -44,6 +44,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch._dispatch.python": ("enable_python_dispatcher",),
     "torch._functorch.apis": ("vmap_impl",),
     "torch._guards": ("Source",),
+    "torch._higher_order_ops": ("cond", "map", "scan", "while_loop"),
     "torch._library.custom_ops": ("CustomOpDef", "OPDEFS"),
     "torch._ops": ("HigherOrderOperator", "OpOverload", "OpOverloadPacket"),
     "torch._prims_common": ("is_non_overlapping_and_dense_or_false",),

@@ -41,8 +41,9 @@ _CAUSES = (
     ),
     _Cause(
         r"higher order operator doesn't work|no rule registered for HigherOrderOperator",
-        "the model calls torch.cond, map, scan or while_loop, which no package carries",
-        "use torch.where instead of cond, and a Python loop of a fixed number of steps for others",
+        "the model calls a higher-order operator of torch's, such as associative_scan, which no "
+        "package carries",
+        "use a Python loop of a fixed number of steps, or write it in other operators",
     ),
     _Cause(
         r"data_ptr|storage\(\)",
@@ -82,11 +83,26 @@ def explained(error: Exception) -> TraceError:
         if re.search(cause.pattern, haystack):
             return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
     if isinstance(error, GuardOnDataDependentSymNode):
-        return by_values(where)
+        counts = where is not None and _COUNTS.search(where.code)
+        return _by_count(where) if where is not None and counts else by_values(where)
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
         f"the model cannot be run without numbers{code}: {type(error).__name__}: {first}",
         location=where,
+    )
+
+
+_COUNTS = re.compile(r"\bif\b.*(?:numel\(\)|\.shape\[0\]|\.size\(0\)|len\(|nelement\(\))")
+"""How a line reads that asks how many elements there are."""
+
+
+def _by_count(where: SourceLocation) -> TraceError:
+    """The refusal of a line that asks whether a selection has found anything."""
+    return TraceError(
+        f"the model {DECIDES_BY_VALUES} at `{where.code}`: how many elements are selected",
+        location=where,
+        hint="leave that question out where nothing is wrong without it: operators such as linear "
+        "layers and index_add take parts without elements, and add nothing; or use torch.where",
     )
 
 

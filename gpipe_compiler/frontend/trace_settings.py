@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpipe_compiler.frontend.control_flow import control_flow_of_python
 from gpipe_compiler.quiet import quiet
 
 
@@ -21,7 +22,8 @@ from gpipe_compiler.quiet import quiet
 def as_written() -> Iterator[None]:
     """What torch.compile has compiled runs as it is written: its compiler follows modes, too."""
     loaded = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext():
+    stance = torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
+    with stance, control_flow_of_python():
         yield
 
 

@@ -121,6 +121,10 @@ _COMPARISONS = frozenset(
 )
 
 
+_MOST_FORCED = 1_000
+"""Comparisons in one forward; a loop on what is forced has more."""
+
+
 def force_gates(model: nn.Module, names: Collection[str], *, outcome: bool) -> None:
     """Changes a model, and so its copies: single numbers and flags among its state decide so.
 
@@ -170,6 +174,7 @@ class _Forced(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._outcome = outcome
+        self._left = _MOST_FORCED
         # With the tensors, or others might have their ids.
         self._known = {id(tensor): tensor for tensor in state}
         self._deciding = {id(tensor): tensor for tensor in deciding}
@@ -187,6 +192,9 @@ class _Forced(TorchFunctionMode):
             return made
         decides = any(id(tensor) in self._deciding for tensor in given)
         if decides and getattr(func, "__name__", "") in _COMPARISONS and made.numel() == 1:
+            self._left -= 1
+            if not self._left:
+                raise RuntimeError("a loop that ends by such a comparison never does")
             made = torch.full_like(made, self._outcome)
         for tensor in tensors_in(made):
             self._known[id(tensor)] = tensor

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
 from torch import Tensor, nn
+from torch._higher_order_ops import map as map_over
+from torch._higher_order_ops import scan, while_loop
 
 
 class Two(nn.Module):
@@ -109,11 +111,65 @@ class Cond(Two):
 
     def __init__(self) -> None:
         super().__init__()
+        self.turn, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
         self.register_buffer("flag", torch.tensor(True))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.cond(self.flag, torch.sin, torch.cos, (x,))  # refused: cond
+        x = torch.cond(self.flag, lambda x: self.turn(x) * 2, lambda x: self.other(x) * 3, (x,))
         return self.head(x)
+
+
+class CondOnData(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # refused: cond_on_data
+        return self.head(x)
+
+
+class WhileLoop(Two):
+    """Goes around so often, as a buffer says; the loop reads a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.round = nn.Linear(6, 6)
+        self.register_buffer("rounds", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def more(done: Tensor, _: Tensor) -> Tensor:
+            return done < self.rounds
+
+        def once(done: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return done + 1, x + self.round(x).tanh()
+
+        _, x = while_loop(more, once, (torch.tensor(0), x))  # refused: while_loop_in_training
+        return self.head(x)
+
+
+class Scanned(Two):
+    """A recurrent network by torch's own scan, forwards and backwards, of several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, now: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            state = self.step(torch.cat([state, now["x"]], -1)).tanh() * now["gate"]
+            return state, {"state": state.clone(), "norm": state.square().sum(-1)}
+
+        begin, taken = x.new_zeros(x.shape[0], 6), {"x": x, "gate": x.sigmoid()}
+        last, there = scan(step, begin, taken, dim=1)
+        _, back = scan(step, last, taken, dim=-2, reverse=True)
+        return self.head(last + back["state"].mean(1) + there["norm"].mean(1)[:, None])
+
+
+class Mapped(Two):
+    """Torch's own map over steps that come first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = map_over(
+            lambda row, scale: (row * scale).sin(), x.transpose(0, 1), self.first.bias[0]
+        )
+        return self.head(rows.mean(0))
 
 
 class WhileOnData(Two):
@@ -287,7 +343,16 @@ CASES = (
         expect=Refused(("depends on the values",), ("torch.where(mask, x, 0)",)),
     ),
     simple("item", Item, expect=Refused(("values of a tensor",), ("keep it a tensor",))),
-    simple("cond", Cond, expect=Refused(("torch.cond",), ("torch.where",))),
+    simple("cond", Cond, sizes=(8, 5), manners=FP32_ONLY),
+    simple("cond_on_data", CondOnData, expect=Refused(("values of a tensor",), ("torch.where",))),
+    simple("while_loop", WhileLoop, options="--mode infer"),
+    simple(
+        "while_loop_in_training",
+        WhileLoop,
+        expect=Refused(("trains through torch's while_loop",), ("a Python loop",)),
+    ),
+    simple("scan", Scanned, steps),
+    simple("map", Mapped, steps, manners=FP32_ONLY),
     simple(
         "while_on_data",
         WhileOnData,
