@@ -14,6 +14,7 @@ from enum import Enum
 from gpipe_compiler import cluster as machines
 from gpipe_compiler.cluster import Cluster
 from gpipe_compiler.errors import UsageError
+from gpipe_compiler.runtime.schedule.choosing import SCHEDULES
 from gpipe_compiler.runtime.spec import (
     BatchNorm,
     OptimizerKind,
@@ -183,6 +184,33 @@ class RematChoice(Enum):
         return Remat.FULL if self is RematChoice.FULL else Remat.NONE
 
 
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Into how many parts replicas divide what they would all have.
+
+    Attributes:
+        parts: of what the optimizer remembers, and of trained weights between steps; 1 for all of
+            it on each.
+        always: whether weights and gradients are divided while a step runs, too.
+    """
+
+    parts: int = 1
+    always: bool = False
+
+    @classmethod
+    def of(cls, sharding: WeightSharding, replicas: int) -> Division:
+        if sharding is WeightSharding.NONE:
+            return cls()
+        return cls(replicas, sharding is WeightSharding.FULL)
+
+    def part_of(self, size: int) -> int:
+        """Bytes that each replica has of what they divide."""
+        return -(-size // self.parts)
+
+
+WHOLE = Division()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """What a plan is to be made for, beside its sizes.
@@ -190,7 +218,8 @@ class Policy:
     Attributes:
         schedule: AUTO, in options of a compile alone, where the best is to be found.
         data_parallel: replicas of the pipeline, which share every mini-batch.
-        sharding: what they divide among them.
+        sharding: what they divide among them; AUTO, in options of a compile alone, for what takes
+            less time, of what fits.
         optimizer: whose memory and time count; None for plain SGD, and in options of a compile for
             that of the user's file, where there is one.
         objective: what the stages are to make short.
@@ -207,7 +236,7 @@ class Policy:
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     data_parallel: int = 1
-    sharding: WeightSharding = WeightSharding.NONE
+    sharding: WeightSharding | Auto = WeightSharding.NONE
     optimizer: AnyOptimizer | None = None
     objective: Objective = Objective.STEP
     in_place: bool = True
@@ -227,6 +256,12 @@ class Policy:
                 "out",
             )
         known = self.schedule_kind
+        if self.sharding is WeightSharding.FULL and not self.sharding_may_be_full:
+            raise UsageError(
+                "--shard full reduces the gradients of a block as its backward ends, which the "
+                f"schedule {known.value} puts off",
+                hint="use --schedule gpipe, 1f1b or interleaved, or --shard optimizer",
+            )
         if self.loss_over_batch:
             if known is not ScheduleKind.GPIPE or self.data_parallel > 1:
                 raise UsageError(
@@ -244,9 +279,19 @@ class Policy:
             )
 
     @property
-    def parts(self) -> int:
-        """The replicas that divide what the optimizer remembers; 1 where it is not divided."""
-        return 1 if self.sharding is WeightSharding.NONE else self.data_parallel
+    def sharding_planned(self) -> WeightSharding:
+        """What replicas divide; what takes less time where that is to be found."""
+        return WeightSharding.OPTIMIZER if isinstance(self.sharding, Auto) else self.sharding
+
+    @property
+    def sharding_may_be_full(self) -> bool:
+        """Whether the schedule lets replicas divide everything."""
+        return not SCHEDULES[self.schedule_kind].splits_backward
+
+    @property
+    def division(self) -> Division:
+        """Into how many parts what is, that replicas divide."""
+        return Division.of(self.sharding_planned, self.data_parallel)
 
     @property
     def schedule_kind(self) -> ScheduleKind:

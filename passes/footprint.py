@@ -10,31 +10,34 @@ from torch import nn
 from gpipe_compiler.cluster import Device, Link
 from gpipe_compiler.ir import Graph, State
 from gpipe_compiler.ir.arguments import tensors_in
-from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
+from gpipe_compiler.options import (
+    WHOLE,
+    AnyOptimizer,
+    Division,
+    OwnOptimizer,
+    copies_of,
+    remembered_bytes,
+)
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import said
 
 
-def held_bytes(graph: Graph, state: State, optimizer: AnyOptimizer, parts: int = 1) -> int:
+def held_bytes(
+    graph: Graph, state: State, optimizer: AnyOptimizer, division: Division = WHOLE
+) -> int:
     """Bytes of a parameter or buffer, its gradient, and what the optimizer remembers of it.
 
     Under autocast a run keeps 16-bit copies of its weights besides.
-
-    Args:
-        parts: replicas that divide what the optimizer remembers, and the weights between steps.
     """
     if graph.loss is None or not state.requires_grad:
         return state.bytes
     half = state.bytes // 2 if graph.precision is not Precision.FP32 else 0
     remembered = remembered_bytes(optimizer, state.name, state.bytes)
-    if parts > 1:  # what is divided lies here beside what is gathered of it
-        remembered = part_of(state.bytes, parts) + part_of(remembered, parts)
-    return 2 * state.bytes + remembered + half
-
-
-def part_of(size: int, parts: int) -> int:
-    """Bytes that each of some replicas has of what they divide."""
-    return -(-size // parts)
+    if division.parts == 1:
+        return 2 * state.bytes + remembered + half
+    part, own = division.part_of(state.bytes), division.part_of(remembered) + half
+    # What lies here of a weight lies beside what is gathered of it.
+    return (2 * part if division.always else 2 * state.bytes + part) + own
 
 
 def updated_bytes(graph: Graph, state: State) -> int:
@@ -43,19 +46,22 @@ def updated_bytes(graph: Graph, state: State) -> int:
 
 
 def update_s_per_byte(
-    device: Device, optimizer: AnyOptimizer, replicas: int, link: Link, parts: int = 1
+    device: Device,
+    optimizer: AnyOptimizer,
+    replicas: int,
+    link: Link,
+    division: Division = WHOLE,
 ) -> float:
     """Seconds for each byte of trained parameters, after the last backward.
 
     The optimizer reads weight and gradient, reads and writes what it remembers, and writes the
     weight; before it the replicas send every gradient around a ring twice (Patarasuk and Yuan,
     J. Parallel Distrib. Comput. 69(2), 2009). Replicas that divide the weights send every gradient
-    around once, and every weight, before the next step.
-
-    Args:
-        parts: replicas that divide the optimizer's work.
+    around once, and every weight, before the next step, or else for every micro-batch.
     """
-    steps = 1 / parts * (3 + 2 * copies_of(optimizer)) / device.memory_bandwidth
+    steps = 1 / division.parts * (3 + 2 * copies_of(optimizer)) / device.memory_bandwidth
+    if division.always:
+        return steps
     return steps + 2 * (replicas - 1) / replicas / link.bandwidth
 
 

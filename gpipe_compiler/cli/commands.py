@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
 from gpipe_compiler.cli.folder import folder_options, options_given, refuse_folder_options
-from gpipe_compiler.cli.search import constraints_of, schedule_of
+from gpipe_compiler.cli.search import constraints_of, schedule_of, sharding_of
 from gpipe_compiler.cluster.local import local_cluster, timed_link
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile import Compiled, compare
@@ -55,7 +55,7 @@ from gpipe_compiler.report.sweep import show_sweep
 from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, show_plan, stage_table, summary_table
 from gpipe_compiler.runtime.core.devices import gpu_count
-from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat, WeightSharding
+from gpipe_compiler.runtime.spec import BatchNorm, OptimizerKind, Precision, Remat
 from gpipe_compiler.runtime.wording import printable
 from gpipe_compiler.targets import of_file
 from gpipe_compiler.text.escaping import file_stem, shell_line
@@ -133,7 +133,7 @@ def _options(arguments: argparse.Namespace, stages: int | Auto) -> CompileOption
         objective=Objective(arguments.objective),
         constraints=constraints_of(arguments),
         data_parallel=arguments.data_parallel,
-        sharding=WeightSharding(arguments.shard or WeightSharding.NONE.value),
+        sharding=sharding_of(arguments),
         optimizer=OptimizerKind(arguments.optimizer) if arguments.optimizer else None,
         must_fit=arguments.memory is not None,
         search_s=arguments.search_time,

@@ -105,10 +105,11 @@ def search_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shard",
         nargs="?",
-        const=WeightSharding.OPTIMIZER.value,
-        choices=[kind.value for kind in WeightSharding if kind is not WeightSharding.NONE],
+        const=Auto.AUTO.value,
+        choices=[Auto.AUTO.value, *(k.value for k in WeightSharding if k.described)],
         help="let replicas divide what the optimizer remembers, and the weights between steps "
-        "(optimizer); alone it means that",
+        "(optimizer), or weights and gradients always (full); auto, as without a word, is the "
+        "first, or the second where only that fits",
     )
     _constraint_arguments(group)
 
@@ -143,6 +144,13 @@ def constraints_of(arguments: argparse.Namespace) -> Constraints:
     return Constraints(
         tuple(arguments.pin), tuple(arguments.keep_together), tuple(arguments.split_at)
     )
+
+
+def sharding_of(arguments: argparse.Namespace) -> WeightSharding | Auto:
+    """What `--shard` says."""
+    if arguments.shard == Auto.AUTO.value:
+        return Auto.AUTO
+    return WeightSharding(arguments.shard or WeightSharding.NONE.value)
 
 
 def schedule_of(arguments: argparse.Namespace) -> ScheduleKind | Auto:

@@ -26,6 +26,7 @@ from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of, run_again
+from gpipe_compiler.planner.gathering import peer_link, with_gathering
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import (
@@ -114,7 +115,9 @@ class CandidateBuilder:
         exact = policy.batchnorm is BatchNorm.EXACT and graph.loss is not None
         if exact and setting.microbatches > 1:
             whole = mixing_ops(graph) | sample_writers(graph).keys()
-        problem = problem_of(facts, costs[1:], policy.counted_optimizer, policy.parts)
+        problem = problem_of(facts, costs[1:], policy.counted_optimizer, policy.division)
+        if policy.division.always and graph.loss is not None:
+            problem = with_gathering(problem, facts, peer_link(cluster, choice, policy), policy)
         seconds = tuple({n: op.forward_s for n, op in cost.ops.items()} for cost in costs)
         most = FEW if work < WORK else MANY
         return cls(
@@ -402,7 +405,7 @@ class CandidateBuilder:
             exact = cut(widened, setting, hint=found.stage_of, search=False, known=self.known)
             best = found.proved and exact.fits and exact.objective_s <= found.objective_s
             found = dataclasses.replace(exact, lower_bound_s=found.lower_bound_s, proved=best)
-        optimizer = self.policy.counted_optimizer, self.policy.parts
+        optimizer = self.policy.counted_optimizer, self.policy.division
         stages = [
             stage_of_cut(self.facts, table, index, found.times[index], again, *optimizer)
             for index, again in enumerate(recompute)

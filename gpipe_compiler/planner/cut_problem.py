@@ -10,7 +10,7 @@ from pathlib import Path
 from gpipe_compiler.ir import Argument, Graph, Op, StateKind
 from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.ir.sizes import asked
-from gpipe_compiler.options import AnyOptimizer
+from gpipe_compiler.options import WHOLE, AnyOptimizer, Division
 from gpipe_compiler.passes.atoms import Atoms, Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.cut.inside import ModuleNodes, module_calls
@@ -252,14 +252,14 @@ def problem_of(
     facts: CutFacts,
     other_kinds: Sequence[Costs] = (),
     optimizer: AnyOptimizer = OptimizerKind.SGD,
-    parts: int = 1,
+    division: Division = WHOLE,
 ) -> CutProblem:
     """The cut problem of a graph. Its nodes are `facts.kept`, in this order.
 
     Args:
         other_kinds: the costs on further kinds of devices.
         optimizer: whose memory counts.
-        parts: replicas that divide it.
+        division: of it among replicas.
     """
     graph = facts.graph
     index = {op.name: position for position, op in enumerate(facts.kept)}
@@ -279,7 +279,7 @@ def problem_of(
         ),
         frozenset(last),
         last_alone=any(facts.kept[node].name not in graph.loss_only for node in last),
-        kept=(*_states(facts, optimizer, parts), *_saved(facts)),
+        kept=(*_states(facts, optimizer, division), *_saved(facts)),
         other_kinds=tuple(
             tuple(Seconds(*_seconds(costs, op)) for op in facts.kept) for costs in other_kinds
         ),
@@ -308,7 +308,7 @@ def _seconds(costs: Costs, op: Op) -> tuple[float, float, float]:
     return cost.forward_s, cost.backward_s, cost.weight_s
 
 
-def _states(facts: CutFacts, optimizer: AnyOptimizer, parts: int) -> list[Resident]:
+def _states(facts: CutFacts, optimizer: AnyOptimizer, division: Division) -> list[Resident]:
     """The parameters, buffers and constants, with the nodes that hold them."""
     graph = facts.graph
     users: dict[str, list[int]] = {}
@@ -318,7 +318,7 @@ def _states(facts: CutFacts, optimizer: AnyOptimizer, parts: int) -> list[Reside
     return [
         Resident(
             tuple(dict.fromkeys(nodes)),
-            bytes=held_bytes(graph, graph.state[name], optimizer, parts),
+            bytes=held_bytes(graph, graph.state[name], optimizer, division),
             updated_bytes=updated_bytes(graph, graph.state[name]),
         )
         for name, nodes in users.items()

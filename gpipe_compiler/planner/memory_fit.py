@@ -177,7 +177,7 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, *known: Exact) -> Ex
         shared=dict(shared(facts.graph, stages)),
         microbatches=setting.microbatches,
         replicas=builder.policy.data_parallel,
-        sharding=builder.policy.sharding,
+        sharding=builder.policy.sharding_planned,
         optimizer=builder.policy.counted_optimizer,
         on_host=is_host(first),
         workspace=first.workspace,

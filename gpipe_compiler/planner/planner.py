@@ -314,7 +314,7 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
         slots=candidate.found.slots,
         constraints=builder.constraints,
         replicas=policy.data_parallel,
-        sharding=policy.sharding,
+        sharding=policy.sharding_planned,
         sizes=tuple((size.name, size.example) for size in graph.sizes),
         tied=builder.facts.tied([stage.ops for stage in candidate.stages]),
         cut_inside=policy.cut_inside,

@@ -33,7 +33,7 @@ def setting_for(cluster: Cluster, choice: Choice, policy: Policy, *, training: b
         peer = cluster.link
         if not cluster.endless and replicas > 1:
             peer = cluster.between(number, number + there)
-        rate = update_s_per_byte(device, policy.counted_optimizer, replicas, peer, policy.parts)
+        rate = update_s_per_byte(device, policy.counted_optimizer, replicas, peer, policy.division)
         slots.append(
             DeviceSlot(
                 kinds.index(device),

@@ -132,6 +132,8 @@ def choices(
         schedules = [wish.schedule]
     elif not training or policy.batchnorm is BatchNorm.EXACT:
         schedules = [ScheduleKind.GPIPE]
+    elif policy.division.always:
+        schedules = [kind for kind in ScheduleKind if not splits_backward(kind)]
     remats = list(RematChoice) if wish.remat is RematChoice.AUTO else [wish.remat]
     if not training:
         remats = [RematChoice.NONE]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind, ValueKind
 from gpipe_compiler.ir.sizes import at_batch, follows
-from gpipe_compiler.options import AnyOptimizer
+from gpipe_compiler.options import AnyOptimizer, Division
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Traffic
 from gpipe_compiler.passes.duplicate import closure
 from gpipe_compiler.passes.footprint import held_bytes
@@ -231,7 +231,7 @@ def stage_of_cut(
     times: StageTimes,
     recompute: bool,
     optimizer: AnyOptimizer,
-    parts: int,
+    division: Division,
 ) -> Stage:
     """One stage, with its times.
 
@@ -262,7 +262,7 @@ def stage_of_cut(
         input_bytes=sum(graph.values[name].bytes for name in table.inputs[index]),
         remat=Remat.FULL if recompute else Remat.NONE,
         written=not recompute,
-        state_bytes=sum(held_bytes(graph, state, optimizer, parts) for state in states),
+        state_bytes=sum(held_bytes(graph, state, optimizer, division) for state in states),
         weight_s=times.weight_s,
         update_s=times.update_s,
     )

@@ -27,7 +27,7 @@ from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.memory_tables import remat_table
 from gpipe_compiler.report.terminal import pairs_table, table_of
-from gpipe_compiler.runtime.spec import Remat
+from gpipe_compiler.runtime.spec import Remat, WeightSharding
 from gpipe_compiler.runtime.train.comparison import Row
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import (
@@ -181,6 +181,7 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     both_ways = ", gradients included" if plan.training else ""
     crossing = format_bytes(boundary_bytes(plan))
     rows.append(("boundaries", f"{crossing} a micro-batch{both_ways}"))
+    rows += _sharding_rows(plan)
     rows.append(("peak memory", _memory(plan)))
     rows += _gpu_rows(plan)
     if plan.sizes:
@@ -222,6 +223,23 @@ def _step_rows(plan: Plan) -> list[tuple[str, str]]:
 def _pace(plan: Plan, step_s: float) -> str:
     rate = plan.batch_size / step_s if step_s > 0 else 0.0
     return f"{format_seconds(step_s)} ({format_rate(rate)} samples/s)"
+
+
+def _sharding_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What replicas divide among them, and what the busiest device sends and receives for it."""
+    if plan.sharding is WeightSharding.NONE:
+        return []
+    words = f"{plan.sharding.described} among {plan.replicas} replicas"
+    if plan.graph is None:
+        return [("sharded", words)]
+    states, places = plan.graph.state, plan.placement or range(len(plan.stages))
+    held: dict[int, set[str]] = {}
+    for stage, place in zip(plan.stages, places, strict=True):
+        held.setdefault(place, set()).update(n for n in stage.state if states[n].requires_grad)
+    largest = max(sum(states[name].bytes for name in names) for names in held.values())
+    times = 3 * plan.microbatches if plan.sharding is WeightSharding.FULL else 2
+    sent = format_bytes(times * largest * (plan.replicas - 1) // plan.replicas)
+    return [("sharded", f"{words}; {sent} a step from each device, at most")]
 
 
 def _inside_rows(plan: Plan) -> list[tuple[str, str]]:

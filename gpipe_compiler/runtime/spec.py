@@ -123,16 +123,20 @@ class WeightSharding(Enum):
     """What replicas of the pipeline divide among them; each then has only its own rows of it.
 
     NONE: nothing, every replica has all. OPTIMIZER: what the optimizer remembers, and the weights
-    between steps: they are gathered before a step, and gradients reduced after it (stages 1 and 2
-    of ZeRO; Rajbhandari et al., arXiv 1910.02054).
+    between steps: they are gathered before a step, and gradients reduced after it (stage 1 of ZeRO;
+    Rajbhandari et al., arXiv 1910.02054). FULL: weights and gradients always: each block is
+    gathered in every forward and backward of a micro-batch, and its gradients reduced (stage 3).
     """
 
     NONE = "none"
     OPTIMIZER = "optimizer"
+    FULL = "full"
 
     @property
     def described(self) -> str:
         """What is divided, in words; "" for nothing."""
+        if self is WeightSharding.FULL:
+            return "weights, gradients and optimizer divided"
         return "" if self is WeightSharding.NONE else "optimizer and resting weights divided"
 
 

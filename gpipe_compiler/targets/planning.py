@@ -4,6 +4,7 @@ plans of one trace for several numbers of devices, and for mini-batches of sever
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 
@@ -15,12 +16,13 @@ from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.plan import SweepPoint
-from gpipe_compiler.planner.memory_advice import refuse_too_large
+from gpipe_compiler.planner.memory_advice import DoesNotFitError, refuse_too_large
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import explore
 from gpipe_compiler.planner.search_space import SearchSpace
 from gpipe_compiler.planner.without_pipeline import without_pipeline
 from gpipe_compiler.runtime.schedule.choosing import SCHEDULES
+from gpipe_compiler.runtime.spec import WeightSharding
 from gpipe_compiler.runtime.wording import counted
 
 MOST_IN_PLAN = 40
@@ -49,6 +51,8 @@ def plan_as_asked(
         DoesNotFitError: when nothing fits the devices, and that is asked or explored.
         PlanError, UsageError: when there can be no plan.
     """
+    if isinstance(options.sharding, Auto):
+        return _sharded(planner, options, progress)
     stages, microbatches = options.stages, options.microbatches
     if not (
         isinstance(stages, Auto)
@@ -69,6 +73,22 @@ def plan_as_asked(
         refuse_too_large(planner, found.plan, options, nearest, wish.free, len(frontier.points))
     plan = dataclasses.replace(found.plan, frontier=frontier.shortened(MOST_IN_PLAN))
     return _compared(planner, plan, options, progress), frontier
+
+
+def _sharded(
+    planner: Planner, options: CompileOptions, progress: Progress
+) -> tuple[Plan, Frontier | None]:
+    """With what replicas divide so that a step takes less time, of what fits; or else of all."""
+    less = dataclasses.replace(options, sharding=WeightSharding.OPTIMIZER)
+    if not options.sharding_may_be_full:
+        return plan_as_asked(planner, less, progress)
+    for sharding in (WeightSharding.OPTIMIZER, WeightSharding.FULL):
+        asked = dataclasses.replace(options, sharding=sharding, must_fit=False)
+        with contextlib.suppress(DoesNotFitError):
+            found = plan_as_asked(planner, asked, progress)
+            if found[0].fits:
+                return found
+    return plan_as_asked(planner, less, progress)
 
 
 def _compared(planner: Planner, plan: Plan, options: CompileOptions, progress: Progress) -> Plan:

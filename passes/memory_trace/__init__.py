@@ -9,6 +9,7 @@ Not seen: what a kernel takes and gives back within itself (the workspace of a c
 
 from __future__ import annotations
 
+from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.memory_trace.traces import MemoryTraces
 
-__all__ = ["MemoryTraces"]
+__all__ = ["MemoryTraces", "StageTraces"]

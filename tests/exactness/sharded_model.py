@@ -17,6 +17,8 @@ from torch.nn import functional as F
 STEPS, SAMPLES, TOKENS = 20, 12, 5
 WORDS, WIDTH = 23, 9
 CLIP = 0.5
+BLOCK_BYTES = 8 * (2 * 2 * WIDTH * WIDTH + 2 * WIDTH + WIDTH + 2 * WIDTH + 1)
+"""Of the weights of a block, its two layers, its norm and its gate."""
 
 
 class Block(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -18,7 +19,8 @@ def bytes_of(tensor):
 
 def kept(package, sharding):
     """Bytes of trained weights, and of what Adam remembers of them, after a step; by name."""
-    with package.Pipeline(data_parallel=2, sharding=sharding) as pipe:
+    largest = []
+    with package.Pipeline(data_parallel=2, sharding=sharding) as pipe, watched(largest):
         trained = {n: p for n, p in pipe.named_parameters() if p.requires_grad}
         optimizer = sharded_model.make_optimizer(pipe.parameters())
         pipe.step(*pipe.shard(*sharded_model.batch(1)))
@@ -33,7 +35,28 @@ def kept(package, sharding):
                 for name, p in trained.items()
             },
             "whole": held,
+            "largest": max(largest, default=0),
         }
+
+
+@contextlib.contextmanager
+def watched(largest):
+    """Notes the bytes of whole weights of blocks, and of their gradients, at every gathering."""
+    shards = sys.modules["sharded.runtime.core.shards"]
+    gather, groups = shards.Group.gather, set()
+
+    def noted(group):
+        gather(group)
+        groups.update([group] if group.is_block else [])
+        wholes = [shard.whole for known in groups for shard in known.shards]
+        gradients = [whole.grad.nbytes for whole in wholes if whole.grad is not None]
+        largest.append(sum(w.untyped_storage().nbytes() for w in wholes) + sum(gradients))
+
+    shards.Group.gather = noted
+    try:
+        yield
+    finally:
+        shards.Group.gather = gather
 
 
 def _plain(module):

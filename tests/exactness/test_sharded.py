@@ -65,13 +65,20 @@ def same_weights(file, state):
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def test_sharded_replicas_train_as_a_plain_loop(packages, plain, tmp_path):
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ("optimizer", "optimizer and resting weights divided"),
+        ("full", "weights, gradients and optimizer divided"),
+    ],
+)
+def test_sharded_replicas_train_as_a_plain_loop(packages, plain, tmp_path, form, words):
     """Twenty steps of AdamW with clipping, on tied weights; the last weights and all losses."""
     run = (packages / "x2" / "run.py", *TRAIN, "--save", "last.safetensors", "--log-file", "log")
-    done = launch(4, run, tmp_path)
+    done = launch(4, (*run, "--shard", form), tmp_path)
 
     assert done.returncode == 0, done.stderr
-    assert "optimizer and resting weights divided" in done.stdout
+    assert words in done.stdout
     state, losses = plain
     same_weights(tmp_path / "last.safetensors", state)
     found = [json.loads(line)["loss"] for line in (tmp_path / "log").read_text().splitlines()]
@@ -117,7 +124,7 @@ def test_others_go_on_where_sharded_replicas_were_killed(packages, plain, tmp_pa
 
 def test_each_replica_keeps_its_part_alone(packages, tmp_path):
     """Of weights, gradients and what Adam remembers: the rows of a replica, and no more memory."""
-    kinds = ("optimizer",)
+    kinds = ("optimizer", "full")
     done = launch(4, (HERE / "sharded_ranks.py", packages / "x2", "kept", *kinds), tmp_path)
 
     assert done.returncode == 0, done.stderr
@@ -135,5 +142,10 @@ def test_each_replica_keeps_its_part_alone(packages, tmp_path):
                 assert part["weights"][name] <= most
                 assert part["gradients"][name] <= most
                 assert part["remembered"][name] <= 2 * most
+            # Of weights that are gathered block by block, and their gradients, no more than those
+            # of a block and of the one before it.
+            assert part["largest"] <= 2 * 2 * sharded_model.BLOCK_BYTES
+            blocks = any(name.startswith("blocks.") for name in part["shapes"])
+            assert (part["largest"] > 0) == (blocks and kind == "full")
             undivided = [name for name, shape in part["shapes"].items() if not shape]
             assert part["whole"] == 8 * len(undivided)

@@ -187,6 +187,17 @@ def sharded(directory):
     compare(directory, functools.partial(train, sharding="optimizer"))
 
 
+def full(directory):
+    """The same with weights and gradients divided too; not in schedules that split backwards."""
+
+    def train_full(name, *args, schedule="gpipe", **more):
+        form = "optimizer" if schedule.startswith("zb") else "full"
+        case = "uncounted" if name == "moody" else name
+        return train(case, *args, schedule=schedule, sharding=form, **more)
+
+    compare(directory, train_full)
+
+
 def compare(directory, train):
     torch.distributed.init_process_group("gloo")
     world = torch.distributed.get_world_size()
@@ -240,4 +251,4 @@ def die(directory):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    {"equal": equal, "sharded": sharded, "die": die}[sys.argv[1]](Path(sys.argv[2]))
+    {"equal": equal, "sharded": sharded, "full": full, "die": die}[sys.argv[1]](Path(sys.argv[2]))

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import AnyOptimizer, copies_of
-from gpipe_compiler.passes.footprint import part_of
+from gpipe_compiler.options import AnyOptimizer, Division, copies_of
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
 from gpipe_compiler.passes.written_once import written_once
@@ -30,7 +29,15 @@ from gpipe_compiler.planner.memory.holders import GRADIENTS, HolderSums, grown, 
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun, StageMemory
 from gpipe_compiler.planner.memory.simulator import MemorySimulator
 from gpipe_compiler.planner.memory.storages import ActionDeltas
-from gpipe_compiler.planner.memory.update import UpdateBytes, pieces_of, row_bytes, update_bytes
+from gpipe_compiler.planner.memory.update import (
+    BlockBytes,
+    UpdateBytes,
+    block_bytes,
+    pieces_of,
+    row_bytes,
+    update_bytes,
+    with_divided_gradients,
+)
 from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
@@ -99,10 +106,10 @@ class Layout:
     def programs(self) -> Programs:
         return lower(self.orders, self.placement, self.crossings, self.shared, self.joint)
 
-    @property
-    def parts(self) -> int:
-        """The replicas that divide weights between steps, gradients and optimizer; 1 for none."""
-        return 1 if self.sharding is WeightSharding.NONE else self.replicas
+    @cached_property
+    def division(self) -> Division:
+        """Into how many parts what is, that the replicas divide."""
+        return Division.of(self.sharding, self.replicas)
 
     @cached_property
     def split(self) -> frozenset[int]:
@@ -174,7 +181,7 @@ class SimulatedPipeline:
             made = frozenset(name for s in own for name in layout.stages[s].outputs)
             if training and layout.replicas > 1:
                 trained = {s: _trained(graph, layout, [s]).values() for s in own}
-                rows = {s: row_bytes(trained[s], layout.parts) for s in own}
+                rows = {s: row_bytes(trained[s], layout.division) for s in own}
             jobs.append(
                 DeviceJob(
                     steps=steps_of(program, wiring),
@@ -284,16 +291,15 @@ class SimulatedPipeline:
         optimizer = self.layout.optimizer
         held = Held(
             always=(
-                *(graph.state[name].bytes for name in sorted(names)),
-                *self._resting(list(job.stages)),
+                *self._weights(list(job.stages)),
                 *self._copies(names),
                 *(self.layout.workspace,) * count,
                 base.get(Category.BOUNDARY, 0),
             ),
             remembered=tuple(
-                part_of(size, self.layout.parts) for size in pieces_of(optimizer, trained)
+                self.layout.division.part_of(size) for size in pieces_of(optimizer, trained)
             ),
-            updating=tuple(part_of(size, self.layout.parts) for size in trained.values())
+            updating=tuple(map(self.layout.division.part_of, trained.values()))
             if copies_of(optimizer) >= 2
             else (),
         )
@@ -303,11 +309,11 @@ class SimulatedPipeline:
         own = list(self.jobs[device].stages)
         names = {name for stage in own for name in self.layout.stages[stage].state}
         found = {
-            Category.WEIGHTS: sum(self.graph.state[name].bytes for name in names)
-            + sum(self._copies(names))
-            + sum(self._resting(own)),
+            Category.WEIGHTS: sum(self._weights(own)) + sum(self._copies(names)),
             Category.WORKSPACES: self._workspaces(own),
         }
+        if rows := self._blocks(own).rows:
+            found[Category.COMMUNICATION] = rows
         if self.graph.loss is not None:
             found[Category.OPTIMIZER] = self._update(own).remembered
         if device == 0:
@@ -323,20 +329,35 @@ class SimulatedPipeline:
         once = written_once(self.graph) if self.layout.microbatches > 1 else frozenset()
         return [self.graph.state[name].bytes for name in sorted(once.intersection(names))]
 
-    def _resting(self, stages: Sequence[int]) -> list[int]:
-        """Bytes of the rows of weights that this replica has beside what it has gathered."""
-        parts = self.layout.parts
-        trained = _trained(self.graph, self.layout, stages).values() if parts > 1 else ()
-        return [part_of(size, parts) for size in trained]
+    def _blocks(self, stages: Sequence[int]) -> BlockBytes:
+        """Of the weights of stages that are gathered block by block."""
+        layout = self.layout
+        trained = _trained(self.graph, layout, stages) if layout.division.always else {}
+        own = {name: size for name, size in trained.items() if name not in layout.shared}
+        return block_bytes(own, layout.division)
+
+    def _weights(self, stages: Sequence[int]) -> list[int]:
+        """Bytes of parameters and buffers: what is whole, what this replica has of what is divided,
+        and the largest block of what is gathered block by block."""
+        layout, blocks = self.layout, self._blocks(stages)
+        names = {name for stage in stages for name in layout.stages[stage].state}
+        found = [self.graph.state[name].bytes for name in sorted(names - blocks.names)]
+        if layout.division.parts > 1:
+            trained = _trained(self.graph, layout, stages).values()
+            found += [*map(layout.division.part_of, trained), *blocks.gathered]
+        return found
 
     def _at_update(self, device: int, gradients: int) -> int:
         """Bytes beyond what is there all the time as the optimizer begins: gradients, or rows of
         them, where those of weights alone are there."""
-        parts = self.layout.parts
-        if parts == 1:
+        layout, stages = self.layout, list(self.jobs[device].stages)
+        if layout.division.parts == 1:
             return gradients
-        stages = list(self.jobs[device].stages)
-        return part_of(gradients, parts) - sum(_trained(self.graph, self.layout, stages).values())
+        if layout.division.always:
+            blocks = self._blocks(stages)
+            return gradients - sum(blocks.gathered) - blocks.rows
+        trained = sum(_trained(self.graph, layout, stages).values())
+        return layout.division.part_of(gradients) - trained
 
     def _workspaces(self, stages: Sequence[int]) -> int:
         """Of the matrix library, which has one for each thread: backwards have their own."""
@@ -352,7 +373,7 @@ class SimulatedPipeline:
     def _update(self, stages: Sequence[int]) -> UpdateBytes:
         layout = self.layout
         trained = {
-            name: part_of(size, layout.parts)
+            name: layout.division.part_of(size)
             for name, size in _trained(self.graph, layout, stages).items()
         }
         return update_bytes(layout.optimizer, trained, on_host=layout.on_host)
@@ -360,8 +381,7 @@ class SimulatedPipeline:
     def _state_bytes(self, stage: int) -> int:
         """The weights of a stage and what the optimizer remembers of them."""
         names = self.layout.stages[stage].state
-        weights = sum(self.graph.state[name].bytes for name in names) + sum(self._copies(names))
-        weights += sum(self._resting([stage]))
+        weights = sum(self._weights([stage])) + sum(self._copies(names))
         return weights + (self._update([stage]).remembered if self.graph.loss is not None else 0)
 
 
@@ -380,6 +400,8 @@ def _stage_memory(
         segments=stage.segments,
         split=stage.index in layout.split,
     )
+    if layout.division.always:
+        traces = with_divided_gradients(traces, layout.division)
     return StageMemory(wiring, ActionDeltas(traces), stage.remat, trains)
 
 

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpipe_compiler.options import AnyOptimizer, OwnOptimizer, copies_of, remembered_bytes
-from gpipe_compiler.passes.footprint import part_of
+from gpipe_compiler.options import (
+    AnyOptimizer,
+    Division,
+    OwnOptimizer,
+    copies_of,
+    remembered_bytes,
+)
+from gpipe_compiler.passes.allocation_trace import BlockKind
+from gpipe_compiler.passes.memory_trace import StageTraces
 from gpipe_compiler.runtime.core.reducer import BUCKET_BYTES
+from gpipe_compiler.runtime.core.shards import blocks_of
 
 _STEP_BYTES = 4
 """Of the count of steps that Adam keeps for every parameter, a tensor of its own on the host."""
@@ -55,16 +63,58 @@ def pieces_of(optimizer: AnyOptimizer, parameters: Mapping[str, int]) -> Iterato
             left -= size
 
 
-def row_bytes(sizes: Collection[int], parts: int) -> int:
-    """Bytes in which the gradients of a stage go to other replicas.
+def row_bytes(sizes: Collection[int], division: Division) -> int:
+    """Bytes in which the gradients of a stage go to other replicas, from its last backward on.
 
     Where these divide them, each gets its rows, and gradients go as their rows are made.
 
     Args:
         sizes: bytes of the gradients.
-        parts: the replicas that divide them; 1 for none.
     """
-    if parts == 1:
+    if division.parts == 1:
         return sum(sizes)
+    if division.always:
+        return 0  # they go block by block
     bucket = min(sum(sizes), BUCKET_BYTES + max(sizes, default=0))
-    return part_of(sum(sizes), parts) + bucket
+    return division.part_of(sum(sizes)) + bucket
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """Bytes of what is gathered block by block.
+
+    Attributes:
+        names: of all that is.
+        gathered: of each weight of the largest block.
+        rows: of gradients of such a block, and of those on their way.
+    """
+
+    names: frozenset[str] = frozenset()
+    gathered: tuple[int, ...] = ()
+    rows: int = 0
+
+
+def block_bytes(sizes: Mapping[str, int], division: Division) -> BlockBytes:
+    """Those of the weights with these bytes by name.
+
+    While the gradients of a block are made, those of the one before it are on their way: in a row
+    that is sent, and one that is received.
+    """
+    blocks: dict[str, list[int]] = {}
+    for name, block in blocks_of(list(sizes)).items():
+        blocks.setdefault(block, []).append(sizes[name])
+    largest = max(blocks.values(), key=sum, default=[])
+    whole = sum(largest)
+    rows = 3 * whole + 2 * division.part_of(whole)
+    return BlockBytes(frozenset(sizes), tuple(largest), rows)
+
+
+def with_divided_gradients(traces: StageTraces, division: Division) -> StageTraces:
+    """The traces of a stage, of whose gradients each replica keeps its part."""
+    blocks = {
+        number: replace(block, bytes=division.part_of(block.bytes))
+        if block.kind is BlockKind.PARAMETER_GRADIENT
+        else block
+        for number, block in traces.blocks.items()
+    }
+    return replace(traces, blocks=blocks)

@@ -57,6 +57,7 @@ class Call:
         total: the loss weights of the mini-batch, over all replicas; () without any.
         begins: whether a session's state is passed with the inputs, in place of what it holds.
         varied: whether sizes differ among the micro-batches of the mini-batch, over all replicas.
+        fewest, most: micro-batches of a replica.
     """
 
     work: RunRequest
@@ -72,6 +73,8 @@ class Call:
     total: Counts = ()
     varied: bool = False
     begins: bool = False
+    fewest: int = 0
+    most: int = 0
 
     @property
     def groups(self) -> Sequence[Sequence[int]]:
@@ -92,6 +95,8 @@ class Call:
             first=sum(len(call.samples) for call in calls[:replica]),
             total=summed([counts for call in calls for counts in call.loss_weights]),
             varied=any(own != sizes[0] for own in sizes),
+            fewest=min(len(call.samples) for call in calls),
+            most=max(len(call.samples) for call in calls),
         )
 
 

@@ -13,6 +13,7 @@ from ..errors import PipelineError, StageError
 from ..schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
 from ..wording import said
 from .batchnorm import Gather, alone
+from .blocks import StageBlocks
 from .full_batch import ActionBatch
 from .options import ExecutionOptions
 from .precision import run_of_device
@@ -49,6 +50,7 @@ class Engine:
         modules: the stages it holds, by number.
         loss_name: the value that is the loss, where the pipeline has one.
         gather: joins statistics with those of the other replicas.
+        blocks: by stage, what gathers its weights block by block, where replicas divide them so.
     """
 
     modules: Mapping[int, nn.Module]
@@ -56,6 +58,7 @@ class Engine:
     loss_name: str | None
     options: ExecutionOptions
     gather: Gather = alone
+    blocks: Mapping[int, StageBlocks] = field(default_factory=dict)
 
     def run(
         self,
@@ -104,7 +107,8 @@ class _Run:
         self.endpoint = endpoint
         self.stages = {
             index: StageRun(
-                wiring[index], module, request, engine.loss_name, engine.options, engine.device
+                *(wiring[index], module, request, engine.loss_name, engine.options, engine.device),
+                blocks=engine.blocks.get(index),
             )
             for index, module in engine.modules.items()
         }

@@ -15,6 +15,7 @@ from ..errors import AgreedError, TransportError, UsageError
 from ..limits import refuse_alone, refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
 from ..spec import Joined, Leaf, PipelineSpec, Structure
+from .blocks import StageBlocks
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
 from .gradients import give_back, wanted_of
@@ -39,6 +40,9 @@ class Execution:
 
     Args:
         reducer: averages gradients over replicas, where there are any.
+        blocks: by stage, what gathers its weights block by block, where replicas divide them so.
+        even: whether every replica is to have as many micro-batches: they wait for one another in
+            each of them.
 
     Attributes:
         engines: of the devices of this process.
@@ -56,6 +60,9 @@ class Execution:
         weigher: LossWeigher,
         reducer: Reducer | None,
         microbatches: int,
+        blocks: Mapping[int, StageBlocks],
+        *,
+        even: bool,
     ) -> None:
         self._spec = spec
         self._topology = topology
@@ -64,6 +71,7 @@ class Execution:
         self._programs = programs
         self._weigher = weigher
         self._reducer = reducer
+        self._even = even
         self.microbatches = microbatches
         self._leaves = output_leaves(spec.outputs)
         # In one piece a mini-batch in eval mode has these, too.
@@ -83,6 +91,7 @@ class Execution:
                 loss,
                 options,
                 partial(topology.peers.gathered, what="the statistics of the replicas"),
+                blocks,
             )
             for number, device in placed
         ]
@@ -124,12 +133,15 @@ class Execution:
             raise
 
     def _run(self, args: CallArgs) -> tuple[torch.Tensor | None, object]:
-        call, bound = Call(args.work, args.training), BoundCall()
-        if self._topology.feeds:
-            call, bound = self._offered(args)
-        if args.read:
-            call = dataclasses.replace(call, read=args.read)
-        call = agree(self._topology, call, args.key.step + 1)
+        call, bound = self._agreed(args, self.microbatches)
+        if self._even and call.fewest < call.most:
+            if call.listed:
+                raise AgreedError(
+                    f"replicas are given lists of {call.fewest} and of {call.most} micro-batches, "
+                    "and with --shard full each has as many",
+                    hint="pass lists whose length their number divides, or use --shard optimizer",
+                )
+            call, bound = self._agreed(args, call.fewest)
         session = args.session
         held = frozenset() if session is None or call.begins else self._carried
         prepared = self._programs.of(
@@ -187,6 +199,15 @@ class Execution:
             loss_scale=args.loss_scale,
             held=held,
         )
+
+    def _agreed(self, args: CallArgs, microbatches: int) -> tuple[Call, BoundCall]:
+        """What all ranks run, in so many micro-batches at most, and this process's inputs."""
+        call, bound = Call(args.work, args.training), BoundCall()
+        if self._topology.feeds:
+            call, bound = self._offered(args, microbatches)
+        if args.read:
+            call = dataclasses.replace(call, read=args.read)
+        return agree(self._topology, call, args.key.step + 1), bound
 
     def loss_weights(self, inputs: object, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
@@ -250,12 +271,12 @@ class Execution:
             made = {"loss": loss.sum(), **made}
         return as_returned(made, self._spec.classes)
 
-    def _offered(self, args: CallArgs) -> tuple[Call, BoundCall]:
+    def _offered(self, args: CallArgs, microbatches: int) -> tuple[Call, BoundCall]:
         """What this process's inputs come to: the call, and its tensors whole and split."""
         work, training = args.work, args.training
         try:
             needed = inputs_for(self._spec, work)
-            microbatches, replicas = self.microbatches, self._topology.replicas
+            replicas = self._topology.replicas
             if self._apart and args.outputs and not (training or work is RunRequest.TRAIN):
                 microbatches = 1
             begins = args.session is None or begins_anew(self._spec, args.inputs)

@@ -78,16 +78,15 @@ def _local(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """An optimizer as far as gradients are unscaled, with the rows of them that lie here."""
     if not any(is_divided(p) for group in optimizer.param_groups for p in group["params"]):
         return optimizer
-    groups = [
-        {
-            "params": [
-                SimpleNamespace(grad=None if p.grad is None else local(p.grad))
-                for p in group["params"]
-            ]
-        }
-        for group in optimizer.param_groups
-    ]
+    groups = [{"params": list(map(_rows, group["params"]))} for group in optimizer.param_groups]
     return cast(torch.optim.Optimizer, SimpleNamespace(param_groups=groups))
+
+
+def _rows(parameter: torch.Tensor) -> torch.Tensor:
+    """The rows of a parameter that lie here, with those of its gradient."""
+    rows = local(parameter.detach())
+    rows.grad = None if parameter.grad is None else local(parameter.grad)
+    return rows
 
 
 def check_weights(modules: Mapping[int, nn.Module]) -> None:

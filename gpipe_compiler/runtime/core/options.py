@@ -11,7 +11,15 @@ from typing import TypeVar
 import torch
 
 from ..errors import UsageError
-from ..spec import BatchNorm, PipelineSpec, Precision, Remat, WeightSharding
+from ..schedule.choosing import SCHEDULES
+from ..spec import (
+    BatchNorm,
+    PipelineSpec,
+    Precision,
+    Remat,
+    ScheduleKind,
+    WeightSharding,
+)
 from .distributed import launched
 from .typed import MOST_MICROBATCHES, SEEDS
 
@@ -99,6 +107,20 @@ def weight_sharding(
             hint="train more of them with --data-parallel, under torchrun, or leave --shard out",
         )
     return found
+
+
+def refuse_split(sharding: WeightSharding, schedule: ScheduleKind) -> None:
+    """Makes sure that backwards are in one piece where weights are gathered for them.
+
+    Raises:
+        UsageError: naming the schedule.
+    """
+    if sharding is WeightSharding.FULL and SCHEDULES[schedule].splits_backward:
+        raise UsageError(
+            "--shard full reduces the gradients of a block as its backward ends, which the "
+            f"schedule {schedule.value} puts off",
+            hint="use --schedule gpipe, 1f1b or interleaved, or --shard optimizer",
+        )
 
 
 def transport_kind(transport: TransportKind | str | None) -> TransportKind:

@@ -37,6 +37,7 @@ from .options import (
     chosen,
     execution_options,
     refuse_parts,
+    refuse_split,
     weight_sharding,
 )
 from .programs import ProgramCache
@@ -44,7 +45,7 @@ from .random import seed_in_eval
 from .reducer import collected, share_initial
 from .request import RandomKey, RunRequest
 from .session import HeldState, Session
-from .shard_reducer import make_reducer
+from .shard_reducer import blocks_by_stage, make_reducer
 from .sharding import checksum_of, share_of
 from .shards import Shards, divide
 from .stored_weights import Weights
@@ -114,6 +115,7 @@ class Pipeline(ModelNames):
         check_numbers(seed, self.microbatches, timeout_s)
         refuse_parts(spec, self.microbatches * data_parallel)
         self.sharding = weight_sharding(spec, sharding, data_parallel)
+        refuse_split(self.sharding, self.schedule)
         wait_s = min(timeout_s, LONGEST_WAIT_S)
         self._topology = Topology.gather(
             spec, self.schedule, devices, transport, data_parallel, wait_s
@@ -143,7 +145,11 @@ class Pipeline(ModelNames):
         self.local_stages = LocalStages(spec, modules)
         self._shards: Shards | None = None
         if self.sharding is not WeightSharding.NONE:
-            self._shards = divide(spec, self._topology, modules, self.local_stages.copies)
+            self._shards = divide(
+                *(spec, self._topology, modules, self.local_stages.copies),
+                by_block=self.sharding is WeightSharding.FULL,
+                shared=self._owners,
+            )
         with self._gathered():
             if self._shards is not None:  # of the weights that are computed with
                 self.local_stages = LocalStages(spec, modules)
@@ -160,6 +166,8 @@ class Pipeline(ModelNames):
             self._weigher,
             self._reducer,
             self.microbatches,
+            blocks_by_stage(self._reducer),
+            even=self.sharding is WeightSharding.FULL,
         )
         self.hold(self.local_stages, self._weigher)
 
@@ -373,9 +381,11 @@ class Pipeline(ModelNames):
                 shared.spread()
             return self.execution.run(call)
 
-    def _gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Around what computes with the weights."""
-        return contextlib.nullcontext() if self._shards is None else self._shards.gathered()
+    def _gathered(self, *, blocks: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Around what computes with the weights; or with all of them at once."""
+        if self._shards is None:
+            return contextlib.nullcontext()
+        return self._shards.gathered(blocks=blocks)
 
     def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
         """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
@@ -391,7 +401,7 @@ class Pipeline(ModelNames):
     def gather_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole state on rank 0, on the CPU; empty elsewhere. Every rank calls it."""
         state: dict[str, torch.Tensor] = self.state_dict()
-        with self._gathered():
+        with self._gathered(blocks=True):
             if self._shards is not None:
                 state = self._shards.whole(state, self.spec.aliases, copy=self.rank == 0)
             return self._topology.pipeline.gather(state) if self.replica == 0 else {}

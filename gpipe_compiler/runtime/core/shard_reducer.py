@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .blocks import StageBlocks
 from .local_stages import LocalStages, SharedParameter
 from .reducer import Reducer, buckets
-from .shards import Shard, Shards, as_gradient, rows_each
+from .shards import Group, Shard, Shards, as_gradient, rows_each
 from .topology import Topology
 
 
@@ -34,28 +35,55 @@ class ShardReducer(Reducer):
 
     shards: Shards = field(kw_only=True)
     _scattered: list[_Scattered] = field(default_factory=list, init=False)
+    _of_block: _Scattered | None = field(default=None, init=False)
 
     def begin(self) -> None:
         self.shards.begin()
         self._scattered = []
+        self._of_block = None
         super().begin()
 
     def finish(self) -> None:
+        self._wait_for_block()
         if self.paused:
             self.shards.keep()
         super().finish()
 
     def abandon(self) -> None:
         self._scattered = []
+        self._of_block = None
         super().abandon()
 
     def _start(self, parameters: Sequence[nn.Parameter]) -> None:
         divided = [p for p in reversed(parameters) if self.shards.of(p) is not None]
         super()._start([p for p in parameters if self.shards.of(p) is None])
-        for bucket in buckets(divided, self.limit):
+        for bucket in buckets(self._left(divided), self.limit):
             shards = tuple(shard for p in bucket if (shard := self.shards.of(p)) is not None)
-            row, work = self.topology.collectives.reduce_scatter(self._rows(shards))
-            self._scattered.append(_Scattered(shards, row, work))
+            self._scattered.append(self._scatter(shards))
+
+    def _left(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of which something is to be reduced: of blocks, where it came too late before."""
+        of_blocks = [p for p in parameters if self.shards.in_block(p)]
+        if not of_blocks:
+            return list(parameters)
+        mine = torch.tensor([float(p.grad is not None) for p in of_blocks])
+        anywhere = self.topology.peers.sum(mine, "which gradients are left").tolist()
+        done = {id(p) for p, left in zip(of_blocks, anywhere, strict=True) if not left}
+        return [p for p in parameters if id(p) not in done]
+
+    def reduce_block(self, shards: Sequence[Shard]) -> None:
+        """Start to reduce the gradients of a block, after those of the one before it."""
+        self._wait_for_block()
+        self._of_block = self._scatter(shards)
+
+    def _wait_for_block(self) -> None:
+        bucket, self._of_block = self._of_block, None
+        if bucket is not None:
+            self._take(bucket)
+
+    def _scatter(self, shards: Sequence[Shard]) -> _Scattered:
+        row, work = self.topology.collectives.reduce_scatter(self._rows(shards))
+        return _Scattered(tuple(shards), row, work)
 
     def _rows(self, shards: Sequence[Shard]) -> torch.Tensor:
         """For each replica a row: its rows of every gradient, filled up to as many, and flags."""
@@ -80,15 +108,19 @@ class ShardReducer(Reducer):
 
     def _wait(self) -> None:
         super()._wait()
+        self._wait_for_block()
         scattered, self._scattered = self._scattered, []
         for bucket in scattered:
-            self.topology.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
-            flags = bucket.row[-len(bucket.shards) :].tolist()
-            offset = 0
-            for shard, flag in zip(bucket.shards, flags, strict=True):
-                if flag:
-                    _add(shard, bucket.row[offset : offset + shard.part.numel()])
-                offset += _width(shard, self.topology.replicas)
+            self._take(bucket)
+
+    def _take(self, bucket: _Scattered) -> None:
+        self.topology.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
+        flags = bucket.row[-len(bucket.shards) :].tolist()
+        offset = 0
+        for shard, flag in zip(bucket.shards, flags, strict=True):
+            if flag:
+                _add(shard, bucket.row[offset : offset + shard.part.numel()])
+            offset += _width(shard, self.topology.replicas)
 
     def _pass_on(self, item: SharedParameter) -> None:
         shard = self.shards.of(item.canonical)
@@ -131,3 +163,14 @@ def make_reducer(
     }
     common = topology, stages.unshared(), stages.shared, placed
     return Reducer(*common) if shards is None else ShardReducer(*common, shards=shards)
+
+
+def blocks_by_stage(reducer: Reducer | None) -> dict[int, StageBlocks]:
+    """What gathers the blocks of each stage, for those that have any."""
+    found: dict[int, list[Group]] = {}
+    if not isinstance(reducer, ShardReducer):
+        return {}
+    for group in reducer.shards.groups:
+        if group.is_block:
+            found.setdefault(group.stage, []).append(group)
+    return {stage: StageBlocks(own, reducer.reduce_block) for stage, own in found.items()}

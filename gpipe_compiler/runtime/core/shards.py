@@ -9,7 +9,7 @@ all forwards of a step come before its backwards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +22,7 @@ from ..wording import first_line
 from .topology import Topology
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
@@ -46,6 +47,61 @@ class Shard:
 
 
 @dataclass(eq=False)
+class Group:
+    """Weights that are gathered together.
+
+    Attributes:
+        shards: of parameters of one stage and of one type.
+        places: of each of them, the modules that hold it, and under which names.
+        is_block: whether it is gathered for every micro-batch, and not for a step.
+    """
+
+    stage: int
+    shards: Sequence[Shard]
+    places: Sequence[Sequence[tuple[nn.Module, str]]]
+    is_block: bool
+    _sharded: FSDPModule
+    _has_memory: bool = field(default=False, init=False)
+
+    def gather(self) -> None:
+        """Let stages compute with the weights.
+
+        Raises:
+            TransportError: when another replica is gone.
+        """
+        if self._has_memory:
+            return
+        try:
+            self._sharded.unshard()
+        except (RuntimeError, ValueError) as error:
+            raise TransportError(
+                f"the weights of the other replicas do not come: {first_line(error)}",
+                hint="another rank has ended or is stuck; its own message says why",
+            ) from error
+        self._has_memory = True
+
+    def free(self) -> None:
+        """Free the memory of the weights, which modules go on to hold."""
+        if self._has_memory:
+            self.rest()
+            self.show(whole=True)
+
+    def rest(self) -> None:
+        """Free it, and let modules hold the rows of this replica."""
+        if self._has_memory:
+            self._sharded.reshard()
+            self._has_memory = False
+        else:
+            self.show(whole=False)
+
+    def show(self, *, whole: bool) -> None:
+        """Let modules hold the weights that have no memory, or the rows of this replica."""
+        for shard, places in zip(self.shards, self.places, strict=True):
+            for module, name in places:
+                setattr(module, name, shard.whole if whole else shard.own)
+
+
+@dataclass(eq=False)
 class Shards:
     """The trained weights of the stages of a process, each divided by its rows.
 
@@ -57,18 +113,25 @@ class Shards:
     """
 
     named: Mapping[str, Shard]
-    _groups: Sequence[FSDPModule]
+    groups: Sequence[Group]
     _gathered: bool = field(default=False, init=False)
     _users: int = field(default=0, init=False)
     _kept: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict, init=False)
     _by_whole: dict[int, Shard] = field(default_factory=dict, init=False)
+    _in_blocks: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._by_whole = {id(shard.whole): shard for shard in self.named.values()}
+        blocks = (group for group in self.groups if group.is_block)
+        self._in_blocks = {id(shard.whole) for group in blocks for shard in group.shards}
 
     def of(self, parameter: nn.Parameter) -> Shard | None:
         """That of what a stage computes with; None where it is not divided."""
         return self._by_whole.get(id(parameter))
+
+    def in_block(self, parameter: nn.Parameter) -> bool:
+        """Whether what a stage computes with is gathered and reduced for every micro-batch."""
+        return id(parameter) in self._in_blocks
 
     def whole(
         self, state: Mapping[str, torch.Tensor], aliases: Mapping[str, str], *, copy: bool
@@ -87,35 +150,40 @@ class Shards:
         return found
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, *, blocks: bool = False) -> Iterator[None]:
         """Around all that computes with the weights; every rank comes here alike.
+
+        Args:
+            blocks: whether to gather also what is gathered for every micro-batch.
 
         Raises:
             TransportError: when another replica is gone.
         """
+        of_blocks = [group for group in self.groups if group.is_block]
         if not self._gathered:
-            try:
-                for group in self._groups:
-                    group.unshard()
-            except (RuntimeError, ValueError) as error:
-                raise TransportError(
-                    f"the weights of the other replicas do not come: {first_line(error)}",
-                    hint="another rank has ended or is stuck; its own message says why",
-                ) from error
+            for group in self.groups:
+                if group.is_block:
+                    group.show(whole=True)
+                else:
+                    group.gather()
             self._gathered = True
+        for group in of_blocks if blocks else ():
+            group.gather()
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
+            for group in of_blocks if blocks else ():
+                group.free()
             if not (self._users or self._kept):
                 self.release()
 
     def release(self) -> None:
         """Free what was gathered. Gradients that are not reduced yet stay."""
         if self._users == 0 and self._gathered:
-            for group in self._groups:
-                group.reshard()
+            for group in self.groups:
+                group.rest()
             self._gathered = False
 
     def begin(self) -> None:
@@ -198,8 +266,8 @@ def rows_each(rows: int, replicas: int) -> int:
     return -(-rows // replicas)
 
 
-class _Group(nn.Module):
-    """The weights that are gathered together: those of a stage that have one type.
+class _Gathered(nn.Module):
+    """What `fully_shard` is given for weights that are gathered together.
 
     The stage is computed by itself, so that none of the hooks of `fully_shard` runs.
     """
@@ -214,49 +282,96 @@ def divide(
     topology: Topology,
     modules: Mapping[int, nn.Module],
     elsewhere: frozenset[int],
+    *,
+    by_block: bool,
+    shared: Collection[str],
 ) -> Shards:
     """Divide the trained weights of stages among the replicas.
 
     Args:
         elsewhere: the identities of parameters whose memory is that of another one here.
+        by_block: whether they are gathered for every micro-batch, block by block.
+        shared: the names of those that several stages own, which are gathered for a step anyway.
 
     Raises:
         UsageError: where processes cannot gather what lies on their devices.
     """
-    from torch.distributed.fsdp import fully_shard  # takes long to import
-
     if topology.world.by_host and topology.world.device.type != "cpu":
         raise UsageError(
             "replicas with sharded weights on GPUs need a GPU for each process, and NCCL",
             hint="start as many processes as there are GPUs, or train without --shard",
         )
     mesh = topology.collectives.mesh(topology.world.device.type)
-    groups: list[FSDPModule] = []
-    owns: dict[tuple[int, str], nn.Parameter] = {}
+    groups = []
+    named: dict[str, Shard] = {}
     for index in sorted(modules):
-        module = modules[index]
-        kinds: dict[torch.dtype, list[str]] = {}
-        for name, parameter in module.named_parameters():
+        parameters: dict[str, nn.Parameter] = {}
+        for own, parameter in modules[index].named_parameters():
             if _is_divisible(parameter) and id(parameter) not in elsewhere:
-                kinds.setdefault(parameter.dtype, []).append(name)
-        for names in kinds.values():
-            wanted = {id(module.get_parameter(name)) for name in names}
-            ignored = {p for p in module.parameters() if id(p) not in wanted}
-            found = fully_shard(
-                _Group(module), mesh=mesh, reshard_after_forward=False, ignored_params=ignored
-            )
-            group = found
-            group.unshard()  # the first time it may replace what fully_shard has put in place
-            group.reshard()
+                parameters[spec.stages[index].named(own)] = parameter
+        units = blocks_of([n for n in parameters if n not in shared]) if by_block else {}
+        kinds: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            kinds.setdefault((units.get(name, ""), parameter.dtype), {})[name] = parameter
+        for (unit, _), some in kinds.items():
+            group = _group(index, modules[index], list(some.values()), mesh, is_block=bool(unit))
             groups.append(group)
-            owns |= {(index, name): module.get_parameter(name) for name in names}
-    shards = Shards({}, groups)
-    with shards.gathered():
-        named = {
-            spec.stages[index].named(name): Shard(modules[index].get_parameter(name), own)
-            for (index, name), own in owns.items()
-        }
+            named |= dict(zip(some, group.shards, strict=True))
     return Shards(named, groups)
+
+
+def _group(
+    stage: int,
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    mesh: DeviceMesh,
+    *,
+    is_block: bool,
+) -> Group:
+    from torch.distributed.fsdp import fully_shard  # takes long to import
+
+    holders: dict[int, list[tuple[nn.Module, str]]] = {id(p): [] for p in parameters}
+    for holder in module.modules():
+        for name, parameter in holder._parameters.items():
+            if id(parameter) in holders:
+                holders[id(parameter)].append((holder, name))
+    places = list(holders.values())
+    ignored = {p for p in module.parameters() if id(p) not in holders}
+    sharded = fully_shard(
+        _Gathered(module), mesh=mesh, reshard_after_forward=False, ignored_params=ignored
+    )
+    sharded.unshard()
+    whole = [_held(*where[0]) for where in places]
+    sharded.reshard()  # the first gathering may replace what was in place before
+    own = [_held(*where[0]) for where in places]
+    return Group(stage, list(map(Shard, whole, own)), places, is_block, sharded)
+
+
+def _held(module: nn.Module, name: str) -> nn.Parameter:
+    parameter = module._parameters[name]
+    assert parameter is not None  # it is one of those that are divided
+    return parameter
+
+
+def blocks_of(names: Sequence[str]) -> dict[str, str]:
+    """The block of each parameter: the innermost numbered part of the model that has several
+    modules with parameters, as `encoder.layers.3`; for one in none, its module."""
+    owners = {name: name.rpartition(".")[0] or name for name in names}
+    within: dict[str, set[str]] = {}
+    for owner in set(owners.values()):
+        for prefix in _numbered(owner):
+            within.setdefault(prefix, set()).add(owner)
+    found = {}
+    for name, owner in owners.items():
+        several = [prefix for prefix in _numbered(owner) if len(within[prefix]) > 1]
+        found[name] = several[-1] if several else owner
+    return found
+
+
+def _numbered(path: str) -> list[str]:
+    """The beginnings of a path that end with a number."""
+    parts = path.split(".")
+    return [".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdecimal()]
 
 
 def _is_divisible(parameter: nn.Parameter) -> bool:

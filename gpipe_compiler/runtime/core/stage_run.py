@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..spec import BatchNorm, Remat
 from .batchnorm import DeferredStatistics, Gather
+from .blocks import StageBlocks
 from .loss_weights import terms_of
 from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
@@ -83,7 +84,9 @@ class StageRun:
         loss_name: str | None,
         options: ExecutionOptions,
         device: torch.device,
+        blocks: StageBlocks | None = None,
     ) -> None:
+        self._blocks = blocks
         self._precision = options.precision
         self._device = device
         self._stage = stage
@@ -168,8 +171,10 @@ class StageRun:
         if self._stage.split:
             found, self._weights[microbatch] = split_backward(roots, gradients, leaves)
             return found
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        blocks = self._blocks
+        with contextlib.nullcontext() if blocks is None else blocks.backward(microbatch):
+            if roots:
+                torch.autograd.backward(roots, gradients)
         return {name: leaf.grad for name, leaf in leaves.items()}
 
     def weight(self, microbatch: int) -> None:
@@ -207,6 +212,8 @@ class StageRun:
                 arguments.append(tensor)
         random = self._random(microbatch)
         with contextlib.ExitStack() as around:
+            if self._blocks is not None:
+                around.enter_context(self._blocks.forward(microbatch))
             if self._deferred is not None:
                 around.enter_context(self._deferred.forward(again=again))
             if random is not None:
@@ -227,6 +234,8 @@ class StageRun:
 
         def around() -> contextlib.ExitStack:
             contexts = contextlib.ExitStack()
+            if self._blocks is not None:
+                contexts.enter_context(self._blocks.again())
             if self._deferred is not None:
                 contexts.enter_context(self._deferred.forward(again=True))
             # On a GPU a backward has a thread of its own, which would empty the table of casts.

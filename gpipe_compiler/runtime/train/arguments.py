@@ -217,10 +217,10 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
         "--shard",
         nargs="?",
-        const=WeightSharding.OPTIMIZER.value,
+        const=(spec.sharding if spec.sharding.described else WeightSharding.OPTIMIZER).value,
         choices=[kind.value for kind in WeightSharding],
         help="what replicas divide among them: what the optimizer remembers, and the weights "
-        f"between steps ({spec.sharding.value})",
+        f"between steps, or (full) always, with gradients ({spec.sharding.value})",
     )
     parser.add_argument(
         "--read",

@@ -33,7 +33,7 @@ def ranks(processes, what, directory):
     return forked.run([HERE / "replica_ranks.py", what, directory], ranks=processes)
 
 
-@pytest.mark.parametrize("what", ["equal", "sharded"])
+@pytest.mark.parametrize("what", ["equal", "sharded", "full"])
 @pytest.mark.parametrize("processes", [2, 4])
 def test_replicas_do_what_the_plain_loop_does(processes, what, tmp_path):
     """Losses, gradients, weights and buffers, after several steps, to 1e-10."""
