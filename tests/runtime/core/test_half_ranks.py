@@ -75,9 +75,10 @@ def test_two_processes_are_the_plain_loop(seen, precision):
         assert expected["scales"] == [SCALE, SCALE / 2, SCALE / 2, SCALE]
 
 
-def test_two_replicas_decide_together(seen):
+@pytest.mark.parametrize("case", ["replicas", "optimizer", "full"])
+def test_two_replicas_decide_together(seen, case):
     """An overflow in one replica: both skip; scales and norms are the same bits on both."""
-    ranks = seen["replicas"]
+    ranks = seen[case]
     expected, weights = plain_run(ranks[0]["before"], "fp16")
     for rank in ranks:
         assert rank["scales"] == expected["scales"]

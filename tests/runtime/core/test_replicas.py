@@ -33,8 +33,13 @@ def ranks(processes, what, directory):
     return forked.run([HERE / "replica_ranks.py", what, directory], ranks=processes)
 
 
-@pytest.mark.parametrize("what", ["equal", "sharded", "full"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    ("processes", "what"),
+    [
+        *((2, "equal"), (4, "equal"), (2, "sharded"), (2, "full")),
+        *(pytest.param(4, what, marks=pytest.mark.slow) for what in ("sharded", "full")),
+    ],
+)
 def test_replicas_do_what_the_plain_loop_does(processes, what, tmp_path):
     """Losses, gradients, weights and buffers, after several steps, to 1e-10."""
     done = ranks(processes, what, tmp_path)
