@@ -233,10 +233,11 @@ def compare(directory, train):
     torch.distributed.destroy_process_group()
 
 
-def die(directory):
+def die(directory, sharding="none"):
     """The last device of the last replica ends without a word in its second step."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # every rank ends by itself
-    with Pipeline(spec_for("norm"), None, data_parallel=2, timeout_s=100) as pipe:
+    more = {"data_parallel": 2, "sharding": sharding, "timeout_s": 100}
+    with Pipeline(spec_for("norm"), None, **more) as pipe:
         batch = pipe.shard(*batch_for("norm", 16, seed=0)[:2])
         pipe.step(*batch)
         if pipe.rank == pipe.world.size - 1:
@@ -251,4 +252,7 @@ def die(directory):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    {"equal": equal, "sharded": sharded, "full": full, "die": die}[sys.argv[1]](Path(sys.argv[2]))
+    fatal = {f"die_{kind}": functools.partial(die, sharding=kind) for kind in ("optimizer", "full")}
+    {"equal": equal, "sharded": sharded, "full": full, "die": die, **fatal}[sys.argv[1]](
+        Path(sys.argv[2])
+    )

@@ -81,6 +81,19 @@ def refused(directory, replicas, processes):
             assert "the same seed on every rank" in other
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["optimizer", "full"])
+def test_a_lost_rank_ends_replicas_that_wait_for_its_rows(tmp_path, sharding):
+    """Wherever in the step that is."""
+    done = ranks(4, f"die_{sharding}", tmp_path)
+
+    assert done.returncode != 0
+    for rank in range(3):
+        message = (tmp_path / f"lost-{rank}").read_text()
+        ends = ("gave up", "has lost the way", "the weights of the other replicas do not come")
+        assert any(end in message for end in ends)
+
+
 def test_a_lost_rank_ends_the_other_replicas(tmp_path):
     """Each of the others ends by itself, and names what it waited for."""
     done = ranks(4, "die", tmp_path)
