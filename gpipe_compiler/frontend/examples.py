@@ -193,7 +193,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
                 f"{what} holds tensors inside of {_a(leaf)} at {path}: of other batches a package "
                 "would not see them",
                 location=location,
-                hint="pass them in a tuple, a dict or a NamedTuple, and make the object in forward",
+                hint="pass them in a tuple, a dict or a dataclass, and make the object in forward",
             )
     if not found:
         raise ModelError(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.ir.arguments import leaves, map_argument
-from gpipe_compiler.runtime.core.nest import Path, cache_fields
+from gpipe_compiler.runtime.core.nest import Path, cache_fields, fields_with_tensors
 from gpipe_compiler.runtime.core.outputs import of_class
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
 
@@ -33,7 +33,7 @@ def with_tensors(tree: object, tensors: Iterator[object]) -> object:
     """The same nest with others in place of its tensors, in order."""
     if isinstance(tree, torch.Tensor):
         return next(tensors)
-    if isinstance(tree, tuple | list | Mapping) or cache_fields(tree) is not None:
+    if isinstance(tree, tuple | list | Mapping) or fields_with_tensors(tree) is not None:
         return _rebuilt(tree, lambda _, item: with_tensors(item, tensors))
     return tree
 

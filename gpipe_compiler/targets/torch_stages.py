@@ -39,7 +39,7 @@ from gpipe_compiler.targets.torch_package import emit, write_reported
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.large_models import validate_shortened, why_not_materialised
 from gpipe_compiler.validate.launching import Launch
-from gpipe_compiler.validate.loss_splitting import refuse_unsplit
+from gpipe_compiler.validate.loss_splitting import refuse_listed, refuse_unsplit
 from gpipe_compiler.validate.package import Validation, validate
 from gpipe_compiler.validate.reference import reference_of
 from gpipe_compiler.validate.some_samples import with_limit
@@ -74,6 +74,8 @@ class TorchStages:
         if subject.free.at:
             found = dataclasses.replace(found, subject=resized(found.subject, graph))
             graph = tracing.trace(found.subject, options.precision)
+        if options.microbatches != 1:
+            refuse_listed(graph)
         if graph.loss is not None:
             over = dataclasses.replace(graph.loss, over_batch=options.loss_over_batch)
             graph = graph.replace(loss=over)

@@ -21,6 +21,7 @@ from gpipe_compiler.passes.loss_additivity import first_bent, never_additive
 from gpipe_compiler.passes.loss_weight import different_means
 from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.train.comparison import RELATIVE, ROUNDINGS
 
 HINT = (
@@ -117,6 +118,24 @@ def explain(graph: Graph, losses: Losses) -> UnsplittableError:
         location=location,
         hint=HINT,
     )
+
+
+def refuse_listed(graph: Graph) -> None:
+    """Raises a ModelError where the samples of the batch are the tensors of a list."""
+    shapes = [source.example_shape for source in graph.inputs if source.path[0] == "target"]
+    targets = {shape[0] for shape in shapes if shape}
+    lists: dict[Path, list[int]] = {}
+    for source in graph.inputs:
+        if source.path[0] != "target" and len(source.path) > 2 and source.example_shape:
+            lists.setdefault(source.path[:-1], []).append(source.example_shape[0])
+    for sizes in lists.values():
+        if len(set(sizes)) > 1 and targets == {len(sizes)}:
+            raise ModelError(
+                f"the samples of a batch are the {len(sizes)} tensors of a list, of unlike sizes: "
+                "micro-batches are parts of a dimension",
+                hint="pad them to one size, stack them into a tensor, and pass their sizes as "
+                "another; or compile with --microbatches 1, for as many tensors as in the example",
+            )
 
 
 def refuse_unsplit(plan: Plan) -> None:

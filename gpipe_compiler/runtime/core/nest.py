@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,21 @@ _HELD_BY: Mapping[str, tuple[str, ...]] = {
     "EncoderDecoderCache": ("self_attention_cache", "cross_attention_cache"),
 }
 """The caches of transformers that hold nothing but tensors, each with what it holds them by."""
+
+
+def fields_with_tensors(item: object) -> dict[str, object] | None:
+    """What a cache holds, or a dataclass with tensors in it; None for anything else."""
+    cache = cache_fields(item)
+    if cache is not None or not dataclasses.is_dataclass(item) or isinstance(item, type):
+        return cache
+    held = _fields(item)
+    found = any(isinstance(leaf, torch.Tensor) for _, leaf in leaves_of(held, objects=True))
+    return held if found else None
+
+
+def _fields(item: Any) -> dict[str, object]:
+    """Of a dataclass, by name."""
+    return {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
 
 
 def cache_fields(item: object) -> dict[str, object] | None:
@@ -50,20 +65,21 @@ def items_of(nest: object, kind: type[T], *, objects: bool = False) -> Iterator[
 def leaves_of(
     nest: object, path: Path = (), *, objects: bool = False
 ) -> Iterator[tuple[Path, object]]:
-    """What stands in a nest of tuples, lists, dicts and caches, with the way to each.
+    """What stands in a nest of tuples, lists, dicts, caches and dataclasses with tensors, with the
+    way to each.
 
     Args:
-        objects: whether to look into dataclasses and namespaces too, by the names of their fields.
+        objects: whether to look into all dataclasses and namespaces, by the names of their fields.
     """
-    cache = cache_fields(nest)
-    if cache is not None:
-        held: Iterable[tuple[str | int, object]] = cache.items()
+    fields = fields_with_tensors(nest)
+    if fields is not None:
+        held: Iterable[tuple[str | int, object]] = fields.items()
     elif isinstance(nest, tuple | list):
         held = enumerate(nest)
     elif isinstance(nest, Mapping):
         held = nest.items()
     elif objects and dataclasses.is_dataclass(nest):
-        held = ((field.name, getattr(nest, field.name)) for field in dataclasses.fields(nest))
+        held = _fields(nest).items()
     elif objects and isinstance(nest, types.SimpleNamespace):
         held = vars(nest).items()
     else:

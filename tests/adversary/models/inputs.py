@@ -143,11 +143,35 @@ class Optional(Two):
         return self.head(x if state is None or not flag else x + state)
 
 
-@dataclass
 class Extra:
     """No container that a pipeline takes apart."""
 
-    mask: Tensor
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Tensors by name, one in a list, and none where one may be, beside a number."""
+
+    x: Tensor
+    masks: list[Tensor]
+    scale: float
+    bias: Tensor | None = None
+
+
+class TakesList(Two):
+    """Samples of lengths of their own, in a list."""
+
+    def forward(self, samples: list[Tensor]) -> Tensor:
+        rows = [self.first(sample).tanh().mean(0) for sample in samples]
+        return self.last(torch.stack(rows))
+
+
+class TakesSample(Two):
+    def forward(self, sample: Sample) -> Tensor:
+        x = sample.x * sample.masks[0] * sample.scale
+        return self.head(x if sample.bias is None else x + sample.bias)
 
 
 class TakesObject(Two):
@@ -338,10 +362,23 @@ CASES = (
         ),
     ),
     simple(
+        "in_a_dataclass",
+        TakesSample,
+        lambda n: (Sample(rows(n), [torch.rand(n, 6)], 0.5),),
+    ),
+    simple(
+        "in_a_list",
+        TakesList,
+        lambda n: ([torch.randn(3 + i % 3, 6) for i in range(n)],),
+        expect=Refused(
+            ("the 8 tensors of a list",), ("pad them", "--microbatches 1"), at_line=False
+        ),
+    ),
+    simple(
         "in_an_object",
         TakesObject,
         lambda n: (rows(n), Extra(torch.rand(6))),
-        expect=Refused(("inside of an Extra at ",), ("NamedTuple",), at_line=False),
+        expect=Refused(("inside of an Extra at ",), ("a dataclass",), at_line=False),
     ),
     simple(
         "branch_on_values",
