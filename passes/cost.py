@@ -75,6 +75,7 @@ class OpCost:
         flops, backward_flops: floating-point operations of matrix products, convolutions and
             attention, a multiply-add counted as two; other arithmetic is not counted.
         bytes, backward_bytes: read and written by all its kernels.
+        arithmetic_s: seconds that the operations of both take at the device's peak.
     """
 
     forward_s: float = 0.0
@@ -84,6 +85,7 @@ class OpCost:
     bytes: int = 0
     backward_bytes: int = 0
     weight_s: float = 0.0
+    arithmetic_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,13 @@ class KernelCost:
     bytes: int
     arithmetic: Arithmetic
 
+    def arithmetic_s(self, device: Device) -> float:
+        """Seconds of its operations at the device's peak."""
+        return self.flops / device.speed(self.arithmetic)
+
     def seconds(self, device: Device) -> float:
         """By the roofline of a device."""
-        computing = self.flops / device.speed(self.arithmetic)
+        computing = self.arithmetic_s(device)
         return device.launch_s + max(computing, self.bytes / device.memory_bandwidth)
 
 
@@ -184,6 +190,7 @@ class OpKernels:
             sum(kernel.bytes for kernel in self.forward),
             sum(kernel.bytes for kernel in self.backward),
             weight_s=max(0.0, backward_s - inputs_s) if self.trains else 0.0,
+            arithmetic_s=sum(k.arithmetic_s(device) for k in (*self.forward, *self.backward)),
         )
 
 

@@ -64,6 +64,9 @@ class Stage:
         state_bytes: parameters and buffers, with gradients and what the optimizer remembers.
         weight_s: the part of `backward_s` that makes the gradients of parameters.
         update_s: predicted seconds of reducing gradients over replicas and of the optimizer.
+        arithmetic_s: seconds that the products, convolutions and attention of a micro-batch take at
+            the peak of the first device of the cluster, forward and backward; what is computed
+            again, or in an earlier stage too, is not counted.
     """
 
     index: int
@@ -90,6 +93,7 @@ class Stage:
     segments_kept_bytes: int = 0
     segments_again_bytes: int = 0
     frontier: tuple[RematPoint, ...] = ()
+    arithmetic_s: float = 0.0
 
     @property
     def microbatch_bytes(self) -> tuple[int, int]:

@@ -265,6 +265,11 @@ def stage_of_cut(
         state_bytes=sum(held_bytes(graph, state, optimizer, division) for state in states),
         weight_s=times.weight_s,
         update_s=times.update_s,
+        arithmetic_s=sum(
+            facts.costs.ops[name].arithmetic_s
+            for name in ops
+            if name not in table.duplicates[index]
+        ),
     )
 
 

@@ -105,10 +105,13 @@ TOKENS = "tokens"
 """The name of a size which is that of a sample in tokens."""
 
 
-def tokens_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int | None:
-    """The tokens in a mini-batch, padding too; None where no size of the pipeline is called so."""
-    if all(size.name != TOKENS for size in spec.sizes):
-        return None
+def has_tokens(spec: PipelineSpec) -> bool:
+    """Whether a size of the pipeline is called so."""
+    return any(size.name == TOKENS for size in spec.sizes)
+
+
+def tokens_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
+    """The tokens in a mini-batch, padding too, where a size of the pipeline is called so."""
     bound = _bound(spec, microbatches, inputs, target)
     pairs = zip(bound.samples, bound.sizes, strict=True)
     return sum(samples * sizes[TOKENS] for samples, sizes in pairs)

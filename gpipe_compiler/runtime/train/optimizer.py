@@ -17,7 +17,7 @@ from ..core.shards import local
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
 from ..wording import said
-from .data import NOTHING, Batch, located, samples_of, tokens_of
+from .data import NOTHING, Batch, has_tokens, located, samples_of, tokens_of
 from .hooks import UserHooks
 
 _OPTIMIZERS: Mapping[OptimizerKind, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
@@ -164,7 +164,8 @@ class StepResult:
         loss: the mean over its mini-batches.
         rate: the learning rate that it was made with.
         samples: in its mini-batches, over all replicas; 0 on ranks that read no data.
-        tokens: in them, where the pipeline has a size of this name and rank 0 reads all samples.
+        tokens: in those that rank 0 has read, or this replica for itself alone; None where no size
+            of the pipeline is called so.
         gradient_norm: over all stages, before clipping; None where it is not computed.
         skipped: whether the weights stayed, because fp16 gradients have overflowed.
     """
@@ -306,11 +307,14 @@ class Update:
         return self._counted(batch) if batch.rows is None else batch.rows.whole
 
     def _tokens(self, batches: Sequence[Batch]) -> int | None:
-        if any(batch is NOTHING or batch.rows is not None for batch in batches):
-            return None
         spec, most = self.pipe.spec, self.pipe.microbatches
-        found = [tokens_of(spec, most, batch.inputs, batch.target) for batch in batches]
-        return None if None in found else sum(filter(None, found))
+        if not has_tokens(spec):
+            return None
+        return sum(
+            tokens_of(spec, most, batch.inputs, batch.target)
+            for batch in batches
+            if batch.rows is not None or (batch is not NOTHING and self.pipe.rank == 0)
+        )
 
     def _counted(self, batch: Batch) -> int:
         pipe = self.pipe

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,40 @@ _MB = 1e6
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The arithmetic of a mini-batch, held against what the plan's devices do at most.
+
+    Attributes:
+        step_s: seconds of its products, convolutions and attention, if all devices of a replica did
+            them at their peak and never waited.
+        device: the name of each device.
+    """
+
+    step_s: float
+    device: str
+
+    @classmethod
+    def read(cls, plan: Mapping[str, Any]) -> Peak | None:
+        """That of a plan, where it says, and all devices are equal."""
+        seconds = sum(float(stage.get("arithmetic_s", 0.0)) for stage in plan.get("stages", ()))
+        known = plan.get("cluster", {}).get("devices", ())
+        slots = dict.fromkeys(plan.get("slots", ()))
+        names = {str(known[slot]["name"]) for slot in slots if slot < len(known)}
+        if not seconds or len(names) != 1:
+            return None
+        return cls(int(plan["microbatches"]) * seconds / len(slots), names.pop())
+
+    def is_of(self, gpu: str) -> bool:
+        """Whether a GPU that PyTorch calls so is one of these."""
+        own, there = (set(re.findall(r"[A-Z0-9]+", text.upper())) for text in (self.device, gpu))
+        return own <= there and not (there - own) & _OTHER_KINDS
+
+
+_OTHER_KINDS = {"PCIE", "NVL", "TI", "SUPER", "LAPTOP", "MOBILE", "D"}
+"""Words after the name of a GPU by which it has other figures."""
+
+
+@dataclass(frozen=True)
 class Told:
     """The prediction in the plan of a package.
 
@@ -34,6 +69,7 @@ class Told:
         stages: of each; empty where the plan does not say.
         peak_bytes: tensors of every device, and what its allocator reserves, at most.
         bubble: the share of device time that is spent waiting; None where the plan does not say.
+        peak: what its devices compute at most; None where it does not say, or they are unequal.
         calibration: by which the forwards and backwards of its costs were scaled already.
     """
 
@@ -43,6 +79,7 @@ class Told:
     peak_bytes: tuple[tuple[int, int], ...] = ()
     calibration: tuple[float, float] = (1.0, 1.0)
     bubble: float | None = None
+    peak: Peak | None = None
 
     @classmethod
     def of(cls, pipe: Pipeline, directory: Path, samples: int) -> Told | None:
@@ -80,6 +117,7 @@ class Told:
             tuple((int(d["peak"]), int(d.get("reserved", 0))) for d in memory),
             (float(forward), float(backward)),
             None if bubble is None else float(bubble),
+            Peak.read(plan),
         )
 
 

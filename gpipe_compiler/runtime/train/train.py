@@ -22,7 +22,7 @@ from .process import StopSignals
 from .profiling import StepProfiler
 from .told import Told, format_time, told_lines
 from .training_log import StepLog, StepPrinter
-from .watching import Watchers, planned_bubbles
+from .watching import Watchers, planned_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +131,10 @@ class _Training:
         self.profiler = StepProfiler(pipe, folder, self._first, options.profile)
         self.log: StepLog | None = None
         from_rank_0(pipe.world, "the log", self._open_log)
-        bubbles = {}
+        planned = {}
         if self._sizes_are_planned():
-            bubbles = planned_bubbles(pipe, directory, options.accumulate)
-        self.watchers = Watchers(pipe, hooks, self.step, options.tensorboard, bubbles)
+            planned = planned_steps(pipe, directory, options.accumulate)
+        self.watchers = Watchers(pipe, hooks, self.step, options.tensorboard, planned)
 
     def run(self) -> int:
         """Train to the end; the number of the signal that came before it, or 0."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from ..core.pipeline import Pipeline
 from ..core.ranks import from_rank_0
 from ..errors import PipelineError, UsageError
+from .data import has_tokens
 from .evaluation import EvaluationResult
 from .hooks import UserHooks
 from .optimizer import StepResult
-from .told import Told
+from .told import Peak, Told
 
 _FLUSH_S = 10
 """Seconds of which a process that is killed loses what it gave to TensorBoard."""
@@ -31,8 +33,7 @@ class Watchers:
     Args:
         steps: that are done; TensorBoard hides what it has of later ones.
         tensorboard: the folder of its files; None for none.
-        bubbles: by the samples of a step, the share of device time that the plan expects to be
-            spent waiting.
+        planned: by the samples of a step, what its plan tells.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Watchers:
         hooks: UserHooks,
         steps: int,
         tensorboard: Path | None,
-        bubbles: Mapping[int, float],
+        planned: Mapping[int, Planned],
     ) -> None:
-        self.pipe, self.hooks, self.bubbles = pipe, hooks, bubbles
+        self.pipe, self.hooks, self.planned = pipe, hooks, planned
         self._wanted = hooks.log is not None or tensorboard is not None
         self._writer: _TensorBoard | None = None
         if not self._wanted:
@@ -51,6 +52,12 @@ class Watchers:
         self._gpus = [e.device for e in pipe.execution.engines if e.device.type == "cuda"]
         some = torch.tensor(float(bool(self._gpus)))
         self._memory_is_told = bool(pipe.world.maximum(some, "the kinds of devices"))
+        own = [e.device for e in pipe.execution.engines]
+        names = [torch.cuda.get_device_name(x) if x.type == "cuda" else x.type for x in own]
+        found = pipe.world.gather_objects(names, "the names of devices")
+        self._names = frozenset(name for rank in found for name in rank)
+        # Where replicas load their own rows, each knows its own alone.
+        self._tokens_are_summed = has_tokens(pipe.spec) and pipe.replicas > 1
 
         def begin() -> None:
             if tensorboard is not None:
@@ -72,17 +79,22 @@ class Watchers:
             own = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
             peaks = self.pipe.world.gather_objects(own, "the memory of devices")
 
+        tokens = stepped.tokens
+        if self._tokens_are_summed:
+            mine = torch.tensor(float(tokens or 0), dtype=torch.float64)
+            tokens = int(self.pipe.world.sum(mine, "the tokens of the step"))
+
         def tell() -> None:
             numbers = {"loss": stepped.loss, "learning_rate": stepped.rate}
             if stepped.gradient_norm is not None:
                 numbers["gradient_norm"] = stepped.gradient_norm
             numbers["samples_per_s"] = stepped.samples / seconds
-            if stepped.tokens is not None:
-                numbers["tokens_per_s"] = stepped.tokens / seconds
+            if tokens is not None:
+                numbers["tokens_per_s"] = tokens / seconds
             for device, peak in enumerate(peak for rank in peaks for peak in rank):
                 numbers[f"peak_bytes/device_{device}"] = float(peak)
-            if stepped.samples in self.bubbles:
-                numbers["planned_bubble"] = self.bubbles[stepped.samples]
+            if stepped.samples in self.planned:
+                numbers |= self.planned[stepped.samples].told(seconds, self._names)
             if self._writer is not None:
                 self._writer.add(step, numbers)
             self.hooks.logged(step, numbers)
@@ -100,8 +112,30 @@ class Watchers:
             self._writer.close()
 
 
-def planned_bubbles(pipe: Pipeline, directory: Path, accumulate: int) -> dict[int, float]:
-    """By the samples of a step, the share of device time that its plan expects to be spent waiting.
+@dataclass(frozen=True)
+class Planned:
+    """What a plan tells of a step.
+
+    Attributes:
+        bubble: the share of device time that it expects to be spent waiting; None for not told.
+        peak: its arithmetic at the peak of its devices; None for not told.
+        minibatches: of the step.
+    """
+
+    bubble: float | None
+    peak: Peak | None
+    minibatches: int = 1
+
+    def told(self, seconds: float, devices: Collection[str]) -> dict[str, float]:
+        """The numbers of a step that took so long on devices that PyTorch calls so."""
+        found = {} if self.bubble is None else {"planned_bubble": self.bubble}
+        if self.peak is not None and all(map(self.peak.is_of, devices)):
+            found["mfu"] = self.minibatches * self.peak.step_s / seconds
+        return found
+
+
+def planned_steps(pipe: Pipeline, directory: Path, accumulate: int) -> dict[int, Planned]:
+    """By the samples of a step, what its plan tells of it.
 
     Empty where this run is not the one that was planned.
 
@@ -111,7 +145,10 @@ def planned_bubbles(pipe: Pipeline, directory: Path, accumulate: int) -> dict[in
     spec = pipe.spec
     samples = spec.microbatches * spec.microbatch_size
     told = Told.of(pipe, directory, samples) if pipe.replicas == spec.replicas else None
-    return {} if told is None or told.bubble is None else {samples * accumulate: told.bubble}
+    if told is None:
+        return {}
+    whole = samples * spec.replicas * accumulate
+    return {whole: Planned(told.bubble, told.peak, accumulate)}
 
 
 def check_tensorboard() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+from sized_pipelines import sized_spec
 from tiny_pipelines import WIDTH, norm_spec, skip_spec
 from training_commands import BROKEN, EVALUATION, LOG, METRICS, PLAIN, SHUFFLED, Run, plain_loop
 
@@ -188,6 +189,44 @@ def test_replicas_load_their_own_rows_of_the_batches_of_plain_training(tmp_path,
     assert code == 0, err
     assert resumed("--epochs", 2, *words, "--resume") == 0
     torch.testing.assert_close(resumed.weights, alone.weights, rtol=1e-5, atol=1e-6)
+
+
+PADDED = """
+from sized_pipelines import WORDS, WIDTH, CLASSES
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return 1 + index
+
+def padded(lengths):
+    shape = len(lengths), max(lengths)
+    ids = torch.arange(shape[0] * shape[1]).view(shape) % WORDS
+    call = (ids, torch.ones(shape)), {"memory": torch.ones(shape[0], 4, WIDTH)}
+    return call, ids % CLASSES
+
+def train_data():
+    return torch.utils.data.DataLoader(Texts(), batch_size=8, collate_fn=padded)
+"""
+
+
+@pytest.mark.parametrize("words", [(), ("--read", "batches")])
+def test_tokens_of_all_replicas_are_told(tmp_path, words):
+    """Of each the rows that it pads, or of the whole batch."""
+    run = Run(tmp_path, sized_spec(), PADDED + LOG)
+    words = ("--epochs", 1, "--data-parallel", 2, "--schedule", "gpipe", *words)
+    command = [*words_of("sized", run, *words)]
+    done = forked.run(command, ranks=2)
+    assert done.returncode == 0, done.stderr
+
+    found = [
+        metrics["tokens_per_s"] * line["seconds"]
+        for (_, metrics), line in zip(run.logged, run.steps, strict=True)
+    ]
+    padded = [4 * 4 + 4 * 8, 4 * 12 + 4 * 16] if len(words) == 6 else [8 * 8, 8 * 16]
+    assert found == pytest.approx(padded)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,10 @@ from tiny_pipelines import skip_spec
 from training_commands import EVALUATION, LOG, METRICS, PLAIN, Run, plain_loop
 
 from gpipe_compiler.runtime.sizes import Size
-from gpipe_compiler.runtime.train.data import tokens_of
+from gpipe_compiler.runtime.train.data import has_tokens, tokens_of
 from gpipe_compiler.runtime.train.hooks import is_log
+from gpipe_compiler.runtime.train.told import Peak
+from gpipe_compiler.runtime.train.watching import Planned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,13 +65,33 @@ def test_the_plan_tells_the_bubble_of_steps_that_it_was_made_for(tmp_path):
     assert bubbles == [0.25, 0.25, None, None, None]
 
 
+def test_the_arithmetic_of_a_plan_is_held_against_known_gpus_alone():
+    """A step of 2 s in which two devices would need half a second each at their peak."""
+    stages = [{"arithmetic_s": 0.2}, {"arithmetic_s": 0.05}]
+    cluster = {"devices": [{"name": "A100"}, {"name": "A100"}, {"name": "T4"}]}
+    plan = {"stages": stages, "cluster": cluster, "slots": [0, 1], "microbatches": 4}
+    peak = Peak.read(plan)
+    assert peak == Peak(0.5, "A100")
+    step = Planned(0.25, peak, minibatches=2)
+    same = {"NVIDIA A100-SXM4-80GB"}
+    assert step.told(4.0, same) == {"planned_bubble": 0.25, "mfu": 0.25}
+    for other in ("NVIDIA A100-PCIE-40GB", "NVIDIA A10", "Tesla T4", "cpu"):
+        assert step.told(4.0, {*same, other}) == {"planned_bubble": 0.25}
+    assert Peak(1.0, "H100 PCIe").is_of("NVIDIA H100 PCIe")
+    assert not Peak(1.0, "H200").is_of("NVIDIA GH200 480GB")
+    assert not Peak(1.0, "x86_64 host").is_of("cpu")
+    assert Peak.read({**plan, "slots": [1, 2]}) is None
+    assert Peak.read({**plan, "stages": [{}, {}]}) is None
+
+
 def test_tokens_are_counted_where_a_size_is_called_so(monkeypatch):
     """Of a mini-batch, and of micro-batches that differ in length."""
-    assert tokens_of(sized_spec(), 2, *sized_batch(6, 12, 4)) is None
+    assert not has_tokens(sized_spec())
     tokens = Size("tokens", of=("ids", 1), example=8)
     monkeypatch.setattr(sized_pipelines, "TOKENS", tokens)
     spec = sized_spec()
 
+    assert has_tokens(spec)
     assert tokens_of(spec, 2, *sized_batch(6, 12, 4)) == 6 * 12
     several = zip(sized_batch(6, 12, 4), sized_batch(3, 33, 4), strict=True)
     assert tokens_of(spec, 2, *map(list, several)) == 6 * 12 + 3 * 33
