@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..core.address import Place, place_of, reaching
 from ..core.pipeline import Pipeline
-from ..core.ranks import described, together
+from ..core.ranks import FAILURES, described, together
 from ..core.shards import is_divided, local
 from ..errors import CheckpointError
 from .extra import KEY, TRAINER_KEY, States, kinds_of, rest_of, tensors_in
@@ -225,16 +225,14 @@ class Saving:
         try:
             written = self._write(self.writer, self.folder, self.plan)
             self._written = lambda: written
-        except BaseException as error:  # `finish` raises it, for all ranks to know
+        except FAILURES as error:  # `finish` raises it, for all ranks to know
             self._written = functools.partial(_raise, error)
 
     def finish(self) -> Place:
         """Let the checkpoint appear."""
-        assert self._written is not None
+        written = self._written or functools.partial(_raise, RuntimeError("nothing was written"))
         with self._explained(self.folder):
-            return together(
-                self.pipe.world, "the writing of the checkpoint", self._written, self._finish
-            )
+            return together(self.pipe.world, "the writing of the checkpoint", written, self._finish)
 
     @contextlib.contextmanager
     def _explained(self, folder: Place | None = None) -> Iterator[None]:
@@ -308,7 +306,7 @@ class Saving:
         return final
 
 
-def _raise(error: BaseException) -> Written:
+def _raise(error: Exception) -> Written:
     raise error
 
 

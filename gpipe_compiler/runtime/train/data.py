@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.progress import Progress, RandomState
-from ..core.inputs import BoundCall, bind_call
+from ..core.inputs import BoundCall, Inputs, bind_call
 from ..core.pipeline import Pipeline
 from ..core.weights import load_file
 from ..core.wiring import inputs_for, most_work
@@ -182,12 +182,14 @@ class Batch:
     Attributes:
         place: where it stands in the data, for messages: "batch 3 of pass 1 of train_data() ...".
         rows: the share of this replica, where it has read no more than that; None for all of it.
+        own: whether the user's code has given this replica its share.
     """
 
     inputs: object = None
     target: object = None
     place: str = ""
     rows: Rows | None = None
+    own: bool = False
 
 
 NOTHING = Batch()
@@ -201,10 +203,12 @@ class Source:
     Attributes:
         name: for messages: "train_data() of model.py".
         begin: gives an iterable of pairs (inputs, target), anew for every pass.
+        own: whether they are this replica's share of each batch.
     """
 
     name: str
     begin: Callable[[], Iterable[object]]
+    own: bool = False
 
     @classmethod
     def repeated(cls, inputs: object, target: object) -> Source:
@@ -269,7 +273,7 @@ class Batches:
 
     def place(self, progress: Progress) -> Progress:
         state = None
-        if self._iterator is not None and has_state(self._data):
+        if self._iterator is not None and has_state(self._data) and not self.source.own:
             state = self._data.state_dict()  # type: ignore[attr-defined]  # it was asked for
         return dataclasses.replace(
             progress,
@@ -292,8 +296,10 @@ class Batches:
         self.passes, self.taken = progress.epoch, 0
         self._iterator = None
         if progress.batch:
-            self._begin(progress.data)
-            if progress.data is None:
+            # A replica's share has no place that others could go on from but its number.
+            state = None if self.source.own or self.sharing is not None else progress.data
+            self._begin(state)
+            if state is None:
                 self._skip(progress.batch)
             self.taken = progress.batch
         if progress.current is not None:
@@ -335,7 +341,7 @@ class Batches:
         place = f"batch {self.taken} of pass {self.passes + 1} of {self.source.name}"
         sampler = getattr(self._data, "batch_sampler", None)
         rows = sampler.given.popleft() if isinstance(sampler, ShareSampler) else None
-        return Batch(*pair(item, place), place, rows)
+        return Batch(*pair(item, place), place, rows, self.source.own)
 
     def _failed(self, error: BaseException) -> PipelineError:
         return PipelineError(
@@ -344,11 +350,38 @@ class Batches:
         )
 
 
+def samples_in(pipe: Pipeline, batch: Batch) -> int:
+    """The samples of a batch that are read here."""
+    return samples_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)
+
+
+def share_read(pipe: Pipeline, batch: Batch) -> tuple[Inputs, object]:
+    """This replica's share of a mini-batch, of which it may have read no more.
+
+    Raises:
+        PipelineError: when rows of the data set have become another number of samples.
+    """
+    if batch.own:
+        return batch.inputs, batch.target
+    if batch.rows is None:
+        return pipe.shard(batch.inputs, batch.target)
+    found, rows = samples_in(pipe, batch), batch.rows
+    if found != rows.count:
+        raise PipelineError(
+            f"{batch.place}: {rows.count} rows of the data set became {found} samples",
+            hint="with --read batches every replica reads whole batches, and takes its share "
+            "of the samples",
+        )
+    pipe.note_read(rows.mark)
+    return batch.inputs, batch.target
+
+
 def disagreement(batches: Batches) -> PipelineError:
     """The error of a replica whose data ends elsewhere than rank 0's."""
     return PipelineError(
         f"{batches.source.name} gives other batches here than on rank 0",
-        hint="every replica reads the same data and takes its share of each batch",
+        hint="every replica reads the same data and takes its share of each batch, or is given it, "
+        "of as many batches, by a hook that takes rank and world",
     )
 
 

@@ -6,14 +6,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from ..checkpoint.progress import preserved_generators
 from ..core.loss_weights import divisor
 from ..core.pipeline import Pipeline
 from ..core.ranks import from_rank_0, together
 from ..errors import AgreedError, UsageError
 from ..spec import LossTerm
-from .data import NOTHING, Batches, Source, disagreement, located, samples_of
+from .data import (
+    NOTHING,
+    Batches,
+    Source,
+    disagreement,
+    located,
+    samples_of,
+    share_read,
+)
 from .hooks import UserHooks
+from .own_rows import share_of_data, takes_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +44,11 @@ class EvaluationResult:
         return "  ".join(f"{name} {number:.6g}" for name, number in found.items())
 
 
-def evaluate(pipe: Pipeline, hooks: UserHooks) -> EvaluationResult:
+def evaluate(pipe: Pipeline, hooks: UserHooks, *, own_rows: bool = False) -> EvaluationResult:
     """One pass over `eval_data()` in eval mode; every rank calls it.
+
+    Args:
+        own_rows: whether each replica loads its own rows alone, of data that allows it.
 
     Afterwards the mode of the stages, the pipeline's step number and the generators are as before.
 
@@ -46,7 +60,7 @@ def evaluate(pipe: Pipeline, hooks: UserHooks) -> EvaluationResult:
     pipe.eval()
     try:
         with preserved_generators():
-            return _Pass(pipe, hooks).run()
+            return _Pass(pipe, hooks, own_rows=own_rows).run()
     finally:
         pipe.train(training)
         pipe.step_number = step
@@ -76,14 +90,18 @@ class _Mean:
 class _Pass:
     """The sums of one pass over the evaluation data; those of metrics over this replica's share."""
 
-    def __init__(self, pipe: Pipeline, hooks: UserHooks) -> None:
+    def __init__(self, pipe: Pipeline, hooks: UserHooks, *, own_rows: bool) -> None:
         assert hooks.eval_data is not None
         self.pipe = pipe
         self.hooks = hooks
-        self.batches = Batches(Source(f"eval_data() of {hooks.name}", hooks.eval_data))
+        several = pipe.replicas > 1
+        own = several and takes_share(hooks.eval_data)
+        begin = share_of_data(hooks.eval_data, pipe)
+        source = Source(f"eval_data() of {hooks.name}", begin, own)
+        self.batches = Batches(source, pipe if own_rows and several else None)
         self.batch = NOTHING
         self.share: tuple[object, object] = (None, None)
-        self.found: tuple[list[float], object] | None = None
+        self.found: tuple[list[float], list[float], object] | None = None
         loss = pipe.spec.loss
         assert loss is not None  # evaluation is of training
         self.terms = [_Mean(term) for term in loss.summands]
@@ -121,17 +139,29 @@ class _Pass:
         found = self.metrics, self.samples
         return together(self.pipe.world, "the metrics", lambda: found, mean)
 
-    def _evaluate(self) -> tuple[list[float], object]:
+    def _evaluate(self) -> tuple[list[float], list[float], object]:
+        """The terms of a batch's loss, their weights over all replicas, and the output."""
         outputs = self.hooks.metrics is not None
         try:
-            self.share = self.pipe.shard(self.batch.inputs, self.batch.target)
+            self.share = share_read(self.pipe, self.batch)
             terms, output = self.pipe.evaluate_terms(*self.share, outputs=outputs)
         except (UsageError, AgreedError) as error:
             raise located(error, self.batch) from error
-        return terms.tolist(), output
+        return terms.tolist(), self._weights(), output
 
-    def _add(self, losses: Sequence[float], output: object) -> None:
-        weights = self.pipe.loss_weights(self.batch.inputs, self.batch.target)
+    def _weights(self) -> list[float]:
+        pipe, batch = self.pipe, self.batch
+        weights = [0.0 for _ in self.terms]
+        apart = batch.own or batch.rows is not None
+        if pipe.feeds and (apart or pipe.rank == 0):
+            weights = [*pipe.loss_weights(batch.inputs, batch.target)]
+        if pipe.replicas == 1:
+            return weights  # rank 0 adds them up
+        mine = torch.tensor(weights, dtype=torch.float64)
+        summed: list[float] = pipe.world.sum(mine, "the weights of the loss").tolist()
+        return summed
+
+    def _add(self, losses: Sequence[float], weights: Sequence[float], output: object) -> None:
         for term, loss, weight in zip(self.terms, losses, weights, strict=True):
             term.add(loss, weight)
         samples = samples_of(self.pipe.spec, self.pipe.microbatches, *self.share)

@@ -36,7 +36,8 @@ class UserHooks:
     """What the user's file offers, under the names of these attributes; None for what it does not.
 
     Attributes:
-        train_data: gives an iterable of (inputs, target) batches, anew at every call: one pass.
+        train_data: gives an iterable of (inputs, target) batches, anew at every call: one pass;
+            where it takes `rank` and `world`, that replica's share of each.
         eval_data: the same, for evaluation.
         make_optimizer: gives an optimizer for some parameters.
         make_scheduler: gives a learning-rate scheduler for an optimizer, to be stepped after every
@@ -49,8 +50,8 @@ class UserHooks:
     """
 
     name: str = ""
-    train_data: Callable[[], Iterable[object]] | None = None
-    eval_data: Callable[[], Iterable[object]] | None = None
+    train_data: Callable[..., Iterable[object]] | None = None
+    eval_data: Callable[..., Iterable[object]] | None = None
     make_optimizer: MakeOptimizer | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     make_state: Callable[[Pipeline, torch.optim.Optimizer], object] | None = None
@@ -198,5 +199,5 @@ def _import(source: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # whatever the user's file raises
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = f"install {error.name}, or put it beside the file if it is yours"
+            hint = f"pip install {error.name}, or put it beside the file if it is yours"
         raise PipelineError(f"importing {source} failed: {said(error)}", hint=hint) from error

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from ..core.inputs import Inputs
 from ..core.pipeline import Pipeline
 from ..core.shards import local
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
 from ..wording import said
-from .data import NOTHING, Batch, has_tokens, located, samples_of, tokens_of
+from .data import NOTHING, Batch, has_tokens, located, samples_in, share_read, tokens_of
 from .hooks import UserHooks
 
 _OPTIMIZERS: Mapping[OptimizerKind, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
@@ -190,12 +189,14 @@ class Update:
     Args:
         clip_norm: the largest 2-norm of all gradients together; None for any. With inf it is
             computed, and changes nothing.
+        apart: whether the user's code gives each replica its share, whose samples it alone knows.
     """
 
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     rate: Rate
     clip_norm: float | None = None
+    apart: bool = False
     _skipped: int = field(default=0, init=False)
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
@@ -217,12 +218,15 @@ class Update:
         skipped = self._step(step)
         self._count_skipped(skipped, step)
         samples = sum(self._samples(batch) for batch in batches)
+        if self.apart:
+            mine = torch.tensor(float(samples), dtype=torch.float64)
+            samples = int(self.pipe.world.sum(mine, "the samples of the step"))
         tokens = self._tokens(batches)
         return StepResult(sum(losses) / len(losses), rate, samples, norm, skipped, tokens)
 
     def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
         try:
-            loss = float(self.pipe.step(*self._share(batch), weight=weight))
+            loss = float(self.pipe.step(*share_read(self.pipe, batch), weight=weight))
         except UsageError as error:
             raise located(error, batch) from error
         except AgreedError as error:
@@ -231,24 +235,6 @@ class Update:
             where = f", {batch.place}" if batch.place else ""
             raise AgreedError(f"the loss of step {step}{where}, is {loss}")
         return loss
-
-    def _share(self, batch: Batch) -> tuple[Inputs, object]:
-        """This replica's share of a mini-batch, of which it may have read no more.
-
-        Raises:
-            PipelineError: when rows of the data set have become another number of samples.
-        """
-        if batch.rows is None:
-            return self.pipe.shard(batch.inputs, batch.target)
-        found, rows = self._counted(batch), batch.rows
-        if found != rows.count:
-            raise PipelineError(
-                f"{batch.place}: {rows.count} rows of the data set became {found} samples",
-                hint="with --read batches every replica reads whole batches, and takes its share "
-                "of the samples",
-            )
-        self.pipe.note_read(rows.mark)
-        return batch.inputs, batch.target
 
     def _clip(self, step: int) -> float | None:
         if self.clip_norm is None:
@@ -304,7 +290,7 @@ class Update:
     def _samples(self, batch: Batch) -> int:
         if batch is NOTHING:
             return 0
-        return self._counted(batch) if batch.rows is None else batch.rows.whole
+        return samples_in(self.pipe, batch) if batch.rows is None else batch.rows.whole
 
     def _tokens(self, batches: Sequence[Batch]) -> int | None:
         spec, most = self.pipe.spec, self.pipe.microbatches
@@ -313,12 +299,8 @@ class Update:
         return sum(
             tokens_of(spec, most, batch.inputs, batch.target)
             for batch in batches
-            if batch.rows is not None or (batch is not NOTHING and self.pipe.rank == 0)
+            if batch.rows is not None or batch.own or (batch is not NOTHING and self.pipe.rank == 0)
         )
-
-    def _counted(self, batch: Batch) -> int:
-        pipe = self.pipe
-        return samples_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor:

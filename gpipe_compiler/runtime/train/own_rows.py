@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
@@ -67,8 +70,11 @@ class ShareSampler(Sampler[list[Any]]):
 
 def with_own_rows(data: Iterable[object], pipe: Pipeline) -> Iterable[object]:
     """The data with a replica's own rows alone; itself where it is not of a kind that has such: a
-    `DataLoader` over a data set with indices, which collects them into batches."""
-    if type(data) is not DataLoader or data.batch_sampler is None:
+    `DataLoader` over a data set with indices, which collects them into batches.
+
+    Torchdata's `StatefulDataLoader` becomes one of torch, whose place is found by its pass.
+    """
+    if not _is_loader(data) or data.batch_sampler is None:
         return data
     if isinstance(data.dataset, IterableDataset):
         return data
@@ -85,3 +91,29 @@ def with_own_rows(data: Iterable[object], pipe: Pipeline) -> Iterable[object]:
         prefetch_factor=data.prefetch_factor if data.num_workers else None,
         persistent_workers=data.persistent_workers,
     )
+
+
+def _is_loader(data: object) -> TypeGuard[DataLoader[Any]]:
+    stateful = getattr(sys.modules.get(_TORCHDATA), "StatefulDataLoader", DataLoader)
+    return type(data) in (DataLoader, stateful)
+
+
+_TORCHDATA = "torchdata.stateful_dataloader"
+
+
+def takes_share(hook: Callable[..., object] | None) -> bool:
+    """Whether `train_data` or `eval_data` asks which replica it reads for, as rank and world."""
+    if hook is None:
+        return False
+    try:
+        names = list(inspect.signature(hook).parameters)
+    except (TypeError, ValueError):
+        return False
+    return names[:2] == ["rank", "world"]
+
+
+def share_of_data(
+    hook: Callable[..., Iterable[object]], pipe: Pipeline
+) -> Callable[[], Iterable[object]]:
+    """The hook without arguments: where it takes them, what it gives is this replica's."""
+    return partial(hook, pipe.replica, pipe.replicas) if takes_share(hook) else hook

@@ -18,6 +18,7 @@ from .data import NOTHING, Batch, Batches, InputChoice, Source, call_on, disagre
 from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
+from .own_rows import share_of_data, takes_share
 from .process import StopSignals
 from .profiling import StepProfiler
 from .told import Told, format_time, told_lines
@@ -114,7 +115,8 @@ class _Training:
         clip_norm = options.clip_norm
         if clip_norm is None and options.gradient_norm:
             clip_norm = math.inf
-        self.update = Update(pipe, optimizer, self.rate, clip_norm)
+        apart = pipe.replicas > 1 and options.input.file is None and takes_share(hooks.train_data)
+        self.update = Update(pipe, optimizer, self.rate, clip_norm, apart)
         states = hooks.states(pipe, optimizer)
         self.checkpoints = CheckpointManager(
             pipe, optimizer, scheduler, states, options.checkpoints
@@ -255,7 +257,7 @@ class _Training:
         """
         if self.hooks.eval_data is None:
             return
-        found = evaluate(self.pipe, self.hooks)
+        found = evaluate(self.pipe, self.hooks, own_rows=self.options.own_rows)
         if not last:
             self.rate.evaluated(found.loss)
         self.evaluated = self.step
@@ -296,7 +298,9 @@ class _Training:
     def _open(self, directory: Path) -> None:
         hooks, choice = self.hooks, self.options.input
         if hooks.train_data is not None and choice.file is None:
-            source = Source(f"train_data() of {hooks.name}", hooks.train_data)
+            own = self.pipe.replicas > 1 and takes_share(hooks.train_data)
+            begin = share_of_data(hooks.train_data, self.pipe)
+            source = Source(f"train_data() of {hooks.name}", begin, own)
         else:
             source = Source.repeated(*call_on(self.pipe.spec, directory, choice))
         shares = self.options.own_rows and self.pipe.replicas > 1

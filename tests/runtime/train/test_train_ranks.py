@@ -320,3 +320,91 @@ def test_a_signal_to_torchrun(tmp_path):
     last = latest(tmp_path / "kept")
     assert f"the checkpoint is {last}" in out
     assert int(last.name.removeprefix("step_")) == run.steps[-1]["step"]
+
+
+SHARES = """
+def shares(sizes, rank, world, seed):
+    for number, size in enumerate(sizes):
+        (x,), target = batch(size, seed + number)
+        yield (x.tensor_split(world)[rank],), target.tensor_split(world)[rank]
+
+def train_data(rank, world):
+    return shares((8, 6, 7, 3), rank, world, int(torch.randint(100, ())))
+
+def eval_data(rank, world):
+    return shares((7, 2), rank, world, 50)
+
+def metrics(output, target):
+    return {"mistake": (output["y"] - target).abs().mean()}
+
+def make_optimizer(params):
+    return torch.optim.SGD(params, lr=0.3, momentum=0.9)
+"""
+
+
+def assert_alike(found, expected):
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
+    for key in ("samples", "loss"):
+        numbers = [line[key] for line in expected.steps]
+        assert [line[key] for line in found.steps] == pytest.approx(numbers, rel=1e-5)
+    for one, other in zip(found.evaluations, expected.evaluations, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_hooks_that_take_rank_and_world_give_each_replica_its_share(tmp_path):
+    """Of batches of any size, in training and evaluation; and gone on with by a process alone."""
+    runs = {}
+    for name in ("alone", "ranks", "begun"):
+        (tmp_path / name).mkdir()
+        runs[name] = Run(tmp_path / name, skip_spec(), SHARES)
+    assert runs["alone"]("--epochs", 2) == 0
+    words = ("--data-parallel", 2)
+    code, _, err = trained("skip", runs["ranks"], "--epochs", 2, *words)
+    assert code == 0, err
+    assert_alike(runs["ranks"], runs["alone"])
+
+    kept = ("--checkpoint-dir", tmp_path / "kept")
+    code, _, err = trained("skip", runs["begun"], "--steps", 6, *words, *kept)
+    assert code == 0, err
+    assert runs["begun"]("--epochs", 2, *kept, "--resume") == 0
+    torch.testing.assert_close(runs["begun"].weights, runs["alone"].weights, rtol=1e-5, atol=1e-6)
+
+
+EVALUATED = """
+def eval_data():
+    return torch.utils.data.DataLoader(Numbers(), batch_size=6, collate_fn=collated)
+
+def metrics(output, target):
+    return {"mistake": (output["y"] - target).abs().mean()}
+"""
+
+
+@pytest.mark.parametrize("loader", ["torch.utils.data.DataLoader", "StatefulDataLoader"])
+def test_evaluation_loads_its_own_rows_too(tmp_path, loader):
+    """Of torch's loader and of torchdata's, which is gone on with in the midst of a pass."""
+    text = INDEXED.replace("{WIDTH}", str(WIDTH)).replace("{workers}", "0") + EVALUATED
+    if loader == "StatefulDataLoader":
+        pytest.importorskip("torchdata")
+        text = "from torchdata.stateful_dataloader import StatefulDataLoader\n" + text
+    text = text.replace("torch.utils.data.DataLoader", loader)
+    runs = {}
+    for name in ("alone", "ranks", "begun"):
+        (tmp_path / name).mkdir()
+        read = f"READ = {str(tmp_path / name / 'read')!r}\n"
+        runs[name] = Run(tmp_path / name, skip_spec(), read + text)
+    assert runs["alone"]("--epochs", 2) == 0
+    code, _, err = trained("skip", runs["ranks"], "--epochs", 2, "--data-parallel", 2)
+    assert code == 0, err
+    assert_alike(runs["ranks"], runs["alone"])
+    order = rows_read(tmp_path / "alone")
+    first, second = (rows_read(tmp_path / "ranks", rank) for rank in (0, 1))
+    assert sorted(first + second) == sorted(order)
+    if loader == "StatefulDataLoader":
+        words = ("--checkpoint-dir", tmp_path / "kept")
+        assert runs["begun"]("--steps", 4, *words) == 0
+        words = (*words, "--epochs", 2, "--resume", "--data-parallel", 2)
+        code, _, err = trained("skip", runs["begun"], *words)
+        assert code == 0, err
+        torch.testing.assert_close(
+            runs["begun"].weights, runs["alone"].weights, rtol=1e-5, atol=1e-6
+        )
