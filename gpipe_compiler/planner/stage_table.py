@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from gpipe_compiler.errors import PlanError
 from gpipe_compiler.ir import Graph, StateKind, ValueKind
 from gpipe_compiler.ir.sizes import at_batch, follows
-from gpipe_compiler.options import AnyOptimizer, Division
+from gpipe_compiler.options import WHOLE, AnyOptimizer, Division
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem, Traffic
 from gpipe_compiler.passes.duplicate import closure
 from gpipe_compiler.passes.footprint import held_bytes
@@ -231,7 +231,7 @@ def stage_of_cut(
     times: StageTimes,
     recompute: bool,
     optimizer: AnyOptimizer,
-    division: Division,
+    division: Division = WHOLE,
 ) -> Stage:
     """One stage, with its times.
 
