@@ -111,6 +111,7 @@ def test_bench(package: Path) -> None:
         (("--devices", "cpu,cpu,cpu"), "names 3 devices, but the pipeline has 2"),
         (("--microbatches", "99"), "does not split into 99"),
         (("--input", "nowhere.npz"), "nowhere.npz cannot be read"),
+        (("--compile",), "--compile is for stages of torch"),
     ],
 )
 def test_wrong_usage(package: Path, words: tuple[str, ...], said: str) -> None:

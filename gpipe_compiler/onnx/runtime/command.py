@@ -66,6 +66,11 @@ def _obey(spec: OnnxPipelineSpec, folder: Path, arguments: argparse.Namespace) -
     """Does what is asked; errors become one message on stderr."""
     pipe: OnnxPipeline | None = None
     try:
+        if arguments.compile:
+            raise UsageError(
+                "--compile is for stages of torch: ONNX Runtime fuses the ops of its own by itself",
+                hint="leave it out",
+            )
         pipe = OnnxPipeline(
             spec,
             folder,
@@ -131,6 +136,7 @@ def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> Non
         help="samples of random inputs (default %(default)s)",
     )
     command.add_argument("--seed", type=natural, default=0, help="of random inputs")
+    command.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     command.add_argument(
         "--custom-ops",
         type=path,

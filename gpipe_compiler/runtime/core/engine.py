@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -11,9 +12,11 @@ from torch.autograd.graph import GradientEdge
 
 from ..errors import PipelineError, StageError
 from ..schedule.actions import Compute, Phase, Receive, Send, SharedSum, Transfer
+from ..spec import StageSpec
 from ..wording import said
 from .batchnorm import Gather, alone
 from .blocks import StageBlocks
+from .compiled_blocks import CompiledBlocks
 from .full_batch import ActionBatch
 from .options import ExecutionOptions
 from .precision import run_of_device
@@ -49,6 +52,7 @@ class Engine:
     Attributes:
         modules: the stages it holds, by number.
         loss_name: the value that is the loss, where the pipeline has one.
+        specs: of the stages, by number.
         gather: joins statistics with those of the other replicas.
         blocks: by stage, what gathers its weights block by block, where replicas divide them so.
     """
@@ -57,8 +61,19 @@ class Engine:
     device: torch.device
     loss_name: str | None
     options: ExecutionOptions
+    specs: Sequence[StageSpec]
     gather: Gather = alone
     blocks: Mapping[int, StageBlocks] = field(default_factory=dict)
+
+    @cached_property
+    def compiled(self) -> Mapping[int, CompiledBlocks]:
+        """The blocks that are compiled, by the number of their stage."""
+        if not self.options.compiled:
+            return {}
+        return {
+            index: CompiledBlocks(module, self.specs[index])
+            for index, module in self.modules.items()
+        }
 
     def run(
         self,
@@ -109,6 +124,7 @@ class _Run:
             index: StageRun(
                 *(wiring[index], module, request, engine.loss_name, engine.options, engine.device),
                 blocks=engine.blocks.get(index),
+                compiled=engine.compiled.get(index),
             )
             for index, module in engine.modules.items()
         }

@@ -90,6 +90,7 @@ class Execution:
                 device,
                 loss,
                 options,
+                spec.stages,
                 partial(topology.peers.gathered, what="the statistics of the replicas"),
                 blocks,
             )

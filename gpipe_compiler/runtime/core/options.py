@@ -39,11 +39,13 @@ class ExecutionOptions:
 
     Attributes:
         remat: what each stage keeps between forward and backward.
+        compiled: whether the blocks of stages run through torch.compile.
     """
 
     batchnorm: BatchNorm
     precision: Precision
     remat: tuple[Remat, ...]
+    compiled: bool = False
 
 
 def chosen(kind: type[Choice], what: str, word: Choice | str | None, planned: Choice) -> Choice:
@@ -69,6 +71,8 @@ def execution_options(
     batchnorm: BatchNorm | str | None,
     precision: Precision | str | None,
     remat: Remat | str | None,
+    *,
+    compiled: bool = False,
 ) -> ExecutionOptions:
     """How the stages of a pipeline compute: as planned, unless a caller says otherwise.
 
@@ -87,6 +91,7 @@ def execution_options(
         chosen(BatchNorm, "batchnorm", batchnorm, spec.batchnorm),
         computed_in,
         tuple(chosen(Remat, "remat", remat, stage.remat) for stage in spec.stages),
+        compiled,
     )
 
 

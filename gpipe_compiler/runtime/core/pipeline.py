@@ -23,6 +23,7 @@ from ..spec import (
 from ..wording import counted
 from .building import build_stage
 from .call import CallArgs
+from .compiled_blocks import check_compiler, refuse_compiled
 from .deferred import deferred, refuse_deferred
 from .distributed import Network
 from .execution import Execution
@@ -78,10 +79,12 @@ class Pipeline(ModelNames):
             its share of every mini-batch.
         sharding: what these divide among them of weights and optimizer; as the package was compiled
             by default. Divided parameters are DTensors, and so are their gradients.
+        compile_blocks: run the blocks of stages through torch.compile (`compiled_blocks.py`).
         timeout_s: seconds after which a value from another process is given up.
 
     Raises:
         UsageError: for arguments that do not fit the pipeline.
+        PipelineError: where torch.compile does not work and is asked for.
         WeightsError: when the weights are not those of this pipeline.
         ScheduleError, DeadlockError: when the package's schedule is wrong.
     """
@@ -101,6 +104,7 @@ class Pipeline(ModelNames):
         transport: TransportKind | str | None = None,
         data_parallel: int = 1,
         sharding: WeightSharding | str | None = None,
+        compile_blocks: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
@@ -111,15 +115,19 @@ class Pipeline(ModelNames):
         self._read = 0
         self.microbatches = spec.microbatches if microbatches is None else microbatches
         self.schedule = chosen(ScheduleKind, "schedule", schedule, spec.schedule)
-        self.options = execution_options(spec, batchnorm, precision, remat)
+        self.options = execution_options(spec, batchnorm, precision, remat, compiled=compile_blocks)
         check_numbers(seed, self.microbatches, timeout_s)
         refuse_parts(spec, self.microbatches * data_parallel)
         self.sharding = weight_sharding(spec, sharding, data_parallel)
         refuse_split(self.sharding, self.schedule)
+        if compile_blocks:
+            refuse_compiled(self.schedule, self.sharding)
         wait_s = min(timeout_s, LONGEST_WAIT_S)
         self._topology = Topology.gather(
             spec, self.schedule, devices, transport, data_parallel, wait_s
         )
+        if compile_blocks:
+            check_compiler(self._topology.devices)
         self._owners = trainable_shared(spec)
         trains = spec.loss is not None
         self._draws_in_eval = any(stage.random_in_eval for stage in spec.stages)
@@ -500,6 +508,7 @@ class Pipeline(ModelNames):
         return (
             f"{self.spec.name}: {stages}, {microbatches}, {self.schedule.value}, {self._topology}"
             f"{shared and f', {shared}'}"
+            f"{', blocks compiled' if self.options.compiled else ''}"
         )
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..spec import BatchNorm, Remat
 from .batchnorm import DeferredStatistics, Gather
 from .blocks import StageBlocks
+from .compiled_blocks import CompiledBlocks
 from .loss_weights import terms_of
 from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
@@ -85,10 +86,12 @@ class StageRun:
         options: ExecutionOptions,
         device: torch.device,
         blocks: StageBlocks | None = None,
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self._blocks = blocks
         self._precision = options.precision
         self._device = device
+        self._compiled = compiled
         self._stage = stage
         self._module = module
         self._job = request
@@ -127,6 +130,7 @@ class StageRun:
             waits: whether another micro-batch comes before its backward (`schedule.waiting`).
         """
         self._written_once.begin()
+        self._watch_draws(microbatch, received)
         if not self._training:
             return self._compute(microbatch, received, again=False)
         if waits and self._recomputes:
@@ -199,8 +203,32 @@ class StageRun:
         if self._deferred is not None:
             self._deferred.commit(gather)
 
+    def _watch_draws(self, microbatch: int, received: Sequence[torch.Tensor]) -> None:
+        """Finds out which blocks draw, by a forward that leaves no trace; once in a mode."""
+        if self._compiled is None or self._compiled.knows(self._random(microbatch)):
+            return
+        copies = [tensor.clone() for tensor in received]
+        with self._written.replaced(self._written.copies()):
+            self._compute(microbatch, copies, again=True, watched=True)
+        self._written_once.begin()
+
+    def _in_blocks(
+        self, random: SeededRandom | None, *, watched: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        if self._compiled is None:
+            return contextlib.nullcontext()
+        if watched:
+            assert random is not None  # else there is nothing to watch
+            return self._compiled.watch(random)
+        return self._compiled.compiled(random)
+
     def _compute(
-        self, microbatch: int, received: Sequence[torch.Tensor], *, again: bool
+        self,
+        microbatch: int,
+        received: Sequence[torch.Tensor],
+        *,
+        again: bool,
+        watched: bool = False,
     ) -> Computed:
         leaves: Values = {}
         arguments = []
@@ -221,6 +249,7 @@ class StageRun:
             around.enter_context(autocast(self._precision, self._device))
             if self._training:
                 around.enter_context(self._of_segments(random))
+            around.enter_context(self._in_blocks(random, watched=watched))
             result = self._module(*arguments[: self._stage.arguments])
             names = self._stage.spec.outputs
             outputs = dict(zip(names, (result,) if len(names) == 1 else result, strict=True))
@@ -241,6 +270,7 @@ class StageRun:
             # On a GPU a backward has a thread of its own, which would empty the table of casts.
             contexts.enter_context(run_of_device(self._precision))
             contexts.enter_context(autocast(self._precision, self._device))
+            contexts.enter_context(self._in_blocks(random, watched=False))
             return contexts
 
         return self._segments.run_again(SegmentContext(around, random))

@@ -333,6 +333,9 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
         "--precision", choices=[kind.value for kind in Precision], help=f"({spec.precision.value})"
     )
+    parser.add_argument(
+        "--compile", action="store_true", help="run the layers of stages through torch.compile"
+    )
     parser.add_argument("--seed", type=seed, default=0, help="of dropout, data, new weights (0)")
     parser.add_argument("--batch-size", type=positive, metavar="N", help="of the example data")
     examples = ", ".join(f"{size.name}={size.example}" for size in spec.sizes)

@@ -143,6 +143,7 @@ class _Command:
             seed=arguments.seed,
             data_parallel=1 if options is None else self._replicas(),
             sharding=None if options is None else arguments.shard,
+            compile_blocks=arguments.compile,
             timeout_s=arguments.timeout,
         ) as pipe:
             if options is not None:

@@ -35,6 +35,7 @@ class Pipeline(_pipeline.Pipeline):
         transport: _pipeline.TransportKind | str | None = None,
         data_parallel: int = 1,
         sharding: WeightSharding | str | None = None,
+        compile_blocks: bool = False,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(
@@ -50,5 +51,6 @@ class Pipeline(_pipeline.Pipeline):
             transport=transport,
             data_parallel=data_parallel,
             sharding=sharding,
+            compile_blocks=compile_blocks,
             timeout_s=timeout_s,
         )
