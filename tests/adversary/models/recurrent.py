@@ -102,6 +102,26 @@ class Convolved(nn.Module):
         return self.head(found[..., : x.shape[-1]].transpose(1, 2).mean(1))
 
 
+class OfAnyLength(nn.Module):
+    """A network of two layers, then one both ways that is given what the first remembers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.RNN(6, 5, 2, nonlinearity="tanh", batch_first=True)
+        self.second = nn.GRU(5, 5, batch_first=True, bidirectional=True)
+        self.asks, self.head = nn.Linear(10, 1), nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, last = self.first(x)
+        found, _ = self.second(found, last)
+        shares = self.asks(found).softmax(1)
+        return self.head((shares * found).sum(1))
+
+
+def of_other_lengths(samples: int) -> Tensor:
+    return torch.randn(samples, 2 + samples % 7, 6)
+
+
 def steps(samples: int) -> Tensor:
     return torch.randn(samples, 5, 6)
 
@@ -137,4 +157,5 @@ CASES = (
         manners=FP32_ONLY,
     ),
     simple("by_fft", Convolved),
+    simple("of_any_length", OfAnyLength, later_inputs=of_other_lengths),
 )

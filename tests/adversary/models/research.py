@@ -228,7 +228,73 @@ class Averaged(nn.Module):
         return self.last(x) + F.linear(x, self.kept)
 
 
+class SelfDistilled(nn.Module):
+    """Views of pictures in a list; a teacher, which follows the weights, sees the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = body(8), body(8)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            own.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+    def forward(self, views: list[Tensor]) -> Tensor:
+        if self.training:
+            self.follow()
+        with torch.no_grad():
+            wanted = [(self.teacher(view) / 0.1).softmax(-1) for view in views[:2]]
+        found = [(self.student(view) / 0.5).log_softmax(-1) for view in views]
+        pairs = [
+            (want * find).sum(-1)
+            for i, want in enumerate(wanted)
+            for j, find in enumerate(found)
+            if i != j
+        ]
+        return -torch.stack(pairs).mean(0)
+
+
+class Field(nn.Module):
+    """Conditional random field: the scores of all ways, step by step, beside that of the tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.emit = nn.Linear(8, 6), nn.Linear(6, 4)
+        self.moves, self.begin = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor, tags: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        emitted, batch = self.emit(self.inside(x).tanh()), torch.arange(len(x))
+        own = self.begin[tags[:, 0]] + emitted[batch, 0, tags[:, 0]]
+        ways = self.begin + emitted[:, 0]
+        for time in range(1, x.shape[1]):
+            move = self.moves[tags[:, time - 1], tags[:, time]]
+            own = own + (move + emitted[batch, time, tags[:, time]]) * mask[:, time]
+            onward = (ways.unsqueeze(2) + self.moves + emitted[:, time].unsqueeze(1)).logsumexp(1)
+            ways = torch.where(mask[:, time].unsqueeze(1), onward, ways)
+        return {"emitted": emitted, "loss": (ways.logsumexp(1) - own).sum() / mask.sum()}
+
+
+def tagged(samples: int) -> dict[str, Tensor]:
+    lengths = torch.randint(1, 6, (samples, 1))
+    return {
+        "x": steps(samples),
+        "tags": torch.randint(4, (samples, 5)),
+        "mask": torch.arange(5) < lengths,
+    }
+
+
 CASES = (
+    Case(
+        "self_distilled",
+        SelfDistilled,
+        lambda n: ([rows(n) for _ in range(4)],),
+        lambda output, _: output.mean(),
+        lambda _: None,
+    ),
+    Case("field", Field, tagged, manners=FP32_ONLY),
     Case("arc_face", ArcFace, lambda n: {"x": rows(n), "labels": classes(n)}, quick=True),
     Case("sets", Sets, lambda n: (steps(n), mask(n)), F.cross_entropy, classes),
     Case("pyramid", Pyramid, lambda n: torch.randn(n, 3, 8, 8), of_levels, things),
