@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from gpipe_compiler.codegen.sources import Place, parameters_of, parsed, place_at
+from gpipe_compiler.codegen.sources import Place, class_at, parameters_of, place_at
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall
@@ -99,11 +99,10 @@ def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:
         place = place_at(outer)
         return None if place is None else place.method
     files = {op.source.file: None for op in call.ops if op.source is not None}
-    classes = (node for file in files for node in parsed(file).body)
-    for node in classes:
-        if isinstance(node, ast.ClassDef) and node.name == graph.module_classes.get(call.path):
-            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
-            return next((item for item in methods if item.name == "forward"), None)
+    node = class_at(files, graph.module_classes.get(call.path, ""))
+    if node is not None:
+        methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
+        return next((item for item in methods if item.name == "forward"), None)
     return None
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import nn
 
-from gpipe_compiler.codegen.argument_names import number_name, parameter_names
+from gpipe_compiler.codegen.argument_names import parameter_names
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.calls import Calls, HelperCall, module_path, relative
 from gpipe_compiler.codegen.construction import (
@@ -24,6 +24,7 @@ from gpipe_compiler.codegen.construction import (
     class_lines,
     init_lines,
 )
+from gpipe_compiler.codegen.constructor_names import InnerBlocks, constructor_names
 from gpipe_compiler.codegen.constructors import ModuleNode, StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, RawText, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
@@ -261,20 +262,9 @@ class StageBlocks:
         holder = self.holders.get(block.first.path)
         members = () if holder is None else holder.members
         names = Identifiers((*RESERVED, *dir(nn.Module()), *members))
-        found = {names.take(self._number_name(item)): item for item in block.parameters}
-        return dict(sorted(found.items(), key=lambda item: not by_position(item[0])))
-
-    def _number_name(self, parameter: Parameter) -> str:
-        """The user's name for a number, else what it is a number of."""
-        ops = self.facts.graph.op_of
-        inside = (slot for slot in parameter.slots if slot.owner in ops)
-        names = (number_name(ops[slot.owner], int(slot.key)) for slot in inside)
-        for slot in parameter.slots:
-            if slot.owner in self.blocks.of_path and isinstance(slot.key, int):
-                inner = self.blocks.of_path[slot.owner]
-                written = self.written[id(inner)].parameters.items()
-                return next(own for own, item in written if item is inner.parameters[slot.key])
-        return next(filter(None, names), parameter.name)
+        inside = InnerBlocks(self.blocks.of_path, self.written)
+        found = constructor_names(self.facts.graph, block, inside, names)
+        return dict(sorted(found.items(), key=lambda item: not by_position(item[1].name)))
 
     def _method(
         self, block: BlockClass, ops: Sequence[Op], names: Mapping[ConstantSlot, str]

@@ -321,7 +321,8 @@ class Construction:
             known = given.names.get(slot)
             number = parameter.values[self.stage, path]
             value = name(known) if known else write_literal(number, self.file.imports)
-            arguments.append(value if by_position(own) else value.prefixed(f"{own}="))
+            positional = by_position(parameter.name)
+            arguments.append(value if positional else value.prefixed(f"{own}="))
         if written.shared and not self.file.shared:
             self.file.imports.name(".layers", written.name)
         return call(written.name, arguments)
@@ -343,8 +344,7 @@ class Construction:
             known = self.file.names.take_numbered(f"{wanted}Part" if self.split(path) else wanted)
             self.file.containers[key] = known
             self.file.classes.append(class_lines(f"{known}(nn.{base})", buffers, init, []))
-        passed = [name(own) if by_position(own) else name(f"{own}={own}") for own in types]
-        return call(known, passed)
+        return call(known, [name(f"{own}={own}") for own in types])
 
 
 def _has_attributes(holder: ModuleNode) -> bool:

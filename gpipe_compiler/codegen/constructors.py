@@ -246,18 +246,8 @@ def state_of(
         also: names of further tensors to keep, which come last.
         methods: what the class has beside an nn.Module's methods.
     """
-    inner = [found.call for op in ops for found in ops_within(op)]
-    called = dict.fromkeys(made.module for made in inner if isinstance(made, ModuleCall))
-    read = dict.fromkeys(name for op in ops for name in states_read(op))
-    in_called = {name for path in called for name in graph.modules[path].state.values()}
-    bare = dict.fromkeys(name for name in (*read, *also) if name not in in_called)
-    around = dict.fromkeys(name.rpartition(".")[0] for name in bare)
-    whole = (path for path in around if _holds_whole(graph, path, bare))
-    specs = [graph.modules[path] for path in (*called, *whole)]
-    in_modules = {canonical for spec in specs for canonical in spec.state.values()}
-    unread = [name for name in dict.fromkeys(also) if name not in in_modules | read.keys()]
-    others = ((item, graph.state[item]) for item in (*read, *unread) if item not in in_modules)
-    root = nested((*((spec.path, spec) for spec in specs), *others), frozenset(methods))
+    used, unread = _used(graph, ops, also)
+    root = nested(used, frozenset(methods))
     modules = {item.spec.path: item.place for item in root.all() if item.spec is not None}
     places: dict[str, str] = {}
     originals: dict[str, str] = {}
@@ -282,6 +272,36 @@ def state_of(
         renamed={own: model for own, model in originals.items() if names.get(own, own) != model},
         unread=frozenset(unread),
     )
+
+
+def _used(
+    graph: Graph, ops: Sequence[Op], also: Iterable[str]
+) -> tuple[list[tuple[str, ModuleSpec | State]], list[str]]:
+    """Modules and tensors by their paths, in the order of first use; and the names of unread ones.
+
+    Args:
+        also: names of further tensors, which come last.
+    """
+    called, read = dict[str, int](), dict[str, int]()
+    for place, op in enumerate(ops):
+        for found in ops_within(op):
+            if isinstance(found.call, ModuleCall):
+                called.setdefault(found.call.module, place)
+        for tensor in states_read(op):
+            read.setdefault(tensor, place)
+    in_called = {tensor for path in called for tensor in graph.modules[path].state.values()}
+    bare = [tensor for tensor in dict.fromkeys((*read, *also)) if tensor not in in_called]
+    around: dict[str, int] = {}
+    for tensor in bare:
+        around.setdefault(tensor.rpartition(".")[0], read.get(tensor, len(ops)))
+    whole = {path: place for path, place in around.items() if _holds_whole(graph, path, bare)}
+    specs = {graph.modules[path].path: place for path, place in (called | whole).items()}
+    in_modules = {tensor for path in specs for tensor in graph.modules[path].state.values()}
+    tensors = [tensor for tensor in bare if tensor not in in_modules]
+    places = specs | {tensor: read.get(tensor, len(ops)) for tensor in tensors}
+    items = {path: graph.modules[path] for path in specs} | {n: graph.state[n] for n in tensors}
+    unread = [tensor for tensor in tensors if tensor not in read]
+    return [(path, items[path]) for path in sorted(items, key=lambda path: places[path])], unread
 
 
 def _holds_whole(graph: Graph, path: str, held: Collection[str]) -> bool:

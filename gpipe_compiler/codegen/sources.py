@@ -6,7 +6,7 @@ import ast
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -37,6 +37,12 @@ class UserStatement:
     rebinds: bool = False
     listed: bool = False
     function: str = ""
+
+
+def class_at(files: Iterable[str], own: str) -> ast.ClassDef | None:
+    """The class of a name in some files of the user's; None where none has it."""
+    nodes = (node for file in files for node in parsed(file).body)
+    return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == own), None)
 
 
 def statement_at(location: SourceLocation | None) -> UserStatement | None:

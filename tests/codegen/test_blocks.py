@@ -207,6 +207,46 @@ def test_what_a_constructor_passes_on_keeps_its_name(planned: Callable[..., Plan
     ]
 
 
+class Named(nn.Module):
+    """Hands its numbers on in all the ways that people write down."""
+
+    def __init__(self, width: int, steps: int) -> None:
+        super().__init__()
+        inner_width = width + 1
+        self.bottle: nn.Module = Bottle(inner_width, scale=0.5)
+        self.lift, self.drop = nn.Linear(4, 2 * width), nn.Linear(2 * width, 4)
+        self.chain = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+        self.rows = nn.ParameterList()
+        self.gain = nn.Parameter(0.5 * torch.ones(1, steps, 1))
+        self.register_buffer("shift", torch.zeros((steps, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bottle(x) + self.drop(self.lift(x)) + self.chain(x)
+        x = x.repeat_interleave(self.gain.shape[1], 1)
+        return (x * self.gain + self.shift).mean(1, keepdim=True)
+
+
+def test_numbers_are_called_what_the_users_constructor_calls_them(
+    planned: Callable[..., Plan],
+) -> None:
+    """Where it has a name for them; else what they are to torch's modules."""
+    model, x = nn.Sequential(Named(3, 2), Named(5, 4)), torch.rand(2, 1, 4)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stage(x), model(x))
+    written = text.partition("class Named(")[2].partition("def forward")[0]
+    head = re.search(r"def __init__\(\s*self, (.*?)\s*\) -> None", written, re.DOTALL)
+    assert head is not None, text
+    names = {item.partition(":")[0].strip() for item in head[1].split(",")}
+    assert names == {"inner_width", "out_features", "width", "steps"}, text
+    made = re.findall(r"self\.(\w+) = ", written)
+    assert [own for own in made if own not in names] == [
+        "bottle", "lift", "drop", "chain", "gain",
+    ], text  # fmt: skip
+
+
 def test_torchs_own_layers_read_as_they_are_known(planned: Callable[..., Plan]) -> None:
     """Their lines are none of the user's, so that no name of hers stands for what they make."""
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)

@@ -32,8 +32,8 @@ class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(11, 8)
-        self.attentions = nn.ModuleDict({"0": AttentionPart()})
         self.wpe = nn.Parameter(torch.empty(6, 8))
+        self.attentions = nn.ModuleDict({"0": AttentionPart()})
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.

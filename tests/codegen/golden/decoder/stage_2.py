@@ -12,8 +12,8 @@ class AttentionPart(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.out = nn.Linear(8, 8)
         self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
+        self.out = nn.Linear(8, 8)
 
     def forward(self, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
         # models.py:63-66

@@ -8,8 +8,8 @@ from .layers import LlamaMLP, LlamaRMSNorm
 class LlamaDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.mlp = LlamaMLP()
         self.post_attention_layernorm = LlamaRMSNorm()
+        self.mlp = LlamaMLP()
 
     def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_llama.py:306-312

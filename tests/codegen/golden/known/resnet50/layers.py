@@ -4,15 +4,15 @@ from torch import Tensor, nn
 
 
 class Bottleneck(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int) -> None:
+    def __init__(self, wide: int, width: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv1 = nn.Conv2d(wide, width, kernel_size=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out_channels)
-        self.conv3 = nn.Conv2d(out_channels, in_channels, kernel_size=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(in_channels)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, wide, kernel_size=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(wide)
 
     def forward(self, x: Tensor) -> Tensor:
         # resnet50.py:47-51
@@ -25,22 +25,18 @@ class Bottleneck(nn.Module):
 
 
 class BottleneckWithShortcut(nn.Module):
-    def __init__(
-        self, in_channels: int, out_channels: int, out_channels_2: int, stride: int
-    ) -> None:
+    def __init__(self, channels: int, width: int, wide: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, out_channels, kernel_size=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.conv1 = nn.Conv2d(channels, width, kernel_size=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(
-            out_channels, out_channels, kernel_size=3, padding=1, bias=False, stride=stride
-        )
-        self.bn2 = nn.BatchNorm2d(out_channels)
-        self.conv3 = nn.Conv2d(out_channels, out_channels_2, kernel_size=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(out_channels_2)
+        self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False, stride=stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, wide, kernel_size=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(wide)
         self.shortcut = nn.Sequential(
-            nn.Conv2d(in_channels, out_channels_2, kernel_size=1, bias=False, stride=stride),
-            nn.BatchNorm2d(out_channels_2),
+            nn.Conv2d(channels, wide, kernel_size=1, bias=False, stride=stride),
+            nn.BatchNorm2d(wide),
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,203 @@
+"""The user's names for the numbers that blocks are constructed with."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gpipe_compiler.codegen.argument_names import number_name
+from gpipe_compiler.codegen.construction import WrittenBlock
+from gpipe_compiler.codegen.names import Identifiers
+from gpipe_compiler.codegen.sources import class_at, parameters_of
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
+from gpipe_compiler.ir.forms import ConstantSlot
+
+_CONTAINERS = ("Sequential", "ModuleList")
+
+
+@dataclass(frozen=True)
+class InnerBlocks:
+    """The blocks that a block may call, all of which are written.
+
+    Attributes:
+        of_path: by the paths of their modules.
+        written: as they are written, by their ids.
+    """
+
+    of_path: Mapping[str, BlockClass]
+    written: Mapping[int, WrittenBlock]
+
+    def slots(self, slots: Iterable[ConstantSlot]) -> Iterator[ConstantSlot]:
+        """Where a number stands, within blocks too that are written where they are called."""
+        for slot in slots:
+            block = self.of_path.get(slot.owner)
+            if block is None or not isinstance(slot.key, int) or not self.written[id(block)].inline:
+                yield slot
+                continue
+            for inner in block.parameters[slot.key].slots:
+                path = slot.owner + inner.owner.removeprefix(block.first.path)
+                yield from self.slots([ConstantSlot(path, inner.key)])
+
+    def names(self, slots: Iterable[ConstantSlot]) -> Iterator[tuple[str, str]]:
+        """What inner blocks call a number that they are given, by their paths."""
+        for slot in slots:
+            block = self.of_path.get(slot.owner)
+            if block is not None and isinstance(slot.key, int):
+                number, written = block.parameters[slot.key], self.written[id(block)].parameters
+                yield slot.owner, next(own for own, item in written.items() if item is number)
+
+
+def constructor_names(
+    graph: Graph, block: BlockClass, inside: InnerBlocks, names: Identifiers
+) -> dict[str, Parameter]:
+    """The numbers that a block is constructed with, by what they are called.
+
+    Args:
+        names: gives out the names, each once.
+    """
+    found: dict[str, Parameter] = {}
+    for item in block.parameters:
+        slots = [*inside.slots(item.slots)]
+        known = _number_names(graph, block.first, slots, dict(inside.names(slots)))
+        wanted = [own for own in (*known, item.name) if own]
+        found[names.take(next((own for own in wanted if own not in names), wanted[0]))] = item
+    return found
+
+
+def _number_names(
+    graph: Graph, call: BlockCall, slots: Sequence[ConstantSlot], inner: Mapping[str, str]
+) -> Iterator[str]:
+    """What a number of a block may be called, the best first; "" where one is not known.
+
+    The user's names come first, and then what the number is to torch's modules: `out_features`.
+
+    Args:
+        slots: where the number stands in a call of the block.
+        inner: what blocks in it call the number, by their paths.
+    """
+    ops = ((graph.op_of[slot.owner], slot.key) for slot in slots if slot.owner in graph.op_of)
+    yield from (number_name(op, int(key)) for op, key in ops)
+    arguments = [slot for slot in slots if isinstance(slot.key, str)]
+    sizes = [slot for slot in slots if slot.owner in graph.state]
+    made = _constructor(graph, call.path, call)
+    if made is not None:
+        found = Counter(
+            own
+            for slot in (*arguments, *sizes)
+            for value in _values(made, slot.owner.removeprefix(f"{call.path}."))
+            for own in _names(_written(graph, slot, value))
+        )
+        yield max(found, key=lambda own: found[own], default="")
+        yield from (_passed(graph, call, made, path, own) for path, own in inner.items())
+    yield from (str(slot.key) for slot in arguments)
+    yield from inner.values()
+
+
+def _passed(graph: Graph, call: BlockCall, made: ast.FunctionDef, inner: str, own: str) -> str:
+    """The user's name in a block for what the block at a path in it calls `own`; "" for none."""
+    below = _constructor(graph, inner, call)
+    order = parameters_of(below)[1:] if below is not None else []
+    values = _values(made, inner.removeprefix(f"{call.path}.")) if own in order else []
+    found = (_argument(value, order.index(own), own) for value in values)
+    return next(_names(found), "")
+
+
+def _constructor(graph: Graph, path: str, call: BlockCall) -> ast.FunctionDef | None:
+    files = {op.source.file: None for op in call.ops if op.source is not None}
+    node = class_at(files, graph.module_classes.get(path, ""))
+    body = node.body if node is not None else []
+    methods = (item for item in body if isinstance(item, ast.FunctionDef))
+    return next((item for item in methods if item.name == "__init__"), None)
+
+
+def _values(made: ast.FunctionDef, path: str) -> list[ast.expr]:
+    """What a constructor sets an attribute to, or an item of one, wherever it does so."""
+    first, *rest = path.split(".")
+    found = [value for own, value in _attributes(made) if own == first]
+    for word in rest:
+        found = [item for value in found for item in _item(value, word)]
+    return found
+
+
+def _attributes(made: ast.FunctionDef) -> Iterator[tuple[str, ast.expr]]:
+    """The attributes of `self` that a constructor sets, and what to."""
+    for node in ast.walk(made):
+        match node:
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=ast.Tuple(elts=values)):
+                pairs = [*zip(targets, values, strict=False)]
+            case ast.Assign(targets=[target], value=value):
+                pairs = [(target, value)]
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                pairs = [(target, value)]
+            case ast.Call(
+                func=ast.Attribute(attr="register_buffer" | "register_parameter" | "add_module"),
+                args=[ast.Constant(value=str(own)), value, *_],
+            ):
+                yield own, value
+                continue
+            case _:
+                continue
+        for target, value in pairs:
+            match target:
+                case ast.Attribute(value=ast.Name(id="self"), attr=own):
+                    yield own, value
+
+
+def _item(value: ast.expr, word: str) -> list[ast.expr]:
+    """An item of a container as its constructor is given it."""
+    if not (isinstance(value, ast.Call) and _called(value) in _CONTAINERS and word.isdecimal()):
+        return []
+    match value.args:
+        case [ast.List(elts=items) | ast.Tuple(elts=items)]:
+            pass
+        case [ast.ListComp(elt=item) | ast.GeneratorExp(elt=item)]:
+            return [item]
+        case items:
+            pass
+    plain = not any(isinstance(item, ast.Starred) for item in items)
+    return [items[int(word)]] if plain and int(word) < len(items) else []
+
+
+def _written(graph: Graph, slot: ConstantSlot, value: ast.expr) -> Iterator[ast.expr]:
+    """What a number is written as, in the expression that makes a module or a tensor."""
+    if isinstance(slot.key, int):
+        dims = len(graph.state[slot.owner].shape)
+        for node in ast.walk(value):
+            match node:
+                case ast.Call(args=[ast.Tuple(elts=sizes) | ast.List(elts=sizes)]):
+                    pass
+                case ast.Call(args=sizes):
+                    pass
+                case _:
+                    continue
+            if len(sizes) == dims:
+                yield sizes[slot.key]
+    elif isinstance(value, ast.Call):
+        order = [*inspect.signature(graph.modules[slot.owner].cls).parameters]
+        found = _argument(value, order.index(slot.key), slot.key)
+        if found is not None:
+            yield found
+
+
+def _argument(value: ast.expr, place: int, own: str) -> ast.expr | None:
+    if not isinstance(value, ast.Call):
+        return None
+    by_keyword = (item.value for item in value.keywords if item.arg == own)
+    plain = not any(isinstance(item, ast.Starred) for item in value.args)
+    return next(by_keyword, value.args[place] if plain and place < len(value.args) else None)
+
+
+def _called(value: ast.Call) -> str:
+    return getattr(value.func, "attr", "") or getattr(value.func, "id", "")
+
+
+def _names(written: Iterable[ast.expr | None]) -> Iterator[str]:
+    """`dim` for `dim`, `self.dim` and `config.dim`; letters alone say too little."""
+    for node in written:
+        own = getattr(node, "id", "") or getattr(node, "attr", "")
+        if len(own) > 1:
+            yield own
