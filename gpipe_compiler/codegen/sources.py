@@ -151,9 +151,32 @@ def _statements(file: str) -> dict[int, UserStatement]:
                 _is_listed(getattr(node, "value", None)),
                 functions.get(node, ""),
             )
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                table[line] = statement
+            table.update(dict.fromkeys(_lines(node), statement))
+            for own, value in _items(getattr(node, "value", None)):
+                item = UserStatement(file, value.lineno, (own,), _operations(value))
+                table.update(dict.fromkeys(_lines(value), item))
     return table
+
+
+def _lines(node: ast.stmt | ast.expr) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _items(value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
+    """What a dictionary, or an object of keywords alone, is made of: names, and what they stand
+    for, where that has lines of its own."""
+    pairs: list[tuple[object, ast.expr]] = []
+    match value:
+        case ast.Dict(keys=keys, values=values):
+            pairs = [*zip((getattr(key, "value", None) for key in keys), values, strict=True)]
+        case ast.Call(func=ast.Name(id=own), args=[], keywords=keywords) if own[:1].isupper():
+            pairs = [(keyword.arg, keyword.value) for keyword in keywords]
+    covered = Counter(line for _, item in pairs for line in _lines(item))
+    for name, item in pairs:
+        alone = all(covered[line] == 1 for line in _lines(item))
+        named = isinstance(name, str) and name.isidentifier()
+        if alone and named and not isinstance(item, ast.Name | ast.Constant):
+            yield str(name), item
 
 
 def _targets(node: ast.stmt) -> tuple[str, ...]:
@@ -169,7 +192,7 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
             return ()
 
 
-def _operations(node: ast.stmt) -> int:
+def _operations(node: ast.stmt | ast.expr) -> int:
     if any(isinstance(part, ast.comprehension | ast.Lambda) for part in ast.walk(node)):
         return sys.maxsize
     counted = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
@@ -286,13 +309,15 @@ def names_of_parts(location: SourceLocation | None, count: int) -> tuple[str, ..
     if len(targets) != 1:
         return ()
     for scope in (place.method, parsed(location.file)):
-        found = {
-            names
+        parted = [
+            (names, getattr(node.value, "id", ""))
             for node in ast.walk(scope)
             if isinstance(node, ast.Assign)
             and len(names := _targets(node)) == count
             and targets[0] in _names(node.value, ast.Load)
-        }
+        ]
+        plainly = {names for names, own in parted if own == targets[0]}
+        found = plainly or {names for names, _ in parted}
         if len(found) == 1:
             return found.pop()
     return tuple(f"{targets[0]}_{number}" for number in range(count))

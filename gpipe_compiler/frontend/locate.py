@@ -173,6 +173,8 @@ def source_here(users: Sequence[str]) -> SourceLocation | None:
     if not groups:
         return None
     source = _located(groups[0])
+    if len(groups) > 1 and groups[-1][-1][2] != "forward":
+        groups.pop()  # decorators around the model's own
     if len(users) != len(groups):
         return source
     lines = [_located(_of_one_file(frames)) for frames in groups[:0:-1]]

@@ -6,12 +6,10 @@ from torch import Tensor, nn
 
 
 class ConvNorm(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, padding: int) -> None:
+    def __init__(self, channels: int, width: int, kernel: int, padding: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(
-            in_channels, out_channels, kernel_size=kernel_size, padding=padding, bias=False
-        )
-        self.norm = nn.BatchNorm2d(out_channels, eps=0.001)
+        self.conv = nn.Conv2d(channels, width, kernel_size=kernel, padding=padding, bias=False)
+        self.norm = nn.BatchNorm2d(width, eps=0.001)
 
     def forward(self, x: Tensor) -> Tensor:
         # inception.py:35
@@ -21,12 +19,12 @@ class ConvNorm(nn.Module):
 class Inception(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.point = ConvNorm(32, 8, kernel_size=1, padding=0)
-        self.narrow3 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.conv3 = ConvNorm(4, 8, kernel_size=3, padding=1)
-        self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
-        self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
+        self.point = ConvNorm(32, 8, kernel=1, padding=0)
+        self.narrow3 = ConvNorm(32, 4, kernel=1, padding=0)
+        self.conv3 = ConvNorm(4, 8, kernel=3, padding=1)
+        self.narrow5 = ConvNorm(32, 4, kernel=1, padding=0)
+        self.conv5 = ConvNorm(4, 8, kernel=5, padding=2)
+        self.pooled = ConvNorm(32, 8, kernel=1, padding=0)
 
     def forward(self, x: Tensor) -> Tensor:
         # inception.py:52-57

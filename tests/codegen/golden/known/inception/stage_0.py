@@ -9,7 +9,7 @@ from .layers import ConvNorm, Inception
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = ConvNorm(3, 32, kernel_size=3, padding=1)
+        self.stem = ConvNorm(3, 32, kernel=3, padding=1)
         self.early = nn.Sequential(Inception())
 
     def forward(self, images: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from .layers import ConvNorm, Inception
 class InceptionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.point = ConvNorm(32, 8, kernel_size=1, padding=0)
-        self.narrow3 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
+        self.point = ConvNorm(32, 8, kernel=1, padding=0)
+        self.narrow3 = ConvNorm(32, 4, kernel=1, padding=0)
+        self.narrow5 = ConvNorm(32, 4, kernel=1, padding=0)
+        self.pooled = ConvNorm(32, 8, kernel=1, padding=0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         # inception.py:52-55

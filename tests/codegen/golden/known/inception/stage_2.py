@@ -10,8 +10,8 @@ from .layers import ConvNorm, Inception
 class InceptionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv3 = ConvNorm(4, 8, kernel_size=3, padding=1)
-        self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
+        self.conv3 = ConvNorm(4, 8, kernel=3, padding=1)
+        self.conv5 = ConvNorm(4, 8, kernel=5, padding=2)
 
     def forward(
         self, narrow3_out: Tensor, narrow5_out: Tensor, point_out: Tensor, pooled_out: Tensor
@@ -25,7 +25,7 @@ class InceptionPart(nn.Module):
 class InceptionPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.narrow3 = ConvNorm(32, 4, kernel_size=1, padding=0)
+        self.narrow3 = ConvNorm(32, 4, kernel=1, padding=0)
 
     def forward(self, x: Tensor) -> Tensor:
         # inception.py:53

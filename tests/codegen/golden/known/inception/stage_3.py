@@ -10,11 +10,11 @@ from .layers import ConvNorm, Inception
 class InceptionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.point = ConvNorm(32, 8, kernel_size=1, padding=0)
-        self.conv3 = ConvNorm(4, 8, kernel_size=3, padding=1)
-        self.narrow5 = ConvNorm(32, 4, kernel_size=1, padding=0)
-        self.conv5 = ConvNorm(4, 8, kernel_size=5, padding=2)
-        self.pooled = ConvNorm(32, 8, kernel_size=1, padding=0)
+        self.point = ConvNorm(32, 8, kernel=1, padding=0)
+        self.conv3 = ConvNorm(4, 8, kernel=3, padding=1)
+        self.narrow5 = ConvNorm(32, 4, kernel=1, padding=0)
+        self.conv5 = ConvNorm(4, 8, kernel=5, padding=2)
+        self.pooled = ConvNorm(32, 8, kernel=1, padding=0)
 
     def forward(self, x: Tensor, narrow3_out: Tensor) -> Tensor:
         # inception.py:52-57

@@ -10,8 +10,8 @@ from .layers import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(24, 32)})
         self.rotary_emb = LlamaRotaryEmbedding()
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(24, 32)})
         self.norm = LlamaRMSNorm()
 
 

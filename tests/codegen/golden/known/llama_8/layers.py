@@ -94,10 +94,10 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention()
-        self.mlp = LlamaMLP()
         self.input_layernorm = LlamaRMSNorm()
+        self.self_attn = LlamaAttention()
         self.post_attention_layernorm = LlamaRMSNorm()
+        self.mlp = LlamaMLP()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_llama.py:306-312

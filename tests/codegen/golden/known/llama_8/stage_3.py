@@ -17,8 +17,8 @@ class LlamaDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.self_attn = LlamaAttention()
-        self.mlp = LlamaMLP()
         self.post_attention_layernorm = LlamaRMSNorm()
+        self.mlp = LlamaMLP()
 
     def forward(
         self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
@@ -32,8 +32,8 @@ class LlamaDecoderLayerPart(nn.Module):
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"6": LlamaDecoderLayerPart(), "7": LlamaDecoderLayer()})
         self.rotary_emb = LlamaRotaryEmbedding()
+        self.layers = nn.ModuleDict({"6": LlamaDecoderLayerPart(), "7": LlamaDecoderLayer()})
         self.norm = LlamaRMSNorm()
 
 

@@ -154,8 +154,8 @@ class MixtralAttention(nn.Module):
 class MixtralDecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.self_attn = MixtralAttention()
         self.input_layernorm = MixtralRMSNorm()
+        self.self_attn = MixtralAttention()
         self.post_attention_layernorm = MixtralRMSNorm()
         self.mlp = MixtralSparseMoeBlock()
 

@@ -31,8 +31,8 @@ class MixtralDecoderLayerPart(nn.Module):
 class MixtralModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"3": MixtralDecoderLayerPart()})
         self.rotary_emb = MixtralRotaryEmbedding()
+        self.layers = nn.ModuleDict({"3": MixtralDecoderLayerPart()})
         self.norm = MixtralRMSNorm()
 
 

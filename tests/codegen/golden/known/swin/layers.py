@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def window_partition(input_feature: Tensor, num_channels: int, view_number: int) -> Tensor:
+def window_partition(input_feature: Tensor, view_number: int, num_channels: int) -> Tensor:
     # modeling_swin.py:491-494
     batch = input_feature.shape[0]
     input_feature = input_feature.view(batch, view_number, 4, view_number, 4, num_channels)
@@ -15,9 +15,9 @@ def window_partition(input_feature: Tensor, num_channels: int, view_number: int)
 class SwinRelativePositionBias(nn.Module):
     relative_position_index: Tensor
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, num_heads: int) -> None:
         super().__init__()
-        self.relative_position_bias_table = nn.Parameter(torch.empty(49, size))
+        self.relative_position_bias_table = nn.Parameter(torch.empty(49, num_heads))
         self.register_buffer(
             "relative_position_index", torch.empty(256, dtype=torch.int64), persistent=False
         )
@@ -43,17 +43,17 @@ def sdpa_attention_forward(
     return attn_output.transpose(1, 2).contiguous()
 
 
-def window_reverse(windows: Tensor, num_channels: int, view_number: int, height: int) -> Tensor:
+def window_reverse(windows: Tensor, view_number: int, num_channels: int, height: int) -> Tensor:
     # modeling_swin.py:503-504
     windows = windows.view(-1, view_number, view_number, 4, 4, num_channels)
     return windows.transpose(2, 3).contiguous().view(-1, height, height, num_channels)
 
 
 class SwinMLP(nn.Module):
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, dim: int, out_features: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(in_features, out_features)
-        self.fc2 = nn.Linear(out_features, in_features)
+        self.fc1 = nn.Linear(dim, out_features)
+        self.fc2 = nn.Linear(out_features, dim)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:479-481, activations.py:89
@@ -85,12 +85,12 @@ def sdpa_attention_forward_2(
 
 class SwinPatchMerging(nn.Module):
     def __init__(
-        self, normalized_shape: int, out_features: int, num_channels: int, height: int
+        self, normalized_shape: int, out_features: int, height: int, num_channels: int
     ) -> None:
         super().__init__()
         self.normalized_shape = normalized_shape
-        self.num_channels = num_channels
         self.height = height
+        self.num_channels = num_channels
         self.norm = nn.LayerNorm(normalized_shape)
         self.reduction = nn.Linear(normalized_shape, out_features, bias=False)
 
@@ -114,15 +114,17 @@ class SwinPatchMerging(nn.Module):
 
 
 class SwinAttention(nn.Module):
-    def __init__(self, in_features: int, size: int, scale: float, view_number: int) -> None:
+    def __init__(
+        self, hidden_size: int, num_attention_heads: int, scale: float, view_number: int
+    ) -> None:
         super().__init__()
         self.scale = scale
         self.view_number = view_number
-        self.q_proj = nn.Linear(in_features, in_features)
-        self.k_proj = nn.Linear(in_features, in_features)
-        self.v_proj = nn.Linear(in_features, in_features)
-        self.o_proj = nn.Linear(in_features, in_features)
-        self.relative_position_bias = SwinRelativePositionBias(size=size)
+        self.q_proj = nn.Linear(hidden_size, hidden_size)
+        self.k_proj = nn.Linear(hidden_size, hidden_size)
+        self.v_proj = nn.Linear(hidden_size, hidden_size)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=num_attention_heads)
+        self.o_proj = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -164,7 +166,7 @@ class SwinLayer(nn.Module):
         super().__init__()
         self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(64)
-        self.attention = SwinAttention(64, size=4, scale=0.25, view_number=16)
+        self.attention = SwinAttention(64, num_attention_heads=4, scale=0.25, view_number=16)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
         self.mlp = SwinMLP(64, 256)
@@ -176,12 +178,12 @@ class SwinLayer(nn.Module):
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
+        hidden_states_windows = window_partition(hidden_states, view_number=2, num_channels=64)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
         attention_windows = self.dropout(self.attention(hidden_states_windows)).view(-1, 4, 4, 64)
         attention_windows = window_reverse(
-            attention_windows, num_channels=64, view_number=2, height=8
+            attention_windows, view_number=2, num_channels=64, height=8
         )
         attention_windows = attention_windows.view(*shape)  # (B, 64, 64)
 

@@ -40,7 +40,7 @@ class SwinLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(16)
-        self.attention = SwinAttention(16, size=2, scale=8**-0.5, view_number=8)
+        self.attention = SwinAttention(16, num_attention_heads=2, scale=8**-0.5, view_number=8)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
@@ -52,12 +52,12 @@ class SwinLayer2(nn.Module):
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
+        hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
         attention_windows = self.dropout(self.attention(hidden_states_windows)).view(-1, 4, 4, 16)
         attention_windows = window_reverse(
-            attention_windows, num_channels=16, view_number=8, height=32
+            attention_windows, view_number=8, num_channels=16, height=32
         )
         attention_windows = attention_windows.view(*shape)  # (B, 1024, 16)
         hidden_states = shortcut + attention_windows

@@ -26,8 +26,8 @@ class SwinAttention2(nn.Module):
         self.q_proj = nn.Linear(16, 16)
         self.k_proj = nn.Linear(16, 16)
         self.v_proj = nn.Linear(16, 16)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=2)
         self.o_proj = nn.Linear(16, 16)
-        self.relative_position_bias = SwinRelativePositionBias(size=2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -65,7 +65,7 @@ class SwinLayer2(nn.Module):
         hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, num_channels=16, view_number=8)
+        hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
         attn_mask = get_attn_mask(
@@ -75,7 +75,7 @@ class SwinLayer2(nn.Module):
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
         attention_windows = window_reverse(
-            attention_windows, num_channels=16, view_number=8, height=32
+            attention_windows, view_number=8, num_channels=16, height=32
         )
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 1024, 16)
@@ -99,14 +99,14 @@ class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
-        self.attention = SwinAttention(32, size=2, scale=0.25, view_number=16)
+        self.attention = SwinAttention(32, num_attention_heads=2, scale=0.25, view_number=16)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-614
         batch = hidden_states.shape[0]
         hidden_states = self.layernorm_before(hidden_states).view(batch, 16, 16, 32)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
+        hidden_states_windows = window_partition(hidden_states, view_number=4, num_channels=32)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
         attn_output: Tensor = self.attention(hidden_states_windows)
@@ -117,7 +117,7 @@ class SwinStagePart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict({"1": SwinLayer2()})
-        self.downsample = SwinPatchMerging(64, 32, 16, height=32)
+        self.downsample = SwinPatchMerging(64, 32, height=32, num_channels=16)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         input_feature: Tensor = self.downsample(self.blocks["1"](hidden_states))  # (B, 256, 32)

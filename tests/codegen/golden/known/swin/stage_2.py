@@ -33,7 +33,7 @@ class SwinLayerPart(nn.Module):
         attention_output = self.dropout(attn_output)  # (16*B, 16, 32)
         attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
         attention_windows = window_reverse(
-            attention_windows, num_channels=32, view_number=4, height=16
+            attention_windows, view_number=4, num_channels=32, height=16
         )
         attention_windows = attention_windows.view(*shape)  # (B, 256, 32)
 
@@ -60,8 +60,8 @@ class SwinAttention2(nn.Module):
         self.q_proj = nn.Linear(32, 32)
         self.k_proj = nn.Linear(32, 32)
         self.v_proj = nn.Linear(32, 32)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=2)
         self.o_proj = nn.Linear(32, 32)
-        self.relative_position_bias = SwinRelativePositionBias(size=2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -100,7 +100,7 @@ class SwinLayer2(nn.Module):
         hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, num_channels=32, view_number=4)
+        hidden_states_windows = window_partition(hidden_states, view_number=4, num_channels=32)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
         attn_mask = get_attn_mask(
             shortcut.device, view_number=4, height=16, ge_number=12, ge_number_2=14
@@ -109,7 +109,7 @@ class SwinLayer2(nn.Module):
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
         attention_windows = window_reverse(
-            attention_windows, num_channels=32, view_number=4, height=16
+            attention_windows, view_number=4, num_channels=32, height=16
         )
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 256, 32)
@@ -133,7 +133,7 @@ class SwinStagePart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict({"0": SwinLayerPart(), "1": SwinLayer2()})
-        self.downsample = SwinPatchMerging(128, 64, 32, height=16)
+        self.downsample = SwinPatchMerging(128, 64, height=16, num_channels=32)
 
     def forward(self, attn_output: Tensor, input_feature: Tensor) -> Tensor:
         input_feature = self.downsample(

@@ -24,8 +24,8 @@ class SwinAttention2(nn.Module):
         self.q_proj = nn.Linear(64, 64)
         self.k_proj = nn.Linear(64, 64)
         self.v_proj = nn.Linear(64, 64)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=4)
         self.o_proj = nn.Linear(64, 64)
-        self.relative_position_bias = SwinRelativePositionBias(size=4)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -65,7 +65,7 @@ class SwinLayer2(nn.Module):
         hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, num_channels=64, view_number=2)
+        hidden_states_windows = window_partition(hidden_states, view_number=2, num_channels=64)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
         attn_mask = get_attn_mask(
@@ -75,7 +75,7 @@ class SwinLayer2(nn.Module):
         del attn_mask
         attention_windows = self.dropout(attn_output).view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
         attention_windows = window_reverse(
-            attention_windows, num_channels=64, view_number=2, height=8
+            attention_windows, view_number=2, num_channels=64, height=8
         )
         del attn_output
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])

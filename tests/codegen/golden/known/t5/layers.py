@@ -152,9 +152,9 @@ class T5Attention3(nn.Module):
 class T5LayerFF(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.layer_norm = T5LayerNorm()
         self.DenseReluDense = T5DenseActDense()
         self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:140
@@ -167,9 +167,9 @@ class T5LayerFF(nn.Module):
 class T5LayerSelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5Attention()
         self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
@@ -185,9 +185,9 @@ class T5LayerSelfAttention(nn.Module):
 class T5LayerCrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.layer_norm = T5LayerNorm()
         self.EncDecAttention = T5Attention2()
         self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
 
     def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
         # modeling_t5.py:431
@@ -199,9 +199,9 @@ class T5LayerCrossAttention(nn.Module):
 class T5LayerSelfAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5Attention3()
         self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor

@@ -128,9 +128,9 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
 class T5LayerSelfAttention3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias()
         self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:400
@@ -144,9 +144,9 @@ class T5LayerSelfAttention3(nn.Module):
 class T5LayerSelfAttention4(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias2()
         self.dropout = nn.Dropout(0.1)
-        self.layer_norm = T5LayerNorm()
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:400

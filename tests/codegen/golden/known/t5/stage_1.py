@@ -24,8 +24,8 @@ class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.ModuleDict({str(i): T5Block() for i in range(2, 4)})
-        self.dropout = nn.Dropout(0.1)
         self.final_layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(0.1)
 
 
 class T5StackPart2(nn.Module):

@@ -28,8 +28,8 @@ class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block = nn.ModuleDict({"2": T5BlockPart(), "3": T5Block2()})
-        self.dropout = nn.Dropout(0.1)
         self.final_layer_norm = T5LayerNorm()
+        self.dropout = nn.Dropout(0.1)
 
 
 class Stage3(nn.Module):
