@@ -17,6 +17,7 @@ from gpipe_compiler.codegen.uses import Uses
 from gpipe_compiler.codegen.value_names import (
     StatementRun,
     argument_name,
+    called_as,
     called_for,
     cast_by,
     is_operand,
@@ -94,6 +95,7 @@ class Bindings:
                     wish = argument_name(self.graph, value)
                 else:
                     outer = called_for(self.graph, op, value) if alone else ""
+                    outer = outer or (called_as(self.graph, op, value) if here else "")
                     wish = outer or plain_name(op, value, alone)
             wish = self._other_name(op, value, wish, position)
             variable = self._variable(value, wish, position)

@@ -223,8 +223,11 @@ def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]
         for own, value in pairs:
             maker = graph.producer.get(value)
             other = alias_after(maker.source, own) if maker is not None else ""
-            if not other and maker is not None and isinstance(maker.call, ModuleCall):
-                other = name_of_result(graph, value, maker.call.module)
+            if not other and maker is not None:
+                called = isinstance(maker.call, ModuleCall)
+                path = maker.call.module if isinstance(maker.call, ModuleCall) else maker.module
+                wish = name_of_result(graph, value, path)
+                other = wish if called or not _NUMBER.search(wish) else ""
             found[value] = other
     return {value: own for value, own in found.items() if own}
 
@@ -283,14 +286,27 @@ def is_result(graph: Graph, value: str, path: str) -> bool:
     return not any(f"{reader.module}.".startswith(f"{path}.") for reader in readers)
 
 
-def _called_as(graph: Graph, op: Op, value: str) -> str:
-    """The user's name for what a module returns; "" where a value is no result of one."""
+def _leaving(graph: Graph) -> Mapping[str, Collection[str]]:
+    """The values that ops outside of a module read of it, by its path."""
+    found: dict[str, set[str]] = {}
+    for op in graph.ops:
+        for value in op.outputs:
+            readers = graph.consumers.get(value, ())
+            for path in prefixes(op.module):
+                if any(not f"{reader.module}.".startswith(f"{path}.") for reader in readers):
+                    found.setdefault(path, set()).add(value)
+    return found
+
+
+def called_as(graph: Graph, op: Op, value: str) -> str:
+    """The user's name for what a module returns; "" where a value is not all that one returns."""
+    leaving = graph.once("values that leave modules", lambda: _leaving(graph))
     words = op.module.split(".")
     readers = graph.consumers.get(value, ())
     for count, line in op.source.calls if op.source is not None else ():
         path = ".".join(words[:count])
         statement = statement_at(line)
-        if statement is None or not is_result(graph, value, path):
+        if statement is None or not is_result(graph, value, path) or len(leaving.get(path, ())) > 1:
             continue
         around = {statement_at(source) for reader in readers if (source := reader.source)}
         around |= {statement_at(own) for r in readers if r.source for _, own in r.source.calls}
@@ -305,7 +321,7 @@ def argument_name(graph: Graph, value: str) -> str:
     op = graph.producer.get(value)
     if op is None:  # an input, or a state from outside
         return value.rpartition(".")[2] or value
-    outer = _called_as(graph, op, value) or called_for(graph, op, value)
+    outer = called_as(graph, op, value) or called_for(graph, op, value)
     if outer:
         return outer
     cast = cast_by(op.call)

@@ -16,7 +16,9 @@ class LlamaDecoderLayerPart(nn.Module):
         self.self_attn = LlamaAttention()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        attn_output: Tensor = self.self_attn(self.input_layernorm(hidden_states), cos, sin)
+        # modeling_llama.py:295-297
+        hidden_states = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
+        attn_output: Tensor = self.self_attn(hidden_states, cos, sin)
         return attn_output
 
 
@@ -47,7 +49,7 @@ class Stage0(nn.Module):
         # modeling_llama.py:377
         length = input_ids.shape[1]
 
-        # model (modeling_llama.py:370-378)
+        # model (modeling_llama.py:370-392)
         inputs_embeds = self.model.embed_tokens(input_ids)  # (B, input_ids.1, 32)
         position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)

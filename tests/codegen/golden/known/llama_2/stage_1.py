@@ -24,6 +24,7 @@ class LlamaDecoderLayerPart2(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_llama.py:295
         input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
         return input_layernorm_out
 
@@ -51,7 +52,7 @@ class Stage1(nn.Module):
             hidden_states: (B, input_ids.1, 32) float32, for stage 2.
             input_layernorm_out: (B, input_ids.1, 32) float32, for stage 2.
         """
-        # model
+        # model (modeling_llama.py:392)
         hidden_states = self.model.layers["0"](inputs_embeds, attn_output)  # (B, input_ids.1, 32)
         input_layernorm_out = self.model.layers["1"](hidden_states)
         return hidden_states, input_layernorm_out

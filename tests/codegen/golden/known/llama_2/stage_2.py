@@ -15,7 +15,7 @@ class LlamaDecoderLayerPart(nn.Module):
     def forward(
         self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        # modeling_llama.py:306
+        # modeling_llama.py:297-310
         residual = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
         post_attention_layernorm_out = self.post_attention_layernorm(residual)
         return residual, post_attention_layernorm_out
@@ -46,7 +46,7 @@ class Stage2(nn.Module):
             residual: (B, input_ids.1, 32) float32, for stage 3.
             post_attention_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
         """
-        # model (modeling_llama.py:377-378)
+        # model (modeling_llama.py:377-392)
         position_ids = torch.arange(input_layernorm_out.shape[1], device=input_layernorm_out.device)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)

@@ -12,7 +12,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self.mlp = LlamaMLP()
 
     def forward(self, residual: Tensor, post_attention_layernorm_out: Tensor) -> Tensor:
-        # modeling_llama.py:312
+        # modeling_llama.py:311-312
         hidden_states: Tensor = residual + self.mlp(post_attention_layernorm_out)
         return hidden_states
 
@@ -41,11 +41,12 @@ class Stage3(nn.Module):
         Returns:
             logits: (B, input_ids.1, 64) float32, for the caller.
         """
-        # model
-        norm_out = self.model.norm(self.model.layers["1"](residual, post_attention_layernorm_out))
+        # model (modeling_llama.py:392-402)
+        hidden_states = self.model.layers["1"](residual, post_attention_layernorm_out)
+        hidden_states = self.model.norm(hidden_states)
 
         # modeling_llama.py:468
-        logits: Tensor = self.lm_head(norm_out)  # (B, input_ids.1, 64)
+        logits: Tensor = self.lm_head(hidden_states)  # (B, input_ids.1, 64)
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -31,16 +31,18 @@ class Stage3(nn.Module):
         Returns:
             logits: (B, input_ids.1, 64) float32, for the caller.
         """
-        # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        length = hidden_states.shape[1]
+
+        # model (modeling_llama.py:377-402)
+        position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         for layer in self.model.layers.values():
             hidden_states = layer(hidden_states, cos, sin)  # (B, input_ids.1, 32)
-        norm_out = self.model.norm(hidden_states)
+        hidden_states = self.model.norm(hidden_states)
 
         # modeling_llama.py:468
-        logits: Tensor = self.lm_head(norm_out)  # (B, input_ids.1, 64)
+        logits: Tensor = self.lm_head(hidden_states)  # (B, input_ids.1, 64)
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class LlamaDecoderLayer(nn.Module):
         self.mlp = LlamaMLP()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # modeling_llama.py:306-312
+        # modeling_llama.py:295-312
         hidden_states = hidden_states + self.self_attn(
             self.input_layernorm(hidden_states), cos, sin
         )

@@ -32,7 +32,7 @@ class Stage0(nn.Module):
         # modeling_llama.py:377
         length = input_ids.shape[1]
 
-        # model (modeling_llama.py:370-378)
+        # model (modeling_llama.py:370-392)
         inputs_embeds: Tensor = self.model.embed_tokens(input_ids)  # (B, input_ids.1, 32)
         position_ids = torch.arange(length, device=input_ids.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)

@@ -12,6 +12,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self.input_layernorm = LlamaRMSNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_llama.py:295
         input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
         return input_layernorm_out
 
@@ -41,8 +42,10 @@ class Stage2(nn.Module):
             hidden_states: (B, input_ids.1, 32) float32, for stage 3.
             input_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
         """
-        # model (modeling_llama.py:377-378)
-        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        length = hidden_states.shape[1]
+
+        # model (modeling_llama.py:377-392)
+        position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         for index in range(4, 6):

@@ -23,7 +23,7 @@ class LlamaDecoderLayerPart(nn.Module):
     def forward(
         self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        # modeling_llama.py:306-312
+        # modeling_llama.py:297-312
         hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
@@ -55,15 +55,16 @@ class Stage3(nn.Module):
         Returns:
             logits: (B, input_ids.1, 64) float32, for the caller.
         """
-        # model (modeling_llama.py:377-378)
+        # model (modeling_llama.py:377-402)
         position_ids = torch.arange(input_layernorm_out.shape[1], device=input_layernorm_out.device)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = self.model.layers["6"](hidden_states, input_layernorm_out, cos, sin)
-        norm_out = self.model.norm(self.model.layers["7"](hidden_states, cos, sin))
+        hidden_states = self.model.layers["7"](hidden_states, cos, sin)
+        hidden_states = self.model.norm(hidden_states)
 
         # modeling_llama.py:468
-        logits: Tensor = self.lm_head(norm_out)  # (B, input_ids.1, 64)
+        logits: Tensor = self.lm_head(hidden_states)  # (B, input_ids.1, 64)
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:

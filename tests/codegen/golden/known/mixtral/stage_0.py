@@ -35,7 +35,7 @@ class Stage0(nn.Module):
         # modeling_mixtral.py:440
         length = input_ids.shape[1]
 
-        # model (modeling_mixtral.py:436-441)
+        # model (modeling_mixtral.py:436-456)
         inputs_embeds = self.model.embed_tokens(input_ids)  # (B, input_ids.1, 32)
         position_ids = torch.arange(length, device=input_ids.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)

@@ -28,8 +28,10 @@ class Stage1(nn.Module):
         Returns:
             hidden_states: (B, input_ids.1, 32) float32, for stage 2.
         """
-        # model (modeling_mixtral.py:440-441)
-        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        length = hidden_states.shape[1]
+
+        # model (modeling_mixtral.py:440-456)
+        position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = self.model.layers["1"](hidden_states, cos, sin)  # (B, input_ids.1, 32)

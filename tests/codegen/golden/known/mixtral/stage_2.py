@@ -12,8 +12,9 @@ class MixtralDecoderLayerPart(nn.Module):
         self.input_layernorm = MixtralRMSNorm()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
-        return input_layernorm_out
+        # modeling_mixtral.py:351
+        hidden_states = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
+        return hidden_states
 
 
 class MixtralModelPart(nn.Module):
@@ -37,12 +38,14 @@ class Stage2(nn.Module):
 
         Returns:
             hidden_states: (B, input_ids.1, 32) float32, for stage 3.
-            input_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
+            layers_3: (B, input_ids.1, 32) float32, for stage 3.
         """
-        # model (modeling_mixtral.py:440-441)
-        position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        length = hidden_states.shape[1]
+
+        # model (modeling_mixtral.py:440-456)
+        position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = self.model.layers["2"](hidden_states, cos, sin)  # (B, input_ids.1, 32)
-        input_layernorm_out = self.model.layers["3"](hidden_states)
-        return hidden_states, input_layernorm_out
+        layers_3 = self.model.layers["3"](hidden_states)
+        return hidden_states, layers_3

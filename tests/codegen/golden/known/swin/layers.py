@@ -33,12 +33,12 @@ def sdpa_attention_forward(
     query_states: Tensor,
     key_states: Tensor,
     value_states: Tensor,
-    relative_position_bias_out: Tensor,
+    relative_position_bias: Tensor,
     scale: float,
 ) -> Tensor:
     # sdpa_attention.py:193-206
     attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=relative_position_bias_out, scale=scale
+        query_states, key_states, value_states, attn_mask=relative_position_bias, scale=scale
     )
     return attn_output.transpose(1, 2).contiguous()
 
@@ -136,9 +136,9 @@ class SwinAttention(nn.Module):
         value_states = (
             self.v_proj(hidden_states).view(size, 16, -1, self.view_number).transpose(1, 2)
         )
-        relative_position_bias_out = self.relative_position_bias()
+        relative_position_bias = self.relative_position_bias()
         attn_output: Tensor = sdpa_attention_forward(
-            query_states, key_states, value_states, relative_position_bias_out, scale=self.scale
+            query_states, key_states, value_states, relative_position_bias, scale=self.scale
         )
         attn_output = attn_output.reshape(size, 16, -1)
         attn_output = self.o_proj(attn_output)

@@ -29,7 +29,7 @@ class SwinEmbeddings(nn.Module):
         self.dropout = nn.Dropout(0.0)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        # modeling_swin.py:227-242
+        # modeling_swin.py:226-242
         embeddings: Tensor = self.patch_embeddings(pixel_values)  # (B, 1024, 16)
         embeddings = self.norm(embeddings)
         embeddings = self.dropout(embeddings)
@@ -75,6 +75,7 @@ class SwinStagePart(nn.Module):
         self.blocks = nn.ModuleDict({"0": SwinLayer2()})
 
     def forward(self, embeddings: Tensor) -> Tensor:
+        # modeling_swin.py:694
         hidden_states: Tensor = self.blocks["0"](embeddings)  # (B, 1024, 16)
         return hidden_states
 
@@ -106,7 +107,7 @@ class Stage0(nn.Module):
         Returns:
             hidden_states: (B, 1024, 16) float32, for stage 1.
         """
-        # swin
+        # swin (modeling_swin.py:806-864)
         embeddings = self.swin.embeddings(pixel_values)  # (B, 1024, 16)
         hidden_states: Tensor = self.swin.encoder.layers["0"](embeddings)
         return hidden_states

@@ -35,11 +35,11 @@ class SwinAttention2(nn.Module):
         query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        relative_position_bias_out = self.relative_position_bias()  # (1, 2, 16, 16)
+        relative_position_bias = self.relative_position_bias()  # (1, 2, 16, 16)
         unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 64, 1, 16, 16)
         unsqueeze = unsqueeze.expand(hidden_states.shape[0] // 64, -1, -1, -1, -1)
         attention_mask = unsqueeze.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
-        combined_mask = relative_position_bias_out + attention_mask  # (64*B, 2, 16, 16)
+        combined_mask = relative_position_bias + attention_mask  # (64*B, 2, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
             query_states, key_states, value_states, combined_mask, scale=8**-0.5
         )
@@ -120,8 +120,10 @@ class SwinStagePart(nn.Module):
         self.downsample = SwinPatchMerging(64, 32, height=32, num_channels=16)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        input_feature: Tensor = self.downsample(self.blocks["1"](hidden_states))  # (B, 256, 32)
-        return input_feature
+        # modeling_swin.py:694-700
+        hidden_states = self.blocks["1"](hidden_states)  # (B, 1024, 16)
+        hidden_states = self.downsample(hidden_states)  # (B, 256, 32)
+        return hidden_states
 
 
 class SwinStagePart2(nn.Module):
@@ -130,6 +132,7 @@ class SwinStagePart2(nn.Module):
         self.blocks = nn.ModuleDict({"0": SwinLayerPart()})
 
     def forward(self, input_feature: Tensor) -> Tensor:
+        # modeling_swin.py:694
         attn_output: Tensor = self.blocks["0"](input_feature)  # (16*B, 16, 32)
         return attn_output
 
@@ -161,7 +164,7 @@ class Stage1(nn.Module):
             input_feature: (B, 256, 32) float32, for stage 2.
             attn_output: (16*B, 16, 32) float32, for stage 2.
         """
-        # swin.encoder
+        # swin.encoder (modeling_swin.py:806)
         input_feature = self.swin.encoder.layers["0"](hidden_states)  # (B, 256, 32)
         attn_output = self.swin.encoder.layers["1"](input_feature)  # (16*B, 16, 32)
         return input_feature, attn_output

@@ -69,11 +69,11 @@ class SwinAttention2(nn.Module):
         query_states = self.q_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
-        relative_position_bias_out = self.relative_position_bias()  # (1, 2, 16, 16)
+        relative_position_bias = self.relative_position_bias()  # (1, 2, 16, 16)
         unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 16, 1, 16, 16)
         unsqueeze = unsqueeze.expand(hidden_states.shape[0] // 16, -1, -1, -1, -1)
         attention_mask = unsqueeze.reshape(-1, 1, 16, 16)  # (16*B, 1, 16, 16)
-        combined_mask = relative_position_bias_out + attention_mask  # (16*B, 2, 16, 16)
+        combined_mask = relative_position_bias + attention_mask  # (16*B, 2, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
             query_states, key_states, value_states, combined_mask, scale=0.25
         )
@@ -136,10 +136,11 @@ class SwinStagePart(nn.Module):
         self.downsample = SwinPatchMerging(128, 64, height=16, num_channels=32)
 
     def forward(self, attn_output: Tensor, input_feature: Tensor) -> Tensor:
-        input_feature = self.downsample(
-            self.blocks["1"](self.blocks["0"](input_feature, attn_output))
-        )
-        return input_feature
+        # modeling_swin.py:694-700
+        hidden_states: Tensor = self.blocks["0"](input_feature, attn_output)  # (B, 256, 32)
+        hidden_states = self.blocks["1"](hidden_states)
+        hidden_states = self.downsample(hidden_states)  # (B, 64, 64)
+        return hidden_states
 
 
 class SwinStagePart2(nn.Module):
@@ -148,6 +149,7 @@ class SwinStagePart2(nn.Module):
         self.blocks = nn.ModuleDict({"0": SwinLayer(keep_prob=0.9428571428571428)})
 
     def forward(self, input_feature: Tensor) -> Tensor:
+        # modeling_swin.py:694
         hidden_states: Tensor = self.blocks["0"](input_feature)  # (B, 64, 64)
         return hidden_states
 
@@ -179,7 +181,7 @@ class Stage2(nn.Module):
         Returns:
             hidden_states: (B, 64, 64) float32, for stage 3.
         """
-        # swin.encoder
+        # swin.encoder (modeling_swin.py:806)
         input_feature = self.swin.encoder.layers["1"](attn_output, input_feature)  # (B, 64, 64)
         hidden_states: Tensor = self.swin.encoder.layers["2"](input_feature)
         return hidden_states

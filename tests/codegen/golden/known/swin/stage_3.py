@@ -33,12 +33,12 @@ class SwinAttention2(nn.Module):
         query_states = self.q_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 16).transpose(1, 2)
-        relative_position_bias_out = self.relative_position_bias()  # (1, 4, 16, 16)
+        relative_position_bias = self.relative_position_bias()  # (1, 4, 16, 16)
         unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 4, 1, 16, 16)
         attention_mask = unsqueeze.expand(hidden_states.shape[0] // 4, -1, -1, -1, -1).reshape(
             -1, 1, 16, 16
         )
-        combined_mask = relative_position_bias_out + attention_mask  # (4*B, 4, 16, 16)
+        combined_mask = relative_position_bias + attention_mask  # (4*B, 4, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
             query_states, key_states, value_states, combined_mask, scale=0.25
         )
@@ -112,6 +112,7 @@ class SwinStagePart(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:694
         for block in self.blocks.values():
             hidden_states = block(hidden_states)  # (B, 64, 64)
         return hidden_states
@@ -146,11 +147,11 @@ class Stage3(nn.Module):
         Returns:
             logits: (B, 5) float32, for the caller.
         """
-        # swin.encoder
-        hidden_states = self.swin.encoder.layers["2"](hidden_states)  # (B, 64, 64)
+        # swin.encoder (modeling_swin.py:806)
+        encoder_outputs = self.swin.encoder.layers["2"](hidden_states)  # (B, 64, 64)
 
         # swin (modeling_swin.py:876-881)
-        sequence_output = self.swin.layernorm(hidden_states)
+        sequence_output = self.swin.layernorm(encoder_outputs)
         pooled_output = self.swin.pooler(sequence_output.transpose(1, 2))  # (B, 64, 1)
         pooled_output = pooled_output.flatten(1)  # (B, 64)
 

@@ -157,10 +157,10 @@ class T5LayerFF(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_t5.py:140
-        hidden_states = hidden_states + self.dropout(
-            self.DenseReluDense(self.layer_norm(hidden_states))
-        )
+        # modeling_t5.py:138-140
+        forwarded_states = self.layer_norm(hidden_states)
+        forwarded_states = self.DenseReluDense(forwarded_states)
+        hidden_states = hidden_states + self.dropout(forwarded_states)
         return hidden_states
 
 
@@ -174,10 +174,9 @@ class T5LayerSelfAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
     ) -> Tensor:
-        # modeling_t5.py:400
-        attn_output = self.SelfAttention(
-            self.layer_norm(hidden_states), position_bias, attention_mask
-        )
+        # modeling_t5.py:392-400
+        normed_hidden_states = self.layer_norm(hidden_states)  # (B, input_ids.1, 32)
+        attn_output = self.SelfAttention(normed_hidden_states, position_bias, attention_mask)
         attention_output: Tensor = hidden_states + self.dropout(attn_output)
         return attention_output
 
@@ -190,8 +189,9 @@ class T5LayerCrossAttention(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
-        # modeling_t5.py:431
-        attn_output = self.EncDecAttention(self.layer_norm(hidden_states), key_value_states)
+        # modeling_t5.py:422-431
+        normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
+        attn_output = self.EncDecAttention(normed_hidden_states, key_value_states)
         layer_output: Tensor = hidden_states + self.dropout(attn_output)
         return layer_output
 
@@ -206,10 +206,9 @@ class T5LayerSelfAttention2(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
     ) -> Tensor:
-        # modeling_t5.py:400
-        attn_output = self.SelfAttention(
-            self.layer_norm(hidden_states), position_bias, attention_mask
-        )
+        # modeling_t5.py:392-400
+        normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
+        attn_output = self.SelfAttention(normed_hidden_states, position_bias, attention_mask)
         attention_output: Tensor = hidden_states + self.dropout(attn_output)
         return attention_output
 
@@ -222,9 +221,9 @@ class T5Block(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
     ) -> Tensor:
-        hidden_states = self.layer["1"](
-            self.layer["0"](hidden_states, position_bias, attention_mask)
-        )
+        # modeling_t5.py:459-498
+        attention_output = self.layer["0"](hidden_states, position_bias, attention_mask)
+        hidden_states = self.layer["1"](attention_output)
         return hidden_states
 
 
@@ -242,6 +241,8 @@ class T5Block2(nn.Module):
         encoder_hidden_states: Tensor,
         attention_mask: Tensor,
     ) -> Tensor:
+        # modeling_t5.py:459-498
         attention_output = self.layer["0"](hidden_states, position_bias, attention_mask)
-        hidden_states = self.layer["2"](self.layer["1"](attention_output, encoder_hidden_states))
+        layer_output = self.layer["1"](attention_output, encoder_hidden_states)
+        hidden_states = self.layer["2"](layer_output)
         return hidden_states

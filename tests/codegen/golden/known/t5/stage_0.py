@@ -133,11 +133,10 @@ class T5LayerSelfAttention3(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_t5.py:400
-        position_bias, attn_output = self.SelfAttention(
-            self.layer_norm(hidden_states), attention_mask
-        )
-        attention_output = hidden_states + self.dropout(attn_output)  # (B, input_ids.1, 32)
+        # modeling_t5.py:392-400
+        normed_hidden_states = self.layer_norm(hidden_states)  # (B, input_ids.1, 32)
+        position_bias, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(attn_output)
         return position_bias, attention_output
 
 
@@ -149,11 +148,10 @@ class T5LayerSelfAttention4(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        # modeling_t5.py:400
-        position_bias, attn_output = self.SelfAttention(
-            self.layer_norm(hidden_states), attention_mask
-        )
-        attention_output = hidden_states + self.dropout(attn_output)  # (B, labels.1, 32)
+        # modeling_t5.py:392-400
+        normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
+        position_bias, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
+        attention_output = hidden_states + self.dropout(attn_output)
         return position_bias, attention_output
 
 
@@ -163,6 +161,7 @@ class T5Block3(nn.Module):
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerFF()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_t5.py:459-498
         position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
         hidden_states = self.layer["1"](attention_output)  # (B, input_ids.1, 32)
         return position_bias, hidden_states
@@ -174,6 +173,7 @@ class T5BlockPart(nn.Module):
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        # modeling_t5.py:459
         position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
         return position_bias, attention_output
 
@@ -219,7 +219,7 @@ class Stage0(nn.Module):
         length = input_ids.shape[1]
         length_2 = labels.shape[1]
 
-        # encoder (modeling_t5.py:678-725)
+        # encoder (modeling_t5.py:678-728)
         inputs_embeds = self.encoder.embed_tokens(input_ids)  # (B, input_ids.1, 32)
         attention_mask = create_bidirectional_mask(length, input_ids.device)
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, input_ids.1, 32)
@@ -233,7 +233,7 @@ class Stage0(nn.Module):
         shifted_input_ids[..., 0] = 0
         shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
 
-        # decoder (modeling_t5.py:678-725)
+        # decoder (modeling_t5.py:678-728)
         inputs_embeds = self.decoder.embed_tokens(shifted_input_ids)  # (B, labels.1, 32)
         attention_mask = create_causal_mask(length_2, input_ids.device)
         dropout_out = self.decoder.dropout(inputs_embeds)  # (B, labels.1, 32)

@@ -16,6 +16,7 @@ class T5BlockPart(nn.Module):
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention()})
 
     def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
+        # modeling_t5.py:479
         layer_output: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
         return layer_output
 
@@ -52,7 +53,7 @@ class Stage1(nn.Module):
             attention_output: (B, labels.1, 32) float32, from stage 0, made at modeling_t5.py:400.
 
         Returns:
-            encoder_out: (B, input_ids.1, 32) float32, for stage 2, stage 3 and the caller.
+            hidden_states: (B, input_ids.1, 32) float32, for stage 2, stage 3 and the caller.
             layer_output: (B, labels.1, 32) float32, for stage 2.
         """
         length = hidden_states.shape[1]
@@ -61,8 +62,8 @@ class Stage1(nn.Module):
         attention_mask = create_bidirectional_mask(length, hidden_states.device)
         for block in self.encoder.block.values():
             hidden_states = block(hidden_states, position_bias, attention_mask)
-        encoder_out = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
+        hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
-        # decoder
-        layer_output = self.decoder.block["0"](encoder_out, attention_output)  # (B, labels.1, 32)
-        return encoder_out, layer_output
+        # decoder (modeling_t5.py:728)
+        layer_output = self.decoder.block["0"](hidden_states, attention_output)  # (B, labels.1, 32)
+        return hidden_states, layer_output

@@ -11,6 +11,7 @@ class T5BlockPart(nn.Module):
         self.layer = nn.ModuleDict({"2": T5LayerFF()})
 
     def forward(self, layer_output: Tensor) -> Tensor:
+        # modeling_t5.py:498
         hidden_states: Tensor = self.layer["2"](layer_output)  # (B, labels.1, 32)
         return hidden_states
 
@@ -23,6 +24,7 @@ class T5BlockPart2(nn.Module):
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
     ) -> Tensor:
+        # modeling_t5.py:459
         attention_output: Tensor = self.layer["0"](hidden_states, position_bias, attention_mask)
         return attention_output
 
@@ -38,23 +40,25 @@ class Stage2(nn.Module):
         super().__init__()
         self.decoder = T5StackPart()
 
-    def forward(self, layer_output: Tensor, position_bias: Tensor, encoder_out: Tensor) -> Tensor:
+    def forward(
+        self, layer_output: Tensor, position_bias: Tensor, encoder_outputs: Tensor
+    ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             layer_output: (B, labels.1, 32) float32, from stage 1, made at modeling_t5.py:431.
             position_bias: (1, 4, labels.1, labels.1) float32, from stage 0, made at
                 modeling_t5.py:278.
-            encoder_out: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
+            encoder_outputs: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
 
         Returns:
             attention_output: (B, labels.1, 32) float32, for stage 3.
         """
-        # decoder (modeling_t5.py:698)
+        # decoder (modeling_t5.py:698-728)
         attention_mask = create_causal_mask(layer_output.shape[1], layer_output.device)
         hidden_states = self.decoder.block["0"](layer_output)  # (B, labels.1, 32)
         hidden_states = self.decoder.block["1"](
-            hidden_states, position_bias, encoder_out, attention_mask
+            hidden_states, position_bias, encoder_outputs, attention_mask
         )
         attention_output: Tensor = self.decoder.block["2"](
             hidden_states, position_bias, attention_mask

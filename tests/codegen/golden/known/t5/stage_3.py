@@ -18,9 +18,9 @@ class T5BlockPart(nn.Module):
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention(), "2": T5LayerFF()})
 
     def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
-        hidden_states: Tensor = self.layer["2"](
-            self.layer["1"](attention_output, encoder_hidden_states)
-        )
+        # modeling_t5.py:479-498
+        layer_output = self.layer["1"](attention_output, encoder_hidden_states)  # (B, labels.1, 32)
+        hidden_states: Tensor = self.layer["2"](layer_output)
         return hidden_states
 
 
@@ -39,13 +39,17 @@ class Stage3(nn.Module):
         self.lm_head = nn.Linear(32, 64, bias=False)
 
     def forward(
-        self, attention_output: Tensor, encoder_out: Tensor, position_bias: Tensor, labels: Tensor
+        self,
+        attention_output: Tensor,
+        encoder_outputs: Tensor,
+        position_bias: Tensor,
+        labels: Tensor,
     ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             attention_output: (B, labels.1, 32) float32, from stage 2, made at modeling_t5.py:400.
-            encoder_out: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
+            encoder_outputs: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
             position_bias: (1, 4, labels.1, labels.1) float32, from stage 0, made at
                 modeling_t5.py:278.
             labels: (B, labels.1) int64, the model's kwargs["labels"].
@@ -58,9 +62,9 @@ class Stage3(nn.Module):
 
         # decoder (modeling_t5.py:698-745)
         attention_mask = create_causal_mask(length, attention_output.device)
-        hidden_states = self.decoder.block["2"](encoder_out, attention_output)  # (B, labels.1, 32)
+        hidden_states = self.decoder.block["2"](encoder_outputs, attention_output)
         hidden_states = self.decoder.block["3"](
-            hidden_states, position_bias, encoder_out, attention_mask
+            hidden_states, position_bias, encoder_outputs, attention_mask
         )
         hidden_states = self.decoder.dropout(self.decoder.final_layer_norm(hidden_states))
 
