@@ -95,7 +95,8 @@ class Bindings:
                     wish = argument_name(self.graph, value)
                 else:
                     outer = called_for(self.graph, op, value) if alone else ""
-                    outer = outer or (called_as(self.graph, op, value) if here else "")
+                    if here and not outer and self._is_read_by_caller(op, value):
+                        outer = called_as(self.graph, op, value)
                     wish = outer or plain_name(op, value, alone)
             wish = self._other_name(op, value, wish, position)
             variable = self._variable(value, wish, position)
@@ -104,6 +105,13 @@ class Bindings:
         result, expression = self._read_alone(op.result, expression)
         target = f"{self._target(result)} = " if read else ""
         return target, expression, self._note(read[0]) if len(read) == 1 else ""
+
+    def _is_read_by_caller(self, op: Op, value: str) -> bool:
+        """Whether the module that calls the one of an op reads what the op makes."""
+        around = op.module.rpartition(".")[0]
+        readers = self.graph.consumers.get(value, ())
+        own = not isinstance(op.call, ModuleCall)
+        return own and any(reader.module == around for reader in readers)
 
     def _is_cut(self, op: Op) -> bool:
         """Whether an op is the call of a module of which another stage has the rest."""

@@ -134,17 +134,13 @@ class MixtralAttention(nn.Module):
         self.v_proj = nn.Linear(32, 16, bias=False)
         self.o_proj = nn.Linear(32, 32, bias=False)
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: Tensor, position_embeddings_2: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_mixtral.py:299-326, sdpa_attention.py:193-206
         shape = hidden_states.shape[:2]
         query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        query_states, key_states = apply_rotary_pos_emb(
-            query_states, key_states, position_embeddings, position_embeddings_2
-        )
+        query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
         attn_output: Tensor = F.scaled_dot_product_attention(
             query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
         )
@@ -162,14 +158,10 @@ class MixtralDecoderLayer(nn.Module):
         self.post_attention_layernorm = MixtralRMSNorm()
         self.mlp = MixtralSparseMoeBlock()
 
-    def forward(
-        self, hidden_states: Tensor, position_embeddings: Tensor, position_embeddings_2: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_mixtral.py:351-364
-        residual = hidden_states
-        hidden_states = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
-        hidden_states = residual + self.self_attn(
-            hidden_states, position_embeddings, position_embeddings_2
+        hidden_states = hidden_states + self.self_attn(
+            self.input_layernorm(hidden_states), cos, sin
         )
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states

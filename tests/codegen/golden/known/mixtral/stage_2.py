@@ -13,8 +13,8 @@ class MixtralDecoderLayerPart(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_mixtral.py:351
-        hidden_states = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
-        return hidden_states
+        input_layernorm_out: Tensor = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
+        return input_layernorm_out
 
 
 class MixtralModelPart(nn.Module):
@@ -38,7 +38,7 @@ class Stage2(nn.Module):
 
         Returns:
             hidden_states: (B, input_ids.1, 32) float32, for stage 3.
-            layers_3: (B, input_ids.1, 32) float32, for stage 3.
+            input_layernorm_out: (B, input_ids.1, 32) float32, for stage 3.
         """
         length = hidden_states.shape[1]
 
@@ -47,5 +47,5 @@ class Stage2(nn.Module):
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
         hidden_states = self.model.layers["2"](hidden_states, cos, sin)  # (B, input_ids.1, 32)
-        layers_3 = self.model.layers["3"](hidden_states)
-        return hidden_states, layers_3
+        input_layernorm_out = self.model.layers["3"](hidden_states)
+        return hidden_states, input_layernorm_out

@@ -20,18 +20,11 @@ class MixtralDecoderLayerPart(nn.Module):
         self.mlp = MixtralSparseMoeBlock()
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        hidden_states_2: Tensor,
-        position_embeddings: Tensor,
-        position_embeddings_2: Tensor,
+        self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
         # modeling_mixtral.py:352-364
-        hidden_states = hidden_states + self.self_attn(
-            hidden_states_2, position_embeddings, position_embeddings_2
-        )
-        hidden_states_2 = self.post_attention_layernorm(hidden_states)
-        hidden_states = hidden_states + self.mlp(hidden_states_2)
+        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 
 
@@ -49,25 +42,23 @@ class Stage3(nn.Module):
         self.model = MixtralModelPart()
         self.lm_head = nn.Linear(32, 64, bias=False)
 
-    def forward(self, hidden_states: Tensor, hidden_states_2: Tensor) -> Tensor:
+    def forward(self, input_layernorm_out: Tensor, hidden_states: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            hidden_states: (B, input_ids.1, 32) float32, from stage 2, made at
+            input_layernorm_out: (B, input_ids.1, 32) float32, from stage 2, made at
                 modeling_mixtral.py:147.
-            hidden_states_2: (B, input_ids.1, 32) float32, from stage 2, made at
+            hidden_states: (B, input_ids.1, 32) float32, from stage 2, made at
                 modeling_mixtral.py:364.
 
         Returns:
             logits: (B, input_ids.1, 64) float32, for the caller.
         """
-        length = hidden_states.shape[1]
-
         # model (modeling_mixtral.py:440-466)
-        position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
+        position_ids = torch.arange(input_layernorm_out.shape[1], device=input_layernorm_out.device)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
-        hidden_states = self.model.layers["3"](hidden_states_2, hidden_states, cos, sin)
+        hidden_states = self.model.layers["3"](hidden_states, input_layernorm_out, cos, sin)
         hidden_states = self.model.norm(hidden_states)
 
         # modeling_mixtral.py:616

@@ -65,8 +65,10 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         relative_position = memory_position - context_position  # (input_ids.1, input_ids.1)
         relative_position_bucket = _relative_position_bucket(relative_position)
         values = self.relative_attention_bias(relative_position_bucket)
-        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, input_ids.1, input_ids.1)
-        position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
+        SelfAttention_out = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, input_ids.1, input_ids.1)
+        position_bias_mask = torch.where(
+            attention_mask, SelfAttention_out, torch.finfo(torch.float32).min
+        )
         position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
@@ -79,7 +81,7 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, input_ids.1, 4, 8)
         attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
         attn_output = self.o(attn_output)
-        return values, attn_output
+        return SelfAttention_out, attn_output
 
 
 class T5AttentionWithRelativeAttentionBias2(nn.Module):
@@ -107,8 +109,10 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         relative_position_bucket = _relative_position_bucket_2(relative_position)
         del relative_position
         values = self.relative_attention_bias(relative_position_bucket)  # (labels.1, labels.1, 4)
-        values = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, labels.1, labels.1)
-        position_bias_mask = torch.where(attention_mask, values, torch.finfo(torch.float32).min)
+        SelfAttention_out = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, labels.1, labels.1)
+        position_bias_mask = torch.where(
+            attention_mask, SelfAttention_out, torch.finfo(torch.float32).min
+        )
         position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
@@ -122,7 +126,7 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         attn_output = attn_output.transpose(1, 2).contiguous()  # (B, labels.1, 4, 8)
         attn_output = attn_output.reshape(*shape, -1)  # (B, labels.1, 32)
         attn_output = self.o(attn_output)
-        return values, attn_output
+        return SelfAttention_out, attn_output
 
 
 class T5LayerSelfAttention3(nn.Module):
@@ -135,9 +139,9 @@ class T5LayerSelfAttention3(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:392-400
         normed_hidden_states = self.layer_norm(hidden_states)  # (B, input_ids.1, 32)
-        position_bias, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
+        SelfAttention_out, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
         attention_output = hidden_states + self.dropout(attn_output)
-        return position_bias, attention_output
+        return SelfAttention_out, attention_output
 
 
 class T5LayerSelfAttention4(nn.Module):
@@ -150,9 +154,9 @@ class T5LayerSelfAttention4(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:392-400
         normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
-        position_bias, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
+        SelfAttention_out, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
         attention_output = hidden_states + self.dropout(attn_output)
-        return position_bias, attention_output
+        return SelfAttention_out, attention_output
 
 
 class T5Block3(nn.Module):
@@ -162,9 +166,9 @@ class T5Block3(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459-498
-        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
+        SelfAttention_out, attention_output = self.layer["0"](hidden_states, attention_mask)
         hidden_states = self.layer["1"](attention_output)  # (B, input_ids.1, 32)
-        return position_bias, hidden_states
+        return SelfAttention_out, hidden_states
 
 
 class T5BlockPart(nn.Module):
@@ -174,8 +178,8 @@ class T5BlockPart(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459
-        position_bias, attention_output = self.layer["0"](hidden_states, attention_mask)
-        return position_bias, attention_output
+        SelfAttention_out, attention_output = self.layer["0"](hidden_states, attention_mask)
+        return SelfAttention_out, attention_output
 
 
 class T5StackPart(nn.Module):
@@ -209,7 +213,7 @@ class Stage0(nn.Module):
             labels: (B, labels.1) int64, the model's kwargs["labels"].
 
         Returns:
-            position_bias: (1, 4, input_ids.1, input_ids.1) float32, for stage 1.
+            SelfAttention_out: (1, 4, input_ids.1, input_ids.1) float32, for stage 1.
             hidden_states: (B, input_ids.1, 32) float32, for stage 1.
             unsqueeze_1: (1, 4, labels.1, labels.1) float32, for stage 2 and stage 3.
             attention_output: (B, labels.1, 32) float32, for stage 1.
@@ -224,8 +228,8 @@ class Stage0(nn.Module):
         attention_mask = create_bidirectional_mask(length, input_ids.device)
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, input_ids.1, 32)
         del inputs_embeds
-        position_bias, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
-        hidden_states = self.encoder.block["1"](hidden_states, position_bias, attention_mask)
+        SelfAttention_out, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
+        hidden_states = self.encoder.block["1"](hidden_states, SelfAttention_out, attention_mask)
 
         # modeling_t5.py:628-635
         shifted_input_ids = labels.new_zeros([batch, length_2])  # (B, labels.1)
@@ -239,4 +243,4 @@ class Stage0(nn.Module):
         dropout_out = self.decoder.dropout(inputs_embeds)  # (B, labels.1, 32)
         del inputs_embeds
         unsqueeze_1, attention_output = self.decoder.block["0"](dropout_out, attention_mask)
-        return position_bias, hidden_states, unsqueeze_1, attention_output
+        return SelfAttention_out, hidden_states, unsqueeze_1, attention_output

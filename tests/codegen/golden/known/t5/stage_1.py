@@ -42,13 +42,13 @@ class Stage1(nn.Module):
         self.decoder = T5StackPart2()
 
     def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_output: Tensor
+        self, hidden_states: Tensor, SelfAttention_out: Tensor, attention_output: Tensor
     ) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             hidden_states: (B, input_ids.1, 32) float32, from stage 0, made at modeling_t5.py:140.
-            position_bias: (1, 4, input_ids.1, input_ids.1) float32, from stage 0, made at
+            SelfAttention_out: (1, 4, input_ids.1, input_ids.1) float32, from stage 0, made at
                 modeling_t5.py:278.
             attention_output: (B, labels.1, 32) float32, from stage 0, made at modeling_t5.py:400.
 
@@ -61,7 +61,7 @@ class Stage1(nn.Module):
         # encoder (modeling_t5.py:707-745)
         attention_mask = create_bidirectional_mask(length, hidden_states.device)
         for block in self.encoder.block.values():
-            hidden_states = block(hidden_states, position_bias, attention_mask)
+            hidden_states = block(hidden_states, SelfAttention_out, attention_mask)
         hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
         # decoder (modeling_t5.py:728)

@@ -41,13 +41,13 @@ class Stage2(nn.Module):
         self.decoder = T5StackPart()
 
     def forward(
-        self, layer_output: Tensor, position_bias: Tensor, encoder_outputs: Tensor
+        self, layer_output: Tensor, SelfAttention_out: Tensor, encoder_outputs: Tensor
     ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             layer_output: (B, labels.1, 32) float32, from stage 1, made at modeling_t5.py:431.
-            position_bias: (1, 4, labels.1, labels.1) float32, from stage 0, made at
+            SelfAttention_out: (1, 4, labels.1, labels.1) float32, from stage 0, made at
                 modeling_t5.py:278.
             encoder_outputs: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
 
@@ -58,9 +58,9 @@ class Stage2(nn.Module):
         attention_mask = create_causal_mask(layer_output.shape[1], layer_output.device)
         hidden_states = self.decoder.block["0"](layer_output)  # (B, labels.1, 32)
         hidden_states = self.decoder.block["1"](
-            hidden_states, position_bias, encoder_outputs, attention_mask
+            hidden_states, SelfAttention_out, encoder_outputs, attention_mask
         )
         attention_output: Tensor = self.decoder.block["2"](
-            hidden_states, position_bias, attention_mask
+            hidden_states, SelfAttention_out, attention_mask
         )
         return attention_output

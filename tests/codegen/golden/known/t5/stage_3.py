@@ -42,7 +42,7 @@ class Stage3(nn.Module):
         self,
         attention_output: Tensor,
         encoder_outputs: Tensor,
-        position_bias: Tensor,
+        SelfAttention_out: Tensor,
         labels: Tensor,
     ) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
@@ -50,7 +50,7 @@ class Stage3(nn.Module):
         Args:
             attention_output: (B, labels.1, 32) float32, from stage 2, made at modeling_t5.py:400.
             encoder_outputs: (B, input_ids.1, 32) float32, from stage 1, made at modeling_t5.py:745.
-            position_bias: (1, 4, labels.1, labels.1) float32, from stage 0, made at
+            SelfAttention_out: (1, 4, labels.1, labels.1) float32, from stage 0, made at
                 modeling_t5.py:278.
             labels: (B, labels.1) int64, the model's kwargs["labels"].
 
@@ -64,7 +64,7 @@ class Stage3(nn.Module):
         attention_mask = create_causal_mask(length, attention_output.device)
         hidden_states = self.decoder.block["2"](encoder_outputs, attention_output)
         hidden_states = self.decoder.block["3"](
-            hidden_states, position_bias, encoder_outputs, attention_mask
+            hidden_states, SelfAttention_out, encoder_outputs, attention_mask
         )
         hidden_states = self.decoder.dropout(self.decoder.final_layer_norm(hidden_states))
 
