@@ -28,5 +28,5 @@ class ResidualPart2(nn.Module):
         # models.py:27-29
         out = self.bn2(conv2_out)  # (B, 4, images.2, images.3)
         out += x
-        x = self.relu(out)
-        return x
+        relu_out: Tensor = self.relu(out)
+        return relu_out
