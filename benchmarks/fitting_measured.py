@@ -134,7 +134,9 @@ def rows_of(family: Family, stages: int, folder: Path) -> list[Row]:
 def planned(sized: Sized, stages: int, memory: int) -> Plan:
     """As it is compiled for devices of so much memory, but with less work for cuts."""
     here = local_cluster()
-    cluster = Cluster.of(dataclasses.replace(here.devices[0], memory=memory), here.link)
+    cluster = Cluster.of(
+        dataclasses.replace(here.devices[0], memory=memory, kept_free=0), here.link
+    )
     subject = Subject(
         "fitting", sized.model, (sized.inputs,), target=sized.target, loss_fn=sized.loss_fn
     )

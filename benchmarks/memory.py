@@ -175,7 +175,7 @@ def packages(
             with contextlib.suppress(PlanError):
                 choice = planner.choose(stages, MICROBATCHES, policy)
                 plan = planner.plan(choice, policy, WORK // SHARE, exact_memory=True)
-                peaks[remat] = max(plan.prediction.device_bytes)
+                peaks[remat] = max(held.peak for held in plan.prediction.memory)
                 words = (name, str(stages), schedule.value, remat.value)
                 package = folder / "_".join(words).replace("-", "_")
                 emit(plan, package)
@@ -193,7 +193,7 @@ def _alone(leaf: object) -> object:
 
 def _of_memory(memory: int) -> Cluster:
     here = local_cluster()
-    return Cluster.of(dataclasses.replace(here.devices[0], memory=memory), here.link)
+    return Cluster.of(dataclasses.replace(here.devices[0], memory=memory, kept_free=0), here.link)
 
 
 def measure(cases: Sequence[dict[str, Any]], stages: int, folder: Path) -> list[list[list[int]]]:

@@ -1,6 +1,7 @@
 """The memory that plans tell of an H100, over what was measured on one.
 
     python benchmarks/told.py [resnet50|vit|gpt2 ...]
+    python benchmarks/told.py --host [NAME ...]       # of this machine instead: told_on_host.py
 
 `h100_memory.json` has the bytes that four stages took there, each in a process of its own, in the
 third step of training: the most allocated (`torch.cuda.max_memory_allocated`) and the most
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import foreign  # noqa: F401  # makes torchvision load beside a torch for the processor
+import told_on_host
 import torch
 from tables import markdown
 from torch import Tensor, nn
@@ -127,6 +129,8 @@ def told(name: str) -> dict[str, list[DeviceMemory]]:
 
 def main() -> int:
     """Prints the table; 1 where a figure is further off than it may be."""
+    if "--host" in sys.argv[1:]:
+        return told_on_host.main([word for word in sys.argv[1:] if word != "--host"])
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[[], *MODELS], metavar="NAME")
     names = parser.parse_args().names or list(MODELS)

@@ -11,11 +11,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry
 
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.errors import ModelError
@@ -25,6 +25,7 @@ from gpipe_compiler.options import Calibration
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import RAISED_BY_OPS
 from gpipe_compiler.passes.fakes import HostFakes
+from gpipe_compiler.passes.flop_formulas import FURTHER_FORMULAS
 from gpipe_compiler.runtime.wording import said
 
 _aten = torch.ops.aten
@@ -126,31 +127,43 @@ def roofline(graph: Graph, device: Device) -> Costs:
     return rooflines(graph, [device])[0]
 
 
-def rooflines(graph: Graph, devices: Sequence[Device]) -> list[Costs]:
+def rooflines(graph: Graph, devices: Sequence[Device], clocks: Clocks | None = None) -> list[Costs]:
     """Costs of an annotated graph on each of several devices, without running a kernel.
 
     Kernels are seen once, as the host dispatches them on fake tensors, and priced for every device;
     in train mode with their backward when the graph has a loss.
     """
     tables = [{op.name: OpCost() for op in graph.ops} for _ in devices]
+    known = [clocks(device) if clocks else None for device in devices]
     for isolated, names in distinct(graph):
         work = work_of(isolated)
-        for costs, device in zip(tables, devices, strict=True):
-            cost = work.on(device)
+        for costs, device, clock in zip(tables, devices, known, strict=True):
+            cost = work.on(device, clock)
             costs.update((name, cost) for name in names)
     return [
-        Costs(costs, f"roofline on {device.name}", graph.batch_size)
-        for costs, device in zip(tables, devices, strict=True)
+        Costs(
+            costs, f"{'kernel times' if clock else 'roofline'} on {device.name}", graph.batch_size
+        )
+        for costs, device, clock in zip(tables, devices, known, strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one kernel does: floating-point operations, bytes read and written."""
+    """What one kernel does: floating-point operations, bytes read and written.
+
+    Attributes:
+        name: torch's, of a convolution with its kind; "" where it does not matter.
+    """
 
     flops: int
     bytes: int
     arithmetic: Arithmetic
+    name: str = ""
+
+    def ideal_s(self, device: Device) -> float:
+        """By the roofline of a device, launched already."""
+        return max(self.arithmetic_s(device), self.bytes / device.memory_bandwidth)
 
     def arithmetic_s(self, device: Device) -> float:
         """Seconds of its operations at the device's peak."""
@@ -158,8 +171,18 @@ class KernelCost:
 
     def seconds(self, device: Device) -> float:
         """By the roofline of a device."""
-        computing = self.arithmetic_s(device)
-        return device.launch_s + max(computing, self.bytes / device.memory_bandwidth)
+        return device.launch_s + self.ideal_s(device)
+
+
+class KernelClock(Protocol):
+    """Knows better than a roofline how long kernels take."""
+
+    def seconds(self, kernel: KernelCost) -> float:
+        """Of one kernel."""
+
+
+Clocks = Callable[[Device], KernelClock | None]
+"""Gives what is known of the kernels of a device beyond its roofline; None where nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +199,14 @@ class OpKernels:
     of_inputs: tuple[KernelCost, ...]
     trains: bool
 
-    def on(self, device: Device) -> OpCost:
-        """What it costs on a device."""
+    def on(self, device: Device, clock: KernelClock | None = None) -> OpCost:
+        """What it costs on a device, by its roofline or by what is known better."""
+
+        def seconds(kernel: KernelCost) -> float:
+            return kernel.seconds(device) if clock is None else clock.seconds(kernel)
+
         forward_s, backward_s, inputs_s = (
-            sum(kernel.seconds(device) for kernel in kernels)
-            for kernels in (self.forward, self.backward, self.of_inputs)
+            sum(map(seconds, kernels)) for kernels in (self.forward, self.backward, self.of_inputs)
         )
         return OpCost(
             forward_s,
@@ -279,6 +305,7 @@ class KernelCount:
                 flops,
                 _traffic(read, written, looked_up=kind.indices is not None),
                 _arithmetic(kind, (*given, *written)),
+                _name(func, args),
             )
         )
 
@@ -309,10 +336,33 @@ def _kind_of(func: Any) -> _Kind:
     )
     return _Kind(
         packet not in _ALLOCATIONS and not is_view,
-        _FURTHER_FORMULAS.get(packet) or flop_registry.get(packet),
+        FURTHER_FORMULAS.get(packet) or flop_registry.get(packet),
         _LOOK_UPS.get(packet),
         packet in _TF32,
     )
+
+
+def _name(func: Any, args: Sequence[Any]) -> str:
+    """That of a kernel; where it writes in place, that of the one that does not. Convolutions have
+    one for each kind, as their speeds differ by their windows, channels and groups."""
+    name = str(func.overloadpacket.__name__).rstrip("_")
+    if name not in ("convolution", "convolution_backward"):
+        return name
+    weight, transposed, groups = (args[place + name.endswith("backward")] for place in (1, 6, 8))
+    channels, own, *window = weight.shape
+    if transposed:
+        kind = "transposed"
+    elif groups > 1:
+        kind = "depthwise" if own == 1 else "grouped"
+    else:
+        few = next((most for most in _CHANNELS if min(own, channels) <= most), None)
+        kind = "of points" if math.prod(window) == 1 else "of windows"
+        kind += "" if few is None else f", at most {few} channels"
+    return f"{name} {kind}"
+
+
+_CHANNELS = (4, 16, 32)
+"""Numbers of channels, in or out, up to which convolutions run at speeds of their own."""
 
 
 def _arithmetic(kind: _Kind, tensors: Sequence[torch.Tensor]) -> Arithmetic:
@@ -320,71 +370,6 @@ def _arithmetic(kind: _Kind, tensors: Sequence[torch.Tensor]) -> Arithmetic:
     if dtypes and dtypes <= {torch.bfloat16, torch.float16}:
         return Arithmetic.BF16 if torch.bfloat16 in dtypes else Arithmetic.FP16
     return Arithmetic.TF32 if kind.tf32 else Arithmetic.FP32
-
-
-def _rnn_layer_flops(x: Any, weight: Any, recurrent: Any, *_: Any, out_val: Any) -> int:
-    """Both products of every time step of an LSTM or GRU layer: of the input, of the state."""
-    steps = x.shape[0] * x.shape[1]
-    return int(2 * steps * (weight.numel() + recurrent.numel()))
-
-
-def _rnn_layer_backward_flops(*args: Any, out_val: Any) -> int:
-    return 2 * _rnn_layer_flops(*args, out_val=out_val)
-
-
-def _convolution_backward_flops(
-    gradient: Any, x: Any, weight: Any, *further: Any, out_val: Any
-) -> int:
-    """For either gradient as many as forward: torch counts that of grouped weights as dense."""
-    transposed, needed = further[4], further[7]
-    places = x if transposed else gradient
-    once = 2 * x.shape[0] * math.prod(places.shape[2:]) * weight.numel()
-    return int(once * sum(map(bool, needed[:2])))
-
-
-def _attention_flops(queries: int, formula: Callable[..., int]) -> Callable[..., int]:
-    """torch's formula, whose keys and values may have fewer heads than its queries.
-
-    Args:
-        queries: the position of the queries among the arguments, before keys and values.
-        formula: before torch 2.13 it knows equal numbers of heads alone.
-    """
-
-    def flops(*args: Any, **kwargs: Any) -> int:
-        heads = args[queries].shape[1]
-        repeated = [
-            torch.Size((tensor.shape[0], heads, *tensor.shape[2:]))
-            for tensor in args[queries + 1 : queries + 3]
-        ]
-        return formula(*args[: queries + 1], *repeated, *args[queries + 3 :], **kwargs)
-
-    return flops
-
-
-_FURTHER_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **dict.fromkeys(
-        (
-            _aten._scaled_dot_product_flash_attention_for_cpu,
-            _aten._scaled_dot_product_flash_attention,
-            _aten._scaled_dot_product_efficient_attention,
-            _aten._scaled_dot_product_cudnn_attention,
-        ),
-        _attention_flops(0, sdpa_flop),
-    ),
-    **dict.fromkeys(
-        (
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            _aten._scaled_dot_product_flash_attention_backward,
-            _aten._scaled_dot_product_efficient_attention_backward,
-            _aten._scaled_dot_product_cudnn_attention_backward,
-        ),
-        _attention_flops(1, sdpa_backward_flop),
-    ),
-    _aten.convolution_backward: _convolution_backward_flops,
-    _aten.mkldnn_rnn_layer: _rnn_layer_flops,
-    _aten.mkldnn_rnn_layer_backward: _rnn_layer_backward_flops,
-}
-"""Kernels that torch's own flop counter does not know, or counts otherwise than they run."""
 
 
 def _traffic(

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_compiler.cluster import Device, is_here, this_machine
+from gpipe_compiler.cluster import Device, clock_of, is_here, this_machine
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import map_op
+from gpipe_compiler.passes.kernel_times import kernel_times
 from gpipe_compiler.runtime.core.devices import gpu_count
 
 REPEATS = 5
@@ -161,11 +162,12 @@ def _clocked(work: Callable[[], Any], on: torch.device) -> tuple[float, Any]:
         if on.type == "cuda":
             torch.cuda.synchronize(on)
 
+    clock = clock_of(on)
     wait()
-    start = time.perf_counter()
+    start = clock()
     result = work()
     wait()
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 def _random_like(tensor: torch.Tensor, on: torch.device, bound: int) -> torch.Tensor:
@@ -230,7 +232,7 @@ def costs_by_kind(graph: Graph, kinds: Sequence[Device], *, measured: bool) -> l
             taken to need as much more or less than here as its roofline says.
     """
     if not measured:
-        return rooflines(graph, kinds)
+        return rooflines(graph, kinds, kernel_times)
     here = next(filter(is_here, kinds), None) or this_machine()
     times = measure(graph, here)
     if all(map(is_here, kinds)):

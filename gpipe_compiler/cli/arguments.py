@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from functools import partial
 
 from gpipe_compiler import __version__
 from gpipe_compiler.cli.folder import folder_arguments
 from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
-from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, read_cluster
+from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, is_host, read_cluster
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
 from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
 from gpipe_compiler.runtime.core.typed import natural, path, positive, seed, shown
@@ -399,7 +400,21 @@ def cluster_asked(arguments: argparse.Namespace) -> Cluster:
     else:
         cluster = read_cluster(arguments.cluster)
     linked = cluster.with_links(arguments.bandwidth, arguments.latency)
-    return linked.with_memory(arguments.memory)
+    # Of ops from elsewhere nothing is known of what runs them.
+    least = 0 if str(arguments.model).endswith(".json") else arguments.memory
+    return _of_tensors(linked.with_memory(arguments.memory), least)
+
+
+def _of_tensors(cluster: Cluster, size: int | None) -> Cluster:
+    """A cluster whose processors count tensors alone, where `size` bytes are less than a process
+    takes before it holds any; None for no such limit."""
+    if size is None:
+        return cluster
+    devices = tuple(
+        dataclasses.replace(each, kept_free=0) if is_host(each) and size <= each.kept_free else each
+        for each in cluster.devices
+    )
+    return dataclasses.replace(cluster, devices=devices)
 
 
 def _quantity(quantity: Quantity, text: str) -> float:

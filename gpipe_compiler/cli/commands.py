@@ -18,7 +18,7 @@ from rich.console import Console
 from gpipe_compiler.cli.arguments import cluster_asked, compile_parser
 from gpipe_compiler.cli.folder import folder_options, options_given, refuse_folder_options
 from gpipe_compiler.cli.search import constraints_of, schedule_of, sharding_of
-from gpipe_compiler.cluster.local import local_cluster, timed_link
+from gpipe_compiler.cluster.local import local_cluster, process_bytes, timed_link
 from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.compile import Compiled, compare
 from gpipe_compiler.compile import compile as compile_model
@@ -37,12 +37,13 @@ from gpipe_compiler.options import (
     Objective,
     RematChoice,
 )
+from gpipe_compiler.passes.kernel_times import measured_anew
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.gantt import format_trace
-from gpipe_compiler.report.machine import machine_file, show_machine
+from gpipe_compiler.report.machine import kernel_table, machine_file, show_machine
 from gpipe_compiler.report.memory_tables import (
     memory_document,
     remat_table,
@@ -334,10 +335,15 @@ def trace(arguments: argparse.Namespace) -> None:
 
 def machine(arguments: argparse.Namespace) -> None:
     """`gpipe-inspect machine`: what is measured of this one."""
+    if not gpu_count():
+        process_bytes(anew=True)
     cluster = local_cluster()
     link = timed_link() if gpu_count() != 1 else None
+    times = None if gpu_count() else measured_anew(cluster.devices[0])
     if arguments.output is None:
         terminal().print(show_machine(cluster, link))
+        if times is not None:
+            terminal().print(kernel_table(times))
     else:
         arguments.output.write_text(machine_file(cluster, link), encoding="utf-8")
         print(printable(str(arguments.output)))

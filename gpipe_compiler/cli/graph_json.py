@@ -27,6 +27,9 @@ _UNDERSTOOD = frozenset(
 )
 """Options that mean something for a bare graph."""
 
+_COMMAND = "words"
+"""The command itself, which is kept beside its options."""
+
 
 def is_graph(model: str) -> bool:
     """Whether MODEL of the command names a graph, and no program."""
@@ -45,7 +48,7 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     given = [
         _option(name)
         for name, value in vars(arguments).items()
-        if name not in _UNDERSTOOD and value != parser.get_default(name)
+        if name not in _UNDERSTOOD | {_COMMAND} and value != parser.get_default(name)
     ]
     if given:
         understood = sorted(_option(name) for name in _UNDERSTOOD - {"model"})

@@ -22,6 +22,7 @@ from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device
 
 if TYPE_CHECKING:
     from gpipe_compiler.cluster.local import (
+        clock_of,
         core_count,
         is_here,
         is_host,
@@ -41,6 +42,7 @@ __all__ = [
     "Device",
     "Link",
     "built_in",
+    "clock_of",
     "core_count",
     "devices_named",
     "is_here",

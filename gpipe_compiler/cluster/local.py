@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gpipe_compiler.cluster.cache import kept
 from gpipe_compiler.cluster.catalogue import (
     BUILT_IN,
     DEFAULT_HOST,
@@ -146,8 +148,25 @@ def _measure(device: torch.device) -> Device:
         tf32_flops=convolved,
         bf16_flops=bf16,
         workspace=_workspace(device) if on_gpu else 0,
-        kept_free=KEPT_FREE if on_gpu else 0,
+        kept_free=KEPT_FREE if on_gpu else process_bytes(),
     )
+
+
+def process_bytes(*, anew: bool = False) -> int:
+    """Bytes that a process of a package takes on this machine before it holds a model: Python,
+    torch, and the code of common kernels. Measured once; 0 where it cannot be, as on systems other
+    than Linux."""
+    return int(kept("process", lambda: {"bytes": _measured_process()}, anew=anew)["bytes"])
+
+
+def _measured_process() -> int:
+    here = Path(__file__).parent
+    command = [sys.executable, str(here / "bare_process.py"), str(here.parent / "runtime")]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+        return int(done.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
 
 
 def _workspace(gpu: torch.device) -> int:
@@ -177,22 +196,39 @@ def _convolution_flops(device: torch.device) -> float:
     return 2 * images * width**2 * channels**2 * 9 / seconds
 
 
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Gives seconds: of this thread where it computes alone, so that other work on the machine does
+    not count; else those of the clock."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
 def best_seconds(work: Callable[[], object], device: torch.device, tries: int = 5) -> float:
     """The shortest of several runs, after one that does not count."""
+    return min(_runs(work, device, tries))
+
+
+def typical_seconds(work: Callable[[], object], device: torch.device, tries: int = 5) -> float:
+    """The median of several runs, after one that does not count."""
+    return statistics.median(_runs(work, device, tries))
+
+
+def _runs(work: Callable[[], object], device: torch.device, tries: int) -> list[float]:
+    clock = clock_of(device)
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     work()
-    best = float("inf")
+    found = []
     for _ in range(tries):
         wait()
-        start = time.perf_counter()
+        start = clock()
         work()
         wait()
-        best = min(best, time.perf_counter() - start)
-    return best
+        found.append(clock() - start)
+    return found
 
 
 def _memory(device: torch.device) -> int:

@@ -244,9 +244,10 @@ def _live(plan: Plan, rank: int) -> int:
 
 
 def _besides(plan: Plan, rank: int) -> str:
-    """What a GPU needs besides."""
+    """What a GPU or a process needs besides."""
     more = plan.prediction.device_bytes[rank] - _live(plan, rank)
-    return f", and {format_bytes(more)} are for PyTorch's allocator and CUDA" if more > 0 else ""
+    whose = "PyTorch's allocator and CUDA" if plan.process is None else "Python, torch and kernels"
+    return f", and {format_bytes(more)} are for {whose}" if more > 0 else ""
 
 
 def _state_words(plan: Plan) -> str:

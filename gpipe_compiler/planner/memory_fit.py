@@ -143,6 +143,7 @@ def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
         optimizer=optimizer,
         on_host=is_host(plan.devices[0]),
         workspace=plan.devices[0].workspace,
+        process=plan.devices[0].kept_free > 0,
     )
 
 
@@ -181,6 +182,7 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, *known: Exact) -> Ex
         optimizer=builder.policy.counted_optimizer,
         on_host=is_host(first),
         workspace=first.workspace,
+        process=first.kept_free > 0,
     )
     memory = device_memories(facts.graph, layout, facts.memory_traces(on_host=layout.on_host))
     over = sum(
@@ -191,7 +193,8 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, *known: Exact) -> Ex
 
 
 def taken(held: DeviceMemory, device: Device) -> int:
-    """Bytes that count in the memory of a device: a GPU's are those that are reserved of it."""
+    """Bytes that count in the memory of a device: a GPU's are those that are reserved of it, a
+    process has those of kernels besides."""
     return held.reserved if device.kept_free and held.reserved else held.peak
 
 

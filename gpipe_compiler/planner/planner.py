@@ -19,6 +19,7 @@ from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut.inside import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.kernel_times import kernel_times
 from gpipe_compiler.passes.measure import costs_by_kind, scaled
 from gpipe_compiler.passes.pass_setting import PassSetting
 from gpipe_compiler.passes.pipeline import INPLACE, PassPipeline
@@ -175,7 +176,7 @@ class Planner:
         graph = known
         if samples != known.batch_size:
             graph = annotate(known, samples, policy.precision, alike=known.values)
-        costs = rooflines(graph, kinds)
+        costs = rooflines(graph, kinds, None if self.measured else kernel_times)
         if self.measured:
             (at_home,) = rooflines(known, self.cluster.kinds[:1])
             costs = [scaled(prepared.costs[0], at_home, there) for there in costs]

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from gpipe_compiler.cluster import is_host
+from gpipe_compiler.cluster.cache import folder
 from gpipe_compiler.cluster.machines import Arithmetic, Cluster, Device, Link
-from gpipe_compiler.report.terminal import pairs_table
+from gpipe_compiler.passes.kernel_times import KernelTimes
+from gpipe_compiler.report.terminal import pairs_table, table_of
 from gpipe_compiler.text.units import format_bytes, format_seconds
 
 
@@ -29,13 +32,34 @@ def show_machine(cluster: Cluster, link: Link | None) -> Table:
         ("bandwidth", f"{device.memory_bandwidth / 1e9:.3g} GB/s of memory"),
         ("launch", f"{format_seconds(device.launch_s)} for any op, however small"),
     ]
-    if device.kept_free:
+    if device.kept_free and is_host(device):
+        rows.append(("process", f"{format_bytes(device.kept_free)} before it holds a model"))
+    elif device.kept_free:
         rows.append(("kept free", f"{format_bytes(device.kept_free)}: context, communication"))
         rows.append(("workspace", f"{format_bytes(device.workspace)} of the matrix library"))
     if link is not None:
         moved = f"{link.bandwidth / 1e9:.3g} GB/s after {format_seconds(link.latency_s)}"
         rows.append(("link", f"{moved} ({link.name})"))
     return pairs_table("this machine, measured now", rows)
+
+
+def kernel_table(times: KernelTimes) -> Table:
+    """How many times their roofline kernels take, from the smallest to the largest that were
+    timed."""
+    rows = []
+    for name, points in sorted(times.points.items()):
+        (small_s, small), (large_s, large) = points[0], points[-1]
+        rows.append(
+            {
+                "kernel": name,
+                "smallest": format_seconds(small),
+                "of its roofline": f"{small / small_s:.3g}",
+                "largest": format_seconds(large),
+                "of its": f"{large / large_s:.3g}",
+            }
+        )
+    title = f"kernels as they were timed (kept in {folder()})"
+    return table_of(title, rows, words={"kernel"}, what="kernels")
 
 
 def machine_file(cluster: Cluster, link: Link | None) -> str:

@@ -158,6 +158,12 @@ def beyond_tensors(plan: Plan, rank: int) -> dict[str, int]:
     if not beyond:
         return {}
     allocator = max(0, held.reserved - held.peak)
+    if plan.process is not None:
+        return {
+            "copies that a convolution makes": allocator,
+            f"a margin of {format_share(MARGIN)}": beyond - allocator - device.kept_free,
+            "Python and torch, before there is a model": device.kept_free,
+        }
     return {
         "kept by PyTorch's allocator (reserved - allocated)": allocator,
         f"a margin of {format_share(MARGIN)}": beyond - allocator - device.kept_free,

@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from gpipe_compiler.cluster import is_here, is_host
 from gpipe_compiler.cluster.machines import MARGIN
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES
@@ -183,13 +184,25 @@ def prediction_rows(plan: Plan) -> list[tuple[str, str]]:
     rows.append(("boundaries", f"{crossing} a micro-batch{both_ways}"))
     rows += _sharding_rows(plan)
     rows.append(("peak memory", _memory(plan)))
-    rows += _gpu_rows(plan)
+    rows += _process_rows(plan) or _gpu_rows(plan)
     if plan.sizes:
         told = ", ".join(f"{printable(name)} (here {size})" for name, size in plan.sizes)
         rows.append(("free sizes", told))
     if plan.optimizer:
         rows.append(("optimizer", plan.optimizer))
     return [*rows, ("op times", plan.cost_source)]
+
+
+def _process_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What the largest process of a host takes."""
+    if plan.process is None:
+        bare = any(is_host(each) and is_here(each) and not each.kept_free for each in plan.devices)
+        return [("a process", "not counted: memory is that of tensors alone")] if bare else []
+    base, tensors = plan.process.base, max(plan.process.tensors)
+    words = f"{format_bytes(base + tensors)} at most: {format_bytes(base)} before it holds a model"
+    if not plan.process.keeps_freed:
+        words += "; freed memory is given back at once, which is slower"
+    return [("a process", words)]
 
 
 def _gpu_rows(plan: Plan) -> list[tuple[str, str]]:

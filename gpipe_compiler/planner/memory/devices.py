@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.options import AnyOptimizer, Division, copies_of
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
@@ -87,6 +87,7 @@ class Layout:
         on_host: whether the devices are hosts, where optimizers step parameter by parameter, and
             autocast has rules of its own.
         workspace: bytes that the matrix library of a thread takes (`Device.workspace`).
+        process: whether a host's memory holds the process, with what kernels take for a moment.
     """
 
     stages: tuple[Stage, ...]
@@ -101,6 +102,7 @@ class Layout:
     optimizer: AnyOptimizer
     on_host: bool
     workspace: int = 0
+    process: bool = False
 
     @cached_property
     def programs(self) -> Programs:
@@ -139,6 +141,13 @@ def device_memories(
         pipeline.memory(device, found, holders=device in explained)
         for device, found in enumerate(runs)
     ]
+    if layout.on_host:
+        if not layout.process:
+            return tuple(memories)
+        return tuple(
+            dataclasses.replace(memory, reserved=memory.peak + pipeline.copied(device))
+            for device, memory in enumerate(memories)
+        )
     reserved = {device: pipeline.reserved(device) for device in explained}
     ratios = (size / max(1, memories[device].peak) for device, size in reserved.items())
     most = max(ratios, default=0)
@@ -271,6 +280,10 @@ class SimulatedPipeline:
         return sums.holders
 
     @cached_property
+    def _by_name(self) -> Mapping[str, Op]:
+        return {op.name: op for op in self.graph.ops}
+
+    @cached_property
     def _readers(self) -> Mapping[str, str]:
         """By the name of a parameter or buffer, the first op that reads it."""
         found: dict[str, str] = {}
@@ -280,9 +293,7 @@ class SimulatedPipeline:
         return found
 
     def reserved(self, device: int) -> int:
-        """Bytes that the caching allocator of a GPU takes; 0 on a host."""
-        if self.layout.on_host:
-            return 0
+        """Bytes that the caching allocator of a GPU takes."""
         job, graph, base = self.jobs[device], self.graph, self._base(device)
         names = {name for stage in job.stages for name in self.layout.stages[stage].state}
         spaces = base[Category.WORKSPACES]
@@ -304,6 +315,20 @@ class SimulatedPipeline:
             else (),
         )
         return footprint_of(job, held, trains=graph.loss is not None).reserved
+
+    def copied(self, device: int) -> int:
+        """Bytes that a convolution of a host takes for a moment, at most: oneDNN copies what it
+        reads and writes to layouts of its own."""
+        ops, graph = observed(self.graph).ops, self.graph
+        most = 0
+        for stage in self.jobs[device].stages:
+            times = self.layout.microbatches if stage in self.layout.joint else 1
+            for name in self.layout.stages[stage].ops:
+                if name in ops and any("convolution" in k.name for k in ops[name].kernels):
+                    values = (*self._by_name[name].inputs, *self._by_name[name].outputs)
+                    sizes = (graph.values[v].bytes for v in values if v in graph.values)
+                    most = max(most, times * sum(sizes))
+        return most
 
     def _base(self, device: int) -> dict[Category, int]:
         own = list(self.jobs[device].stages)

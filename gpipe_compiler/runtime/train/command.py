@@ -27,7 +27,8 @@ from .export import HUGGING_FACE, export
 from .hooks import UserHooks
 from .inference import bench, infer
 from .loading import load_weights, open_weights, save_model
-from .process import exit_code, exit_code_of, keep_memory, say
+from .process import exit_code, exit_code_of, give_back_memory, keep_memory, say
+from .told import planned_to_give_back
 from .train import TrainOptions, train
 
 FAILED_CHECK = 3
@@ -117,7 +118,10 @@ class _Command:
                 shard_bytes=arguments.shard_size,
             )
             return 0
-        keep_memory()
+        if planned_to_give_back(self.directory):
+            give_back_memory()
+        else:
+            keep_memory()
         weights = open_weights(self.weights, arguments.weights)
         if arguments.command == "check":
             # Tensors alone are compared: libraries that have the model's classes take long to

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import resource
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from ..core.options import execution_options
 from ..core.pipeline import Pipeline
 from ..core.topology import planned_placement
 from ..errors import UsageError
+from .process import most_resident
 from .stage_times import StageSeconds
 
 CLOSE = 1.25
@@ -61,6 +60,40 @@ _OTHER_KINDS = {"PCIE", "NVL", "TI", "SUPER", "LAPTOP", "MOBILE", "D"}
 
 
 @dataclass(frozen=True)
+class ProcessTold:
+    """Bytes of processes on a host, as predicted.
+
+    Attributes:
+        base: of each, before it holds a model.
+        tensors: of each device, at most.
+        keeps_freed: whether its memory holds what malloc keeps of freed tensors.
+    """
+
+    base: int
+    tensors: tuple[int, ...]
+    keeps_freed: bool
+
+    @classmethod
+    def of(cls, prediction: Mapping[str, Any]) -> ProcessTold | None:
+        """Of the prediction in a plan, which may say nothing of it."""
+        found = prediction.get("process")
+        if found is None:
+            return None
+        sizes = tuple(int(size) for size in found["tensors"])
+        return cls(int(found["base"]), sizes, bool(found["keeps_freed"]))
+
+
+def planned_to_give_back(directory: Path) -> bool:
+    """Whether the plan of a package has memory for its tensors, but not for freed ones too."""
+    try:
+        plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
+        found = ProcessTold.of(plan["prediction"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+    return found is not None and not found.keeps_freed
+
+
+@dataclass(frozen=True)
 class Told:
     """The prediction in the plan of a package.
 
@@ -70,6 +103,7 @@ class Told:
         peak_bytes: tensors of every device, and what its allocator reserves, at most.
         bubble: the share of device time that is spent waiting; None where the plan does not say.
         peak: what its devices compute at most; None where it does not say, or they are unequal.
+        process: what processes take on a host; None where the plan does not say.
         calibration: by which the forwards and backwards of its costs were scaled already.
     """
 
@@ -80,6 +114,7 @@ class Told:
     calibration: tuple[float, float] = (1.0, 1.0)
     bubble: float | None = None
     peak: Peak | None = None
+    process: ProcessTold | None = None
 
     @classmethod
     def of(cls, pipe: Pipeline, directory: Path, samples: int) -> Told | None:
@@ -118,6 +153,7 @@ class Told:
             (float(forward), float(backward)),
             None if bubble is None else float(bubble),
             Peak.read(plan),
+            ProcessTold.of(prediction),
         )
 
 
@@ -252,15 +288,12 @@ def memory_lines(told: Told, devices: Mapping[int, torch.device]) -> list[str]:
                 f"{taken / _MB:,.0f} MB reserved (told {reserved / _MB:,.0f})"
             )
     if on_host and len(told.peak_bytes) > max(on_host):
-        tensors = sum(told.peak_bytes[rank][0] for rank in on_host)
+        words = f"told {sum(told.peak_bytes[rank][0] for rank in on_host) / _MB:,.0f} MB of tensors"
+        if told.process is not None:
+            most = told.process.base + sum(told.process.tensors[rank] for rank in on_host)
+            words = f"told at most {most / _MB:,.0f}, {words.removeprefix('told ')}"
         lines.append(
-            f"memory of the process: {_resident() / _MB:,.0f} MB at most, with Python and "
-            f"torch; told {tensors / _MB:,.0f} MB of tensors"
+            f"memory of the process: {most_resident() / _MB:,.0f} MB at most, with Python and "
+            f"torch; {words}"
         )
     return lines
-
-
-def _resident() -> int:
-    """The most bytes of this process that were in memory."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most

@@ -159,5 +159,5 @@ def test_the_peak_is_predicted(kind: type[nn.Module], tmp_path: Path) -> None:
 
     live, _ = count(Case(str(package), batch, "sgd"))
 
-    told = remeasured(plan, OptimizerKind.SGD).prediction.device_bytes[0]
+    told = remeasured(plan, OptimizerKind.SGD).prediction.memory[0].peak
     assert told == pytest.approx(live, abs=256)

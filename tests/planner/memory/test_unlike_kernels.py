@@ -81,7 +81,7 @@ def peaks(
     package = folder / f"unlike_{folder.name}"
     made = compile(subject, options, package)
     live, _ = count(Case(str(package), batch, options.counted_optimizer.value))
-    return made.plan.prediction.device_bytes[0], live
+    return made.plan.prediction.memory[0].peak, live
 
 
 @ONEDNN
