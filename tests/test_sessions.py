@@ -20,8 +20,8 @@ RANKS = Path(__file__).parent / "helpers" / "session_ranks.py"
 
 def compiled(folder, model, args, state, stages=2, **options):
     torch.manual_seed(0)
-    subject = Subject("talks", model, args, training=options.pop("training", False), state=state)
-    options = CompileOptions(stages=stages, microbatches=2, **options)
+    subject = Subject("talks", model, args, training=False, state=state)
+    options = CompileOptions(stages=stages, microbatches=2, training=False, **options)
     return compile(subject, options, folder).directory
 
 
@@ -170,3 +170,16 @@ def test_a_size_that_decides_is_no_smaller(model, least, tmp_path):
         first = pipe.spec.inputs[0].shape[1]
         found = [need.left for need in pipe.spec.requires if need.right == first]
     assert found == least
+
+
+def test_stages_of_onnx_hold_no_state_of_a_torch_model(tmp_path):
+    pytest.importorskip("onnxscript")
+    args = torch.randn(2, 5, 6), torch.randn(1, 2, 8)
+    with pytest.raises(UsageError, match="--state"):
+        compiled(
+            tmp_path / "listens",
+            Listening().eval(),
+            args,
+            {"hidden": "hidden"},
+            target="onnxruntime",
+        )

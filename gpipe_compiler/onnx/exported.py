@@ -70,6 +70,11 @@ class ExportedStages:
                 "--free and --at: stages for ONNX Runtime are for the sizes of the example",
                 hint="leave them out, or compile with --target torch",
             )
+        if subject.state:
+            raise UsageError(
+                "--state: stages for ONNX Runtime hold the state of an ONNX file alone",
+                hint="leave it out, compile with --target torch, or export the model to a file",
+            )
         subject = subject.fixed()
         # ONNX has no writes in place, and its runtime finds its own.
         options = dataclasses.replace(options, in_place=False, remedies=False)

@@ -39,7 +39,9 @@ def package(decoder, tmp_path_factory):
     state = {"past_key_values": "past_key_values"}
     subject = Subject("decodes", decoder, (), example, training=False, state=state)
     folder = tmp_path_factory.mktemp("caches") / "decodes"
-    found = compile(subject, CompileOptions(stages=2, microbatches=2), folder).directory
+    found = compile(
+        subject, CompileOptions(stages=2, microbatches=2, training=False), folder
+    ).directory
     assert past.get_seq_length() == 7  # the example is as it was
     return found
 
