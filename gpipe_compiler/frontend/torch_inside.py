@@ -12,6 +12,7 @@ from gpipe_compiler.errors import GPipeCompilerError
 
 USED: Mapping[str, tuple[str, ...]] = {
     "torch": (
+        "_higher_order_ops",
         *("_VF", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
         "_safe_softmax",
     ),
@@ -62,7 +63,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.autograd.function": ("_SingleLevelFunction",),
     "torch.fx.experimental": ("_config",),
-    "torch.overrides": ("_get_current_function_mode_stack",),
+    "torch.overrides": ("_get_current_function_mode_stack", "_pop_mode_temporarily"),
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": (
         *("_log_guard", "_set_replacement", "evaluate_expr"),
     ),
