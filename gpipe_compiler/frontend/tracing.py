@@ -26,6 +26,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES
 from gpipe_compiler.frontend.untraced import (
     own_backward,
+    refuse_default_type,
     refuse_gradient_hooks,
     refuse_writing_switches,
 )
@@ -50,6 +51,7 @@ def trace(subject: Subject, precision: Precision = Precision.FP32) -> Graph:
         TraceError: when the model cannot be traced, or its graph is not right; says why.
         ModelError: when the model raises on its example inputs.
     """
+    refuse_default_type()
     if subject.training:
         refuse_gradient_hooks(subject.model)
     refuse_writing_switches(subject.model, training=subject.training)

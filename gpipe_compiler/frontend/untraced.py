@@ -1,4 +1,4 @@
-"""What a model does to its gradients, or by transforms of torch.func, that no trace can hold."""
+"""What no trace can hold: hooks on gradients, transforms of torch.func, a type of the process."""
 
 from __future__ import annotations
 
@@ -28,6 +28,21 @@ def refuse_gradient_hooks(model: nn.Module) -> None:
                 hint="leave it out here, and register it on the parameter of that name in "
                 "Pipeline().named_parameters(), in a training loop of your own",
             )
+
+
+def refuse_default_type() -> None:
+    """Refuses a default type other than float32, which the text of a stage does not have.
+
+    Modules and tensors are made of it where the model names none.
+    """
+    found = torch.get_default_dtype()
+    if found is not torch.float32:
+        raise TraceError(
+            f"the default type is {found} when the model is traced: a package computes with "
+            "torch.float32 where the model names no type",
+            hint="set it back at the end of build_model(): torch.set_default_dtype(torch.float32); "
+            f"and give what forward makes its type: torch.zeros(n, dtype={found})",
+        )
 
 
 def refuse_writing_switches(model: nn.Module, *, training: bool) -> None:

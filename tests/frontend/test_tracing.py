@@ -199,3 +199,13 @@ def test_hugging_face_gpt2_is_traced_with_its_own_loss():
     assert list(graph.outputs) == ["logits", "past_key_values"]
     assert graph.state["transformer.wte.weight"].aliases == ("lm_head.weight",)
     assert all(op.mode is Mode.ALWAYS for op in graph.ops)
+
+
+def test_a_default_type_that_stages_would_not_have_is_refused():
+    torch.set_default_dtype(torch.float64)
+    try:
+        subject = Subject("s", Small(), (torch.randn(4, 4),), training=False)
+        with pytest.raises(TraceError, match=r"default type is torch\.float64"):
+            trace(subject)
+    finally:
+        torch.set_default_dtype(torch.float32)
