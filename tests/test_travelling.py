@@ -191,6 +191,29 @@ def test_files_that_hooks_look_for_beside_them_are_told(
     trained(package)
 
 
+def test_a_name_that_import_module_is_given_is_followed(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hook = """
+import importlib
+
+def make_optimizer(parameters):
+    rates = importlib.import_module("rates")
+    assert __import__("parts").__name__ == importlib.import_module("".join(("par", "ts"))).__name__
+    return torch.optim.SGD(parameters, lr=rates.RATE)
+"""
+    files = {"rates.py": NEIGHBOURS["rates.py"], "parts/__init__.py": ""}
+    written(home, {"model.py": f"{BEGINNING}\n{hook}", **files})
+    package = compiled("model.py", home / "out")
+
+    note = " ".join(capsys.readouterr().err.split())
+    assert "model.py imports in line 23 by a name that is made up as it runs" in note
+    assert files_of(package) == ["model.py", "parts/__init__.py", "rates.py"]
+    for name in files:
+        (home / name).unlink()
+    trained(package)
+
+
 def test_a_missing_library_is_named(home: Path, tmp_path: Path) -> None:
     """The hint says what to install, where the machine has less than the one it was written on."""
     written(home, {"model.py": f"{BEGINNING}\ndef log(step, metrics):\n    pass\n"})
@@ -198,7 +221,7 @@ def test_a_missing_library_is_named(home: Path, tmp_path: Path) -> None:
     copied = package / "hooks" / "model.py"
     copied.write_text(f"import surely_not_there\n{copied.read_text()}")
 
-    assert "hint: install surely_not_there" in trained(package, code=1)
+    assert "hint: pip install surely_not_there" in trained(package, code=1)
 
 
 # --- what a package says of where it comes from ---------------------------------------------------

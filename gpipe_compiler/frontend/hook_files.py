@@ -76,6 +76,11 @@ class _Collected:
                     f"{file.name} asks for __file__ in line {node.lineno}: other files that it "
                     "finds by it are not in the package"
                 )
+            if isinstance(node, ast.Call) and _is_import(node) and not _literal_import(node):
+                self.notes.append(
+                    f"{file.name} imports in line {node.lineno} by a name that is made up as it "
+                    "runs: where that is a file of yours, it is not in the package"
+                )
             for module in _imported(node, package):
                 self.take_module(module, f"{file.name}, line {getattr(node, 'lineno', 1)}")
 
@@ -108,6 +113,24 @@ def _imported(node: ast.AST, package: str) -> Iterator[str]:
             return
         yield base
         yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+    elif isinstance(node, ast.Call) and _is_import(node):
+        with contextlib.suppress(ImportError):  # outside of any package, as above
+            literal = _literal_import(node)
+            yield from [importlib.util.resolve_name(literal, package)] if literal else []
+
+
+def _is_import(call: ast.Call) -> bool:
+    """Whether it is `importlib.import_module(...)`, `import_module(...)` or `__import__(...)`."""
+    called = call.func.attr if isinstance(call.func, ast.Attribute) else None
+    called = call.func.id if isinstance(call.func, ast.Name) else called
+    return called in ("import_module", "__import__")
+
+
+def _literal_import(call: ast.Call) -> str:
+    """The name that such a call is given, where it is written out."""
+    first = call.args[0] if call.args else None
+    written = first.value if isinstance(first, ast.Constant) else None
+    return written if isinstance(written, str) else ""
 
 
 def _origin(module: str) -> Path | None:
