@@ -1,6 +1,6 @@
 """A hundred residual layers, to be trained in the activation memory of nine: three spirals.
 
-    gpipe-compile examples/deep_chain.py --stages 1 --microbatches 1 --remat auto --memory 16MB
+    gpipe-compile examples/deep_chain.py --stages 1 --microbatches 1 --remat auto --memory 20MB
 
 A layer keeps a dozen tensors for its backward. A hundred keep eleven times what nine do, as long as
 everything that autograd saves stays; recomputed in segments, they need no more than the nine.
