@@ -95,8 +95,8 @@ class Bindings:
                     wish = argument_name(self.graph, value)
                 else:
                     outer = called_for(self.graph, op, value) if alone else ""
-                    if here and not outer and self._is_read_by_caller(op, value):
-                        outer = called_as(self.graph, op, value)
+                    if here and not outer and self._is_read_by_caller(op.name, value):
+                        outer = called_as(self.graph, self.graph.op_of[op.name], value)
                     wish = outer or plain_name(op, value, alone)
             wish = self._other_name(op, value, wish, position)
             variable = self._variable(value, wish, position)
@@ -106,8 +106,9 @@ class Bindings:
         target = f"{self._target(result)} = " if read else ""
         return target, expression, self._note(read[0]) if len(read) == 1 else ""
 
-    def _is_read_by_caller(self, op: Op, value: str) -> bool:
+    def _is_read_by_caller(self, name: str, value: str) -> bool:
         """Whether the module that calls the one of an op reads what the op makes."""
+        op = self.graph.op_of[name]  # the one at hand knows its place in its block alone
         around = op.module.rpartition(".")[0]
         readers = self.graph.consumers.get(value, ())
         own = not isinstance(op.call, ModuleCall)

@@ -58,8 +58,8 @@ class SwinMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:479-481, activations.py:89
         hidden_states = self.fc1(hidden_states)
-        activation_fn_out = F.gelu(hidden_states)
-        hidden_states = self.fc2(activation_fn_out)
+        hidden_states = F.gelu(hidden_states)
+        hidden_states = self.fc2(hidden_states)
         return hidden_states
 
 
