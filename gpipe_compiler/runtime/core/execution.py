@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -12,26 +11,26 @@ from functools import partial
 import torch
 
 from ..errors import AgreedError, TransportError, UsageError
-from ..limits import refuse_alone, refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
-from ..spec import Joined, Leaf, PipelineSpec, Structure
+from ..spec import PipelineSpec
 from .blocks import StageBlocks
 from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
-from .gradients import give_back, wanted_of
-from .inputs import NO_SIZES, BoundCall, bind_call
+from .gradients import give_back
+from .inputs import BoundCall, bind_call
 from .local_stages import LocalStages
-from .loss_weights import Counts, LossWeigher, summed, total_of
-from .options import ExecutionOptions, refuse_fused, refuse_left_out, refuse_parts
-from .outputs import as_returned, join, rebuild
+from .loss_weights import Counts, LossWeigher, summed
+from .offers import Offers
+from .options import ExecutionOptions
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
-from .session import begins_anew, without_state
+from .results import Results
+from .session import without_state
 from .topology import Topology
 from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
-from .wiring import inputs_for, makers, output_leaves
+from .wiring import inputs_for, output_leaves
 from .written import WrittenBuffers, undone_in_error
 
 
@@ -74,11 +73,8 @@ class Execution:
         self._even = even
         self.microbatches = microbatches
         self._leaves = output_leaves(spec.outputs)
-        # In one piece a mini-batch in eval mode has these, too.
-        self._apart = any(leaf.joined is Joined.APART for leaf in self._leaves)
-        made = {leaf.value for leaf in self._leaves}
-        self._made = frozenset(made - {source.name for source in spec.inputs})
-        self._makers = makers(spec)
+        self._offers = Offers(spec, topology, options, weigher)
+        self._results = Results(spec, topology)
         self._carried = frozenset(state.past for state in spec.carried)
         self._stateless = without_state(spec)
         self._dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
@@ -120,7 +116,7 @@ class Execution:
 
     def refuse_fused(self, *, training: bool) -> None:
         """As that of the options."""
-        refuse_fused(self._spec, self._options, self._topology.devices, training=training)
+        self._offers.refuse_fused(training=training)
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -156,12 +152,12 @@ class Execution:
             self._check_varied(prepared)
         request = self._request(args, call, bound, prepared)
         results = self._run_engines(prepared, request)
-        loss = self._loss(results, request) if args.work.makes_loss else None
+        loss = self._results.loss(results, request) if args.work.makes_loss else None
         structure, leaves = self._spec.outputs, self._leaves
         if session is not None:
             session.take(self._spec, call, [result.results for result in results])
             structure, leaves = self._stateless, output_leaves(self._stateless)
-        made = self._gathered(results, request, call.groups, leaves)
+        made = self._results.gathered(results, request, call.groups, leaves)
         if call.wanted and self._topology.feeds:
             gradients, replicas = results[0].gradients, self._topology.replicas
             give_back(self._spec, bound, call.groups, gradients, replicas)
@@ -171,7 +167,7 @@ class Execution:
             return loss, None
         own_loss = loss if self._spec.loss is not None and self._spec.loss.returned else None
         outputs = [
-            self._returned(
+            self._results.returned(
                 structure, {**whole, **own}, call, group, None if call.listed else own_loss
             )
             for whole, own, group in zip(bound.wholes, made, call.groups, strict=True)
@@ -182,12 +178,12 @@ class Execution:
         self, args: CallArgs, call: Call, bound: BoundCall, prepared: PreparedSchedule
     ) -> StepRequest:
         session, replicas = args.session, self._topology.replicas
-        kept = self._made if args.outputs else frozenset[str]()
+        kept = self._results.made if args.outputs else frozenset[str]()
         held: Sequence[Values] = ()
         if session is not None:
             kept |= {state.present for state in self._spec.carried}
             held = () if call.begins else session.given(self._spec, self._topology.where, call)
-        shares = prepared.loss_weights(self._shares(call))
+        shares = prepared.loss_weights(self._offers.shares(call))
         return StepRequest(
             work=args.work,
             samples=call.samples,
@@ -205,7 +201,7 @@ class Execution:
         """What all ranks run, in so many micro-batches at most, and this process's inputs."""
         call, bound = Call(args.work, args.training), BoundCall()
         if self._topology.feeds:
-            call, bound = self._offered(args, microbatches)
+            call, bound = self._offers.offered(args, microbatches)
         if args.read:
             call = dataclasses.replace(call, read=args.read)
         return agree(self._topology, call, args.key.step + 1), bound
@@ -252,82 +248,6 @@ class Execution:
                 "its loss is a mean over is not known at others",
                 hint="pad them to the same sizes, or write the loss as a sum divided by a count",
             )
-
-    def _returned(
-        self,
-        structure: Structure,
-        values: Values,
-        call: Call,
-        group: Sequence[int],
-        loss: torch.Tensor | None,
-    ) -> object:
-        """What the model returns for the micro-batches that were passed together.
-
-        Args:
-            loss: the terms of the one that the model itself returns.
-        """
-        samples, sizes = [call.samples[m] for m in group], call.sizes[group[0]]
-        made = rebuild(structure, values, samples, sizes, call.training)
-        if loss is not None and isinstance(made, dict):
-            made = {"loss": loss.sum(), **made}
-        return as_returned(made, self._spec.classes)
-
-    def _offered(self, args: CallArgs, microbatches: int) -> tuple[Call, BoundCall]:
-        """What this process's inputs come to: the call, and its tensors whole and split."""
-        work, training = args.work, args.training
-        try:
-            needed = inputs_for(self._spec, work)
-            replicas = self._topology.replicas
-            if self._apart and args.outputs and not (training or work is RunRequest.TRAIN):
-                microbatches = 1
-            begins = args.session is None or begins_anew(self._spec, args.inputs)
-            if not begins:
-                needed -= self._carried
-            bound = bind_call(
-                *(args.inputs, args.target, self._spec, needed, microbatches),
-                may_be_empty=replicas > 1,
-                known=NO_SIZES if begins or args.session is None else args.session.sizes,
-            )
-            if args.session is not None and not begins:
-                args.session.check(self._spec, bound.samples)
-            refuse_parts(self._spec, len(bound.samples))
-            self.refuse_fused(training=training)
-            refuse_alone(self._spec.name, self._spec.alone.get(training, ""), bound.samples)
-            together = max if bound.listed else sum
-            samples, parts = together(bound.samples or (0,)), len(bound.samples)
-            refuse_untried(self._spec.name, self._spec.limits, replicas * samples, replicas * parts)
-            refuse_torn(
-                *(self._spec.name, self._spec.group, bound.samples, replicas * parts),
-                makes_loss=work.makes_loss,
-            )
-            if args.outputs and training:
-                refuse_left_out(self._spec)
-            weighed = work.makes_loss and not self._is_whole(bound.samples)
-            weights = self._weigher.weigh(bound) if weighed else ()
-            trains = work is RunRequest.TRAIN
-            wanted = wanted_of(self._spec, bound) if trains else frozenset[str]()
-            if wanted and args.deferred:
-                raise UsageError(
-                    f"{', '.join(sorted(wanted))} requires a gradient, which `loss` does not give",
-                    hint="use step, or detach() it",
-                )
-        except UsageError as error:
-            if self._topology.world.size == 1:
-                raise
-            return Call(work, training, refusal=(error.problem, error.hint)), BoundCall()
-        passed = bound.samples, bound.sizes, bound.listed
-        return Call(work, training, *passed, weights, wanted=wanted, begins=begins), bound
-
-    def _is_whole(self, samples: Sequence[int]) -> bool:
-        """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
-        guarded = any(term.above > -math.inf for term in self._weigher.terms)
-        return len(samples) == self._topology.replicas == 1 and not guarded
-
-    def _shares(self, call: Call) -> tuple[tuple[float, ...], ...]:
-        """The weights of each micro-batch's terms in those of the mini-batch's loss."""
-        if call.work.makes_loss and self._is_whole(call.samples):
-            return (tuple(1.0 for _ in self._weigher.terms),)
-        return self._weigher.shares(call.loss_weights, call.total)
 
     def _run_engines(
         self, prepared: PreparedSchedule, request: StepRequest
@@ -392,65 +312,6 @@ class Execution:
 
         (shared,) = (item for item in self._stages.shared if item.name == total.parameter)
         shared.exchange(over_ranks)
-
-    def _loss(self, results: Sequence[DeviceResult], request: StepRequest) -> torch.Tensor | None:
-        """The loss of the mini-batch, over all replicas, on every rank; None where none is made."""
-        assert self._spec.loss is not None
-        pipeline = self._topology.pipeline
-        losses = {m: terms for result in results for m, terms in result.losses.items()}
-        # What a term is where nothing in the mini-batch counts.
-        empty = [0.0 if t.above > -math.inf else math.nan for t in self._spec.loss.summands]
-        mine = self._over_replicas(total_of(losses, request.loss_weights, empty), request, empty)
-        if pipeline.size == 1:
-            return mine
-        told = (None, None) if mine is None else (mine.tolist(), mine.dtype)
-        source = self._topology.rank_of(self._makers[self._spec.loss.value])
-        terms, dtype = pipeline.broadcast_object(told, source, "the loss")
-        if terms is None:
-            return None
-        return torch.tensor(terms, dtype=dtype, device=pipeline.device)
-
-    def _over_replicas(
-        self, total: torch.Tensor | None, request: StepRequest, empty: Sequence[float]
-    ) -> torch.Tensor | None:
-        if total is None or self._topology.replicas == 1:
-            return total
-        # A replica in whose share nothing counts has no such term, and adds nothing.
-        counts = total.new_tensor(
-            [any(column) for column in zip(*request.loss_weights, strict=True)]
-        )
-        rows = torch.stack([torch.where(counts > 0, total, 0.0), counts])
-        value, replicas = self._topology.peers.sum(rows.double(), "the loss")
-        mean = value / self._topology.replicas
-        return torch.where(replicas > 0, mean, mean.new_tensor(empty)).to(total.dtype)
-
-    def _gathered(
-        self,
-        results: Sequence[DeviceResult],
-        request: StepRequest,
-        groups: Sequence[Sequence[int]],
-        leaves: Sequence[Leaf],
-    ) -> Sequence[Values]:
-        """The outputs of each group of micro-batches, on rank 0.
-
-        One after another, in the same order on all ranks.
-        """
-        pipeline, outputs = self._topology.pipeline, [Values() for _ in groups]
-        for leaf in leaves:
-            if leaf.value not in request.kept or leaf.value not in self._made:
-                continue
-            source = self._topology.rank_of(self._makers[leaf.value])
-            for group, made in zip(groups, outputs, strict=True):
-                mine: torch.Tensor | None = None
-                for result in results:
-                    if leaf.value in result.results[group[0]]:
-                        pieces = [result.results[m][leaf.value] for m in group]
-                        mine = join(leaf, pieces, [request.samples[m] for m in group])
-                if source != 0 and pipeline.rank in (0, source):
-                    mine = pipeline.pass_on(mine, source, f"output {leaf.value}")
-                if mine is not None and pipeline.rank == 0:
-                    made[leaf.value] = mine
-        return outputs
 
 
 def _on(request: StepRequest, device: torch.device) -> StepRequest:

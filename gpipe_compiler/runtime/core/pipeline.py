@@ -22,16 +22,14 @@ from ..spec import (
 )
 from ..wording import counted
 from .building import build_stage
-from .call import CallArgs
+from .calls import Calls
 from .compiled_blocks import check_compiler, refuse_compiled
-from .deferred import deferred, refuse_deferred
 from .distributed import Network
 from .execution import Execution
 from .gradients import clip_gradients, first_stages, make_scaler
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
-from .module import ModelNames
 from .options import (
     TransportKind,
     check_numbers,
@@ -42,13 +40,12 @@ from .options import (
     weight_sharding,
 )
 from .programs import ProgramCache
-from .random import seed_in_eval
-from .reducer import collected, share_initial
-from .request import RandomKey, RunRequest
-from .session import HeldState, Session
+from .reducer import share_initial
+from .request import RunRequest
+from .session import Session
 from .shard_reducer import blocks_by_stage, make_reducer
 from .sharding import checksum_of, share_of
-from .shards import Shards, divide
+from .shards import divide
 from .stored_weights import Weights
 from .topology import Topology
 from .typed import LONGEST_WAIT_S
@@ -56,7 +53,7 @@ from .typed import LONGEST_WAIT_S
 __all__ = ["Pipeline", "TransportKind"]
 
 
-class Pipeline(ModelNames):
+class Pipeline(Calls):
     """A model in stages, trained and run micro-batch by micro-batch on several devices.
 
     In one process a thread works for each device. Under torchrun each process holds its share of
@@ -151,7 +148,7 @@ class Pipeline(ModelNames):
         """Make what runs these stages."""
         spec = self.spec
         self.local_stages = LocalStages(spec, modules)
-        self._shards: Shards | None = None
+        self._shards = None
         if self.sharding is not WeightSharding.NONE:
             self._shards = divide(
                 *(spec, self._topology, modules, self.local_stages.copies),
@@ -236,113 +233,6 @@ class Pipeline(ModelNames):
         """Whether this process passes inputs: the first of each replica does."""
         return self._topology.feeds
 
-    def step(
-        self, inputs: Inputs = None, target: object = None, *, weight: float = 1.0
-    ) -> torch.Tensor:
-        """Forward and backward of a mini-batch: adds to `.grad` of every parameter.
-
-        Loss and gradients are those of the whole mini-batch, also where micro-batches differ in
-        size or in what their loss is a mean over. Under torchrun every rank gets the loss, and only
-        rank 0 passes inputs. Inputs and targets that require gradients get theirs, with `weight`
-        and the scale of fp16, where they are passed: of replicas, each for its share.
-
-        Args:
-            inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the
-                pair (tuple, dict). A batch of fewer samples than micro-batches is run as fewer.
-                A list of these is the micro-batches, each of which may have sizes of its own.
-            target: what the loss compares with; a list for a list of micro-batches.
-            weight: of this mini-batch's gradients, as 1/N when they are accumulated over N of them;
-                the loss is returned without it.
-
-        Raises:
-            UsageError: for inputs that do not fit.
-            StageError: when the model's code raises.
-            TransportError: when another process is gone.
-        """
-        return self.step_with_outputs(inputs, target, weight=weight, outputs=False)[0]
-
-    def step_with_outputs(
-        self,
-        inputs: Inputs = None,
-        target: object = None,
-        *,
-        weight: float = 1.0,
-        outputs: bool = True,
-    ) -> tuple[torch.Tensor, object]:
-        """As `step`, and what the model returns besides; under torchrun on rank 0 only.
-
-        For a list of micro-batches it is a list of what the model returns for each.
-        """
-        return self._step(inputs, target, weight, outputs=outputs)
-
-    def _step(
-        self,
-        inputs: Inputs,
-        target: object,
-        weight: float = 1.0,
-        *,
-        outputs: bool = False,
-        deferred: bool = False,
-    ) -> tuple[torch.Tensor, object]:
-        scale = weight * self.scaler.get_scale()
-        with self._gathered(), collected(self.local_stages.shared, self._reducer):
-            terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale, deferred)
-        self.step_number += 1
-        self._calls = 0
-        assert terms is not None  # training makes a loss, or raises
-        return _sum_of(terms), found
-
-    def loss(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
-        """As `step`, for loops that call `backward()` of a loss: only that adds the gradients.
-
-        Forward and backward of every micro-batch run here. `backward()`, which every rank calls
-        alike and once, multiplies the gradients by that of the loss, as in `(loss / 4).backward()`.
-        They are averaged over replicas in `no_sync` too; what `step` has left there to be averaged,
-        only `step` averages. Where gradients are disabled, it is `evaluate`.
-
-        Raises:
-            UsageError: as `step`; in fp16; and where inputs require gradients.
-        """
-        if not torch.is_grad_enabled():
-            return self.evaluate(inputs, target)
-        refuse_deferred(self.scaler)
-        if self._shards is not None:
-            self._shards.refuse_kept()
-        with contextlib.nullcontext() if self._reducer is None else self._reducer.pause(False):
-            return deferred(
-                lambda: self._step(inputs, target, deferred=True)[0], list(self.parameters())
-            )
-
-    def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
-        """The loss of a mini-batch, without gradients; every rank gets it.
-
-        Stages are in train or eval mode as `train()` and `eval()` say.
-        """
-        return self.evaluate_with_outputs(inputs, target, outputs=False)[0]
-
-    def evaluate_with_outputs(
-        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
-    ) -> tuple[torch.Tensor, object]:
-        """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
-        terms, found = self.evaluate_terms(inputs, target, outputs=outputs)
-        return _sum_of(terms), found
-
-    def evaluate_terms(
-        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
-    ) -> tuple[torch.Tensor, object]:
-        """The same, with the terms of the loss that `loss_weights` counts for, in a row."""
-        terms, found = self._run(RunRequest.EVALUATE, inputs, target, outputs)
-        assert terms is not None  # evaluation makes a loss, or raises
-        return terms, found
-
-    def forward(self, inputs: Inputs = None) -> object:
-        """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
-
-        Stages are in train or eval mode as `train()` and `eval()` say. Where an output of the batch
-        does not follow from those of its micro-batches, eval mode takes the batch in one piece.
-        """
-        return self._run(RunRequest.INFER, inputs, None, True)[1]
-
     def session(self) -> Session:
         """Calls that follow one another, with state that each stage holds between them.
 
@@ -350,50 +240,6 @@ class Pipeline(ModelNames):
             UsageError: where the model was compiled without `--state`.
         """
         return Session(self)
-
-    def in_session(self, inputs: Inputs, held: HeldState) -> object:
-        """As a call, with the state of a session and without it in what is returned."""
-        return self._run(RunRequest.INFER, inputs, None, True, session=held)[1]
-
-    def _run(
-        self,
-        work: RunRequest,
-        inputs: Inputs,
-        target: object,
-        outputs: bool,
-        loss_scale: float = 1.0,
-        deferred: bool = False,
-        session: HeldState | None = None,
-    ) -> tuple[torch.Tensor | None, object]:
-        seed = self.seed
-        if not (self.training or work is RunRequest.TRAIN):
-            if self._draws_in_eval:
-                seed = seed_in_eval(seed, self._calls)
-            self._calls += 1
-        key = RandomKey(seed, self.step_number)
-        read, self._read = self._read, 0
-        call = CallArgs(
-            work,
-            self.training,
-            inputs,
-            target,
-            outputs,
-            key,
-            loss_scale,
-            read,
-            deferred,
-            session,
-        )
-        with self._gathered():
-            for shared in self.local_stages.shared:
-                shared.spread()
-            return self.execution.run(call)
-
-    def _gathered(self, *, blocks: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Around what computes with the weights; or with all of them at once."""
-        if self._shards is None:
-            return contextlib.nullcontext()
-        return self._shards.gathered(blocks=blocks)
 
     def loss_weights(self, inputs: Inputs = None, target: object = None) -> tuple[float, ...]:
         """What each term of a mini-batch's loss is a mean over: samples, tokens; 1 for a sum.
@@ -513,7 +359,3 @@ class Pipeline(ModelNames):
 
     def __repr__(self) -> str:
         return f"Pipeline({self.describe()})"
-
-
-def _sum_of(terms: torch.Tensor) -> torch.Tensor:
-    return terms[0] if len(terms) == 1 else terms.sum()

@@ -1,0 +1,201 @@
+"""What a pipeline is asked for: steps, losses, evaluations, and the model's outputs."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ..spec import PipelineSpec
+from .call import CallArgs
+from .deferred import deferred, refuse_deferred
+from .execution import Execution
+from .gradients import PipelineScaler
+from .inputs import Inputs
+from .local_stages import LocalStages
+from .module import ModelNames
+from .random import seed_in_eval
+from .reducer import Reducer, collected
+from .request import RandomKey, RunRequest
+from .session import HeldState
+from .shards import Shards
+
+
+class Calls(ModelNames):
+    """A pipeline as it is called; under torchrun every rank makes the same calls.
+
+    Attributes:
+        spec: of the pipeline.
+        seed: of dropout and the like.
+        step_number: how many steps of training there were.
+        local_stages: the stages held here.
+        scaler: of fp16; it does nothing in other precisions.
+        execution: runs a call.
+    """
+
+    spec: PipelineSpec
+    seed: int
+    step_number: int
+    local_stages: LocalStages
+    scaler: PipelineScaler
+    execution: Execution
+    _shards: Shards | None
+    _reducer: Reducer | None
+    _draws_in_eval: bool
+    _calls: int  # in eval mode since the last step
+    _read: int  # what `note_read` was told for the next call
+
+    def step(
+        self, inputs: Inputs = None, target: object = None, *, weight: float = 1.0
+    ) -> torch.Tensor:
+        """Forward and backward of a mini-batch: adds to `.grad` of every parameter.
+
+        Loss and gradients are those of the whole mini-batch, also where micro-batches differ in
+        size or in what their loss is a mean over. Under torchrun every rank gets the loss, and only
+        rank 0 passes inputs. Inputs and targets that require gradients get theirs, with `weight`
+        and the scale of fp16, where they are passed: of replicas, each for its share.
+
+        Args:
+            inputs: a tensor; a tuple of positional arguments; a dict of keyword arguments; or the
+                pair (tuple, dict). A batch of fewer samples than micro-batches is run as fewer.
+                A list of these is the micro-batches, each of which may have sizes of its own.
+            target: what the loss compares with; a list for a list of micro-batches.
+            weight: of this mini-batch's gradients, as 1/N when they are accumulated over N of them;
+                the loss is returned without it.
+
+        Raises:
+            UsageError: for inputs that do not fit.
+            StageError: when the model's code raises.
+            TransportError: when another process is gone.
+        """
+        return self.step_with_outputs(inputs, target, weight=weight, outputs=False)[0]
+
+    def step_with_outputs(
+        self,
+        inputs: Inputs = None,
+        target: object = None,
+        *,
+        weight: float = 1.0,
+        outputs: bool = True,
+    ) -> tuple[torch.Tensor, object]:
+        """As `step`, and what the model returns besides; under torchrun on rank 0 only.
+
+        For a list of micro-batches it is a list of what the model returns for each.
+        """
+        return self._step(inputs, target, weight, outputs=outputs)
+
+    def _step(
+        self,
+        inputs: Inputs,
+        target: object,
+        weight: float = 1.0,
+        *,
+        outputs: bool = False,
+        deferred: bool = False,
+    ) -> tuple[torch.Tensor, object]:
+        scale = weight * self.scaler.get_scale()
+        with self._gathered(), collected(self.local_stages.shared, self._reducer):
+            terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale, deferred)
+        self.step_number += 1
+        self._calls = 0
+        assert terms is not None  # training makes a loss, or raises
+        return _sum_of(terms), found
+
+    def loss(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
+        """As `step`, for loops that call `backward()` of a loss: only that adds the gradients.
+
+        Forward and backward of every micro-batch run here. `backward()`, which every rank calls
+        alike and once, multiplies the gradients by that of the loss, as in `(loss / 4).backward()`.
+        They are averaged over replicas in `no_sync` too; what `step` has left there to be averaged,
+        only `step` averages. Where gradients are disabled, it is `evaluate`.
+
+        Raises:
+            UsageError: as `step`; in fp16; and where inputs require gradients.
+        """
+        if not torch.is_grad_enabled():
+            return self.evaluate(inputs, target)
+        refuse_deferred(self.scaler)
+        if self._shards is not None:
+            self._shards.refuse_kept()
+        with contextlib.nullcontext() if self._reducer is None else self._reducer.pause(False):
+            return deferred(
+                lambda: self._step(inputs, target, deferred=True)[0], list(self.parameters())
+            )
+
+    def evaluate(self, inputs: Inputs = None, target: object = None) -> torch.Tensor:
+        """The loss of a mini-batch, without gradients; every rank gets it.
+
+        Stages are in train or eval mode as `train()` and `eval()` say.
+        """
+        return self.evaluate_with_outputs(inputs, target, outputs=False)[0]
+
+    def evaluate_with_outputs(
+        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+    ) -> tuple[torch.Tensor, object]:
+        """As `evaluate`, and what the model returns besides; under torchrun on rank 0 only."""
+        terms, found = self.evaluate_terms(inputs, target, outputs=outputs)
+        return _sum_of(terms), found
+
+    def evaluate_terms(
+        self, inputs: Inputs = None, target: object = None, *, outputs: bool = True
+    ) -> tuple[torch.Tensor, object]:
+        """The same, with the terms of the loss that `loss_weights` counts for, in a row."""
+        terms, found = self._run(RunRequest.EVALUATE, inputs, target, outputs)
+        assert terms is not None  # evaluation makes a loss, or raises
+        return terms, found
+
+    def forward(self, inputs: Inputs = None) -> object:
+        """What the model returns, without gradients; under torchrun on rank 0, None elsewhere.
+
+        Stages are in train or eval mode as `train()` and `eval()` say. Where an output of the batch
+        does not follow from those of its micro-batches, eval mode takes the batch in one piece.
+        """
+        return self._run(RunRequest.INFER, inputs, None, True)[1]
+
+    def in_session(self, inputs: Inputs, held: HeldState) -> object:
+        """As a call, with the state of a session and without it in what is returned."""
+        return self._run(RunRequest.INFER, inputs, None, True, session=held)[1]
+
+    def _run(
+        self,
+        work: RunRequest,
+        inputs: Inputs,
+        target: object,
+        outputs: bool,
+        loss_scale: float = 1.0,
+        deferred: bool = False,
+        session: HeldState | None = None,
+    ) -> tuple[torch.Tensor | None, object]:
+        seed = self.seed
+        if not (self.training or work is RunRequest.TRAIN):
+            if self._draws_in_eval:
+                seed = seed_in_eval(seed, self._calls)
+            self._calls += 1
+        key = RandomKey(seed, self.step_number)
+        read, self._read = self._read, 0
+        call = CallArgs(
+            work,
+            self.training,
+            inputs,
+            target,
+            outputs,
+            key,
+            loss_scale,
+            read,
+            deferred,
+            session,
+        )
+        with self._gathered():
+            for shared in self.local_stages.shared:
+                shared.spread()
+            return self.execution.run(call)
+
+    def _gathered(self, *, blocks: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Around what computes with the weights; or with all of them at once."""
+        if self._shards is None:
+            return contextlib.nullcontext()
+        return self._shards.gathered(blocks=blocks)
+
+
+def _sum_of(terms: torch.Tensor) -> torch.Tensor:
+    return terms[0] if len(terms) == 1 else terms.sum()
