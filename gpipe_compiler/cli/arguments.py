@@ -26,6 +26,7 @@ def compile_parser() -> argparse.ArgumentParser:
         "does not reproduce the model",
     )
     version_argument(parser)
+    parser.set_defaults(words=())
     parser.add_argument(
         "model",
         metavar="MODEL",

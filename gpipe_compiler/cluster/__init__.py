@@ -17,7 +17,7 @@ from gpipe_compiler.cluster.catalogue import (
     built_in,
 )
 from gpipe_compiler.cluster.file import read_cluster
-from gpipe_compiler.cluster.hosts import devices_named
+from gpipe_compiler.cluster.hosts import devices_named, is_host
 from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device, Link
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
         clock_of,
         core_count,
         is_here,
-        is_host,
         local_cluster,
         this_machine,
     )

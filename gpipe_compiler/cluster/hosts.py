@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import platform
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpipe_compiler.cluster.catalogue import GLOO, Card, built_in, plain
-from gpipe_compiler.cluster.machines import Cluster, Link, refuse_too_many
+from gpipe_compiler.cluster.catalogue import DEFAULT_HOST, GLOO, Card, built_in, plain
+from gpipe_compiler.cluster.machines import Cluster, Device, Link, refuse_too_many
 from gpipe_compiler.errors import UsageError
 
 _GROUP = re.compile(r"(?:(\d{1,9})\s*[x×]\s*)?(.+)")  # noqa: RUF001  # the multiplication sign is meant
 LOCAL, _MEASURED = "local", "measured"
+
+HOST_NAME = f"{platform.machine()} host"
+"""The processor of this machine, as a device."""
+
+
+def is_host(device: Device) -> bool:
+    """Whether a device is a processor: of a machine like this one, or of any (`DEFAULT_HOST`)."""
+    return device.name in (HOST_NAME, DEFAULT_HOST.name)
 
 
 @dataclass(frozen=True, slots=True)

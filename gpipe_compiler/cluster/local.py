@@ -7,7 +7,6 @@ which a link is measured.
 from __future__ import annotations
 
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -24,19 +23,18 @@ import torch.distributed as dist
 from gpipe_compiler.cluster.cache import kept
 from gpipe_compiler.cluster.catalogue import (
     BUILT_IN,
-    DEFAULT_HOST,
     GLOO,
     KEPT_FREE,
     PCIE4,
     Card,
     workspace_of,
 )
+from gpipe_compiler.cluster.hosts import HOST_NAME
 from gpipe_compiler.cluster.machines import Cluster, Device, Link
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.runtime.core.devices import gpu_count
 from gpipe_compiler.runtime.core.distributed import Network
 
-_HOST = f"{platform.machine()} host"
 SMALL, LARGE = 4 * 2**10, 16 * 2**20
 """Bytes that latency and bandwidth are measured with."""
 
@@ -73,11 +71,6 @@ def local_card() -> Card:
     return Card(this_machine(), link, link)
 
 
-def is_host(device: Device) -> bool:
-    """Whether a device is a processor: of a machine like this one, or of any (`DEFAULT_HOST`)."""
-    return device.name in (_HOST, DEFAULT_HOST.name)
-
-
 def this_machine() -> Device:
     """One device of this machine, measured.
 
@@ -94,7 +87,7 @@ def this_machine() -> Device:
 
 def machine_name() -> str:
     """What a device of this machine is called."""
-    return torch.cuda.get_device_name(0) if gpu_count() else _HOST
+    return torch.cuda.get_device_name(0) if gpu_count() else HOST_NAME
 
 
 def is_here(device: Device) -> bool:
@@ -139,7 +132,7 @@ def _measure(device: torch.device) -> Device:
         bf16 = _bf16_flops(2 * side, flops, device) if on_gpu else None
         convolved = _convolution_flops(device) if on_gpu else None
     return Device(
-        torch.cuda.get_device_name(device) if on_gpu else _HOST,
+        torch.cuda.get_device_name(device) if on_gpu else HOST_NAME,
         flops=flops,
         memory_bandwidth=2 * length * source.element_size() / copy_s,
         memory=_memory(device),

@@ -16,7 +16,8 @@ from torch import nn
 
 from gpipe_compiler.cluster import local
 from gpipe_compiler.compile import plan, trace
-from gpipe_compiler.passes.cost import roofline
+from gpipe_compiler.passes.cost import rooflines
+from gpipe_compiler.passes.kernel_times import kernel_times
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 PROCESSORS = [
@@ -60,7 +61,7 @@ def test_a_plan_is_the_best_whatever_the_speed_of_this_machine(
 
     assert made.graph is not None
     assert made.devices[0].flops == cluster.devices[0].flops
-    costs = roofline(made.graph, cluster.devices[0])
+    (costs,) = rooflines(made.graph, cluster.devices[:1], kernel_times)
     order = [op.name for op in made.graph.ops]
     steps = []
     for place in range(1, len(order)):

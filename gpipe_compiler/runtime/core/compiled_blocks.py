@@ -64,7 +64,7 @@ def check_compiler(devices: Collection[torch.device]) -> None:
 
         try:
             torch.compile(small, fullgraph=True)(torch.ones(8, device=device))
-        except Exception as error:  # noqa: BLE001  # whatever a compiler that is not there raises
+        except Exception as error:  # whatever a compiler that is not there raises
             needs = "Triton, and a C compiler" if kind != "cpu" else "a C++ compiler such as g++"
             raise PipelineError(
                 f"--compile: torch.compile does not work here on {kind}: {first_line(error)}",

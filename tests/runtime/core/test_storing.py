@@ -135,7 +135,8 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
         world = Network.alone(torch.device("cpu"))
         rank = 0
 
-    manager = CheckpointManager(Alone(), None, None, CheckpointOptions(tmp_path / "kept"))  # type: ignore[arg-type]
+    kept = CheckpointOptions(tmp_path / "kept")
+    manager = CheckpointManager(Alone(), None, None, {}, kept)  # type: ignore[arg-type]
     (tmp_path / "kept").mkdir()
     other = holder(tmp_path / "kept" / ".lock")
     with pytest.raises(UsageError, match="another run writes its checkpoints"):
