@@ -198,7 +198,7 @@ class _Run:
         tensor = self.values[microbatch].get(need.value)
         if tensor is None:
             tensor = self._arrived(need.value, need.sender, need.via, microbatch)
-        if need.value in self.request.kept:  # state that the model hands back as it is
+        if need.value in self.request.handed_back:
             self.results[microbatch][need.value] = tensor
         return tensor
 

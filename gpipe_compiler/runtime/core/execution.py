@@ -180,8 +180,12 @@ class Execution:
         session, replicas = args.session, self._topology.replicas
         kept = self._results.made if args.outputs else frozenset[str]()
         held: Sequence[Values] = ()
+        handed_back = frozenset[str]()
         if session is not None:
-            kept |= {state.present for state in self._spec.carried}
+            presents = {state.present for state in self._spec.carried}
+            kept |= presents
+            inputs = {source.name for source in self._spec.inputs}
+            handed_back = frozenset(presents & inputs)
             held = () if call.begins else session.given(self._spec, self._topology.where, call)
         shares = prepared.loss_weights(self._offers.shares(call))
         return StepRequest(
@@ -195,6 +199,7 @@ class Execution:
             random=RandomKey(args.key.seed, args.key.step, call.first),
             loss_scale=args.loss_scale,
             held=held,
+            handed_back=handed_back,
         )
 
     def _agreed(self, args: CallArgs, microbatches: int) -> tuple[Call, BoundCall]:

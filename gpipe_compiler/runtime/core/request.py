@@ -54,6 +54,7 @@ class StepRequest:
         kept: the values that the caller wants.
         loss_scale: gradients are those of the loss times this; the loss is told without it.
         held: by micro-batch, the inputs that stages of this process hold from an earlier call.
+        handed_back: the inputs that are state which the model returns as it is.
     """
 
     work: RunRequest
@@ -65,6 +66,7 @@ class StepRequest:
     random: RandomKey
     loss_scale: float = 1.0
     held: Sequence[Mapping[str, torch.Tensor]] = ()
+    handed_back: frozenset[str] = frozenset()
 
     @property
     def microbatches(self) -> int:

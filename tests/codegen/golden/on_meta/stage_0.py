@@ -24,9 +24,9 @@ class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens = nn.Embedding(400, 32, padding_idx=0)
-        self.blocks = nn.ModuleDict({"0": Block(), "1": BlockPart()})
         self.position = nn.Parameter(torch.empty(1, 8, 32))
         self.register_buffer("shift", torch.zeros(32), persistent=False)
+        self.blocks = nn.ModuleDict({"0": Block(), "1": BlockPart()})
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.

@@ -10,8 +10,8 @@ from .layers import Block
 class BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.narrow = nn.Linear(32, 32)
         self.noise = nn.Parameter(torch.empty(1, 1, 32))
+        self.narrow = nn.Linear(32, 32)
         self.scale = nn.Parameter(torch.empty(32))
 
     def forward(self, out: Tensor, x: Tensor) -> Tensor:
