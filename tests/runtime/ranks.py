@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tiny_pipelines import SPECS, data_for
 
-from gpipe_compiler.runtime.core import same_host
+from gpipe_compiler.runtime.core import results, same_host
 from gpipe_compiler.runtime.core.distributed import Network
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.topology import device_counts
