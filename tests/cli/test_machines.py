@@ -161,6 +161,7 @@ def test_graphs_from_elsewhere_run_on_devices_too(
     assert answer["step_time_s"] == pytest.approx(step_s)
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_shown_and_written(tmp_path: Path, capsys: Printed) -> None:
     assert cli.inspect_command(["machine"]) == 0
     assert "TFLOP/s in large products" in capsys.readouterr().out

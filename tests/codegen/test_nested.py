@@ -153,6 +153,7 @@ def test_blocks_of_a_chain_hold_what_they_do_not_read(tmp_path: Path) -> None:
     assert lines.count('"seen"') == 1  # by the class of what holds it alone
 
 
+@pytest.mark.slow
 def test_modules_of_torch_are_constructed_whole_near_what_they_belong_to(tmp_path: Path) -> None:
     """Those that nothing calls, too; unread ones in the stage that has the rest of their list."""
     torch.manual_seed(0)

@@ -630,6 +630,7 @@ def test_names_that_no_variable_can_have_are_refused(free: list[str], told: str)
     assert caught.value.hint
 
 
+@pytest.mark.slow
 def test_all_sizes_but_some_are_free() -> None:
     images, target = pictures(16, 12)
 

@@ -101,6 +101,7 @@ def test_a_host_that_fails_comes_back(package, undisturbed, tmp_path):
 
 
 @pytest.mark.usefixtures("two_hosts")
+@pytest.mark.slow
 def test_two_hosts_start_again_together(package, undisturbed, tmp_path):
     """A rank is killed on one host and then on the other; both go on from the same checkpoint."""
     with training(package, tmp_path, WORDS, restarts=3, hosts=2) as running:
