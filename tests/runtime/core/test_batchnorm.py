@@ -270,4 +270,5 @@ def test_micro_statistics_are_those_of_the_plain_loop():
             with SeededRandom(6, 0, number, range(9)):
                 net(piece)
         for name, buffer in pipe.named_buffers():
-            assert torch.equal(dict(net.named_buffers())[name], buffer), name
+            # The loop here may sum over more threads than a device of the pipeline has.
+            torch.testing.assert_close(buffer, dict(net.named_buffers())[name], msg=name)
