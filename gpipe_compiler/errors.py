@@ -46,6 +46,11 @@ class SourceLocation:
         return printable(f"{where}: {self.code}" if self.code else where)
 
 
+def at_code(where: SourceLocation | None) -> str:
+    """What stands at a line, behind what happens there: " at `x = y.item()`"; "" if not known."""
+    return f" at `{where.code}`" if where is not None and where.code else ""
+
+
 def summary(error: BaseException) -> str:
     """The type of an error and the first line of its text, which the user's own class may lack."""
     text = text_of(error).strip().split("\n", 1)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from gpipe_compiler.codegen.sources import Place, class_at, parameters_of, place_at
+from gpipe_compiler.codegen.sources import Place, method_at, parameters_of, place_at
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall
@@ -98,12 +98,8 @@ def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:
     if outer is not None:
         place = place_at(outer)
         return None if place is None else place.method
-    files = {op.source.file: None for op in call.ops if op.source is not None}
-    node = class_at(files, graph.module_classes.get(call.path, ""))
-    if node is not None:
-        methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
-        return next((item for item in methods if item.name == "forward"), None)
-    return None
+    files = (op.source.file for op in call.ops if op.source is not None)
+    return method_at(files, graph.module_classes.get(call.path, ""), "forward")
 
 
 def _match_passed(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from gpipe_compiler.codegen.argument_names import number_name
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sources import class_at, parameters_of
+from gpipe_compiler.codegen.sources import method_at, parameters_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
 from gpipe_compiler.ir.forms import ConstantSlot
@@ -107,11 +107,8 @@ def _passed(graph: Graph, call: BlockCall, made: ast.FunctionDef, inner: str, ow
 
 
 def _constructor(graph: Graph, path: str, call: BlockCall) -> ast.FunctionDef | None:
-    files = {op.source.file: None for op in call.ops if op.source is not None}
-    node = class_at(files, graph.module_classes.get(path, ""))
-    body = node.body if node is not None else []
-    methods = (item for item in body if isinstance(item, ast.FunctionDef))
-    return next((item for item in methods if item.name == "__init__"), None)
+    files = (op.source.file for op in call.ops if op.source is not None)
+    return method_at(files, graph.module_classes.get(path, ""), "__init__")
 
 
 def _values(made: ast.FunctionDef, path: str) -> list[ast.expr]:

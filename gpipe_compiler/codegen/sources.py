@@ -39,10 +39,14 @@ class UserStatement:
     function: str = ""
 
 
-def class_at(files: Iterable[str], own: str) -> ast.ClassDef | None:
-    """The class of a name in some files of the user's; None where none has it."""
-    nodes = (node for file in files for node in parsed(file).body)
-    return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == own), None)
+def method_at(files: Iterable[str], owner: str, own: str) -> ast.FunctionDef | None:
+    """A method that a class of some files of the user's defines itself; None where none does."""
+    nodes = (node for file in dict.fromkeys(files) for node in parsed(file).body)
+    for node in nodes:
+        if isinstance(node, ast.ClassDef) and node.name == owner:
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
+            return next((item for item in methods if item.name == own), None)
+    return None
 
 
 def statement_at(location: SourceLocation | None) -> UserStatement | None:

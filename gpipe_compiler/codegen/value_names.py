@@ -224,10 +224,10 @@ def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]
             maker = graph.producer.get(value)
             other = alias_after(maker.source, own) if maker is not None else ""
             if not other and maker is not None:
-                called = isinstance(maker.call, ModuleCall)
-                path = maker.call.module if isinstance(maker.call, ModuleCall) else maker.module
-                wish = name_of_result(graph, value, path)
-                other = wish if called or not _NUMBER.search(wish) else ""
+                whole = maker.call.module if isinstance(maker.call, ModuleCall) else ""
+                other = name_of_result(graph, value, whole or maker.module)
+                if not whole and _NUMBER.search(other):
+                    other = ""
             found[value] = other
     return {value: own for value, own in found.items() if own}
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.errors import TraceError
+from gpipe_compiler.errors import TraceError, at_code
 from gpipe_compiler.frontend.locate import calling_line
 
 # Each of these takes the place of the code of torch's own, which users import by its name: it runs
@@ -78,10 +78,9 @@ def refuse_gradients(carried: object) -> None:
         return
     if any(isinstance(item, torch.Tensor) and item.requires_grad for item in tree_leaves(carried)):
         where = calling_line()
-        code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
-            f"the model trains through torch's while_loop{code}, whose gradients in plain PyTorch "
-            "are not always those of the loop",
+            f"the model trains through torch's while_loop{at_code(where)}, whose gradients in "
+            "plain PyTorch are not always those of the loop",
             location=where,
             hint="use a Python loop of a fixed number of steps, or torch's scan",
         )

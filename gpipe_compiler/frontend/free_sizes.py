@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from gpipe_compiler.errors import ModelError, Notice, SourceLocation, UsageError
+from gpipe_compiler.errors import ModelError, Notice, SourceLocation, UsageError, at_code
 from gpipe_compiler.frontend.noted_sizes import NotedSizes
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
@@ -276,9 +276,8 @@ def refuse_fixed(must: Collection[str], found: FoundSizes, noted: NotedSizes) ->
     lost = sorted(set(must) - {named(place) for place in found.places})
     if lost:
         where = next(iter((*noted.fixed.values(), *noted.guards.values())), None)
-        code = f" at `{where.code}`" if where is not None and where.code else ""
         raise ModelError(
-            f"the model works for one size of {', '.join(lost)} only{code}",
+            f"the model works for one size of {', '.join(lost)} only{at_code(where)}",
             location=where,
             hint="take the size from the input (x.shape[1]) and leave -1 for it in view and "
             f"reshape; or leave out --free {lost[0]}",

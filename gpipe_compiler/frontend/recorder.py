@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
 from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
@@ -110,8 +110,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             return made
         if func is torch._VF._pack_padded_sequence:
             where = calling_line()
-            code = f" at `{where.code}`" if where and where.code else ""
-            raise TraceError(f"no graph holds packed sequences{code}", location=where)
+            raise TraceError(f"no graph holds packed sequences{at_code(where)}", location=where)
         if name in ("__getitem__", "__setitem__"):
             with self:  # what is asked of a tensor in brackets is asked of it by itself
                 args = args[0], numbered(args[1]), *args[2:]

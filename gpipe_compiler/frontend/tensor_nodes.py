@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensor
 
-from gpipe_compiler.errors import TraceError
+from gpipe_compiler.errors import TraceError, at_code
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.position import local_path
 from gpipe_compiler.frontend.size_nodes import SizeNodes
@@ -83,10 +83,9 @@ class TensorNodes:
             return known
         if isinstance(tensor, FakeTensor) and not self.takes_all:
             where = calling_line()
-            code = f" at `{where.code}`" if where and where.code else ""
             raise TraceError(
-                f"the model uses a tensor that it makes in a way that is not recorded{code}, as in "
-                "torch.autograd.grad in forward",
+                "the model uses a tensor that it makes in a way that is not recorded"
+                f"{at_code(where)}, as in torch.autograd.grad in forward",
                 location=where,
                 hint="write what it computes with torch's operators on the inputs, or compute it "
                 "in __init__ and keep it in a buffer",

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.runtime.core.nest import Path
@@ -75,19 +75,18 @@ _ONE_BY_ONE = re.compile(r"\bfor\b|\brange\(|\bunbind\(|\b(?:list|tuple|zip|enum
 def explained(error: Exception) -> TraceError:
     """The error that says which construct cannot be traced, and where."""
     where = line_of(error)
-    code = f" at `{where.code}`" if where and where.code else ""
     text = text_of(error)
     called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
     haystack = f"{where.code if where else ''}\n{text}\n{called}"
     for cause in _CAUSES:
         if re.search(cause.pattern, haystack):
-            return TraceError(f"{cause.problem}{code}", location=where, hint=cause.hint)
+            return TraceError(f"{cause.problem}{at_code(where)}", location=where, hint=cause.hint)
     if isinstance(error, GuardOnDataDependentSymNode):
         counts = where is not None and _COUNTS.search(where.code)
         return _by_count(where) if where is not None and counts else by_values(where)
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
-        f"the model cannot be run without numbers{code}: {type(error).__name__}: {first}",
+        f"the model cannot be run without numbers{at_code(where)}: {type(error).__name__}: {first}",
         location=where,
     )
 
@@ -115,9 +114,8 @@ BOTH_WAYS = "it goes one way for the example and another for other batches"
 
 def by_values(where: SourceLocation | None, more: str = "only shapes are followed") -> TraceError:
     """The refusal of a line that decides by the values of a tensor."""
-    code = f" at `{where.code}`" if where and where.code else ""
     return TraceError(
-        f"the model {DECIDES_BY_VALUES}{code}: {more}",
+        f"the model {DECIDES_BY_VALUES}{at_code(where)}: {more}",
         location=where,
         hint="use torch.where instead of a branch on the data, "
         "and a fixed number instead of .item()",
@@ -147,9 +145,8 @@ def refuse_fixed_batch(
             continue
         where = line_of_size(size)
         one_by_one = where is not None and _ONE_BY_ONE.search(where.code)
-        code = f" at `{where.code}`" if where and where.code else ""
         raise TraceError(
-            f"the model works for a batch of {int(size)} only{code}: dimension "
+            f"the model works for a batch of {int(size)} only{at_code(where)}: dimension "
             f"{source.batch_dim} of {_spoken(source.path)} cannot vary",
             location=where,
             hint="compute on all samples at once, as torch's ops do, and number them by "

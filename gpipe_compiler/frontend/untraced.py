@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import SourceLocation, TraceError
+from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
 from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.own_code import written
@@ -133,9 +133,9 @@ def transformed(where: SourceLocation | None) -> TraceError:
 
 def own_gradients(where: SourceLocation | None) -> TraceError:
     """Of a model whose forward takes gradients."""
-    code = f" at `{where.code}`" if where and where.code else ""
     return TraceError(
-        f"forward differentiates by itself{code}: a cut could lie in what it differentiates",
+        f"forward differentiates by itself{at_code(where)}: a cut could lie in what it "
+        "differentiates",
         location=where,
         hint="write the derivative with torch's operators; or as a torch.autograd.Function of "
         "your own, which a stage holds whole",
