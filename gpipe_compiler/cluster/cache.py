@@ -31,7 +31,7 @@ def folder() -> Path:
 def kept(
     kind: str, measure: Callable[[], Mapping[str, Any]], *, anew: bool = False
 ) -> Mapping[str, Any]:
-    """What was measured before; else what is measured now, which is kept from then on.
+    """What was measured before; else what is measured now, which is kept unless it is nothing.
 
     Args:
         kind: of measurement, the beginning of the file's name.
@@ -44,8 +44,9 @@ def kept(
                 found: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
                 return found
         made = measure()
-        with contextlib.suppress(OSError):
-            _write(file, json.dumps(made, indent=1) + "\n")
+        if made:
+            with contextlib.suppress(OSError):
+                _write(file, json.dumps(made, indent=1) + "\n")
         return made
     return measure()
 
