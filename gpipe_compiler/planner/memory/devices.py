@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import AnyOptimizer, Division, copies_of
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
@@ -280,10 +280,6 @@ class SimulatedPipeline:
         return sums.holders
 
     @cached_property
-    def _by_name(self) -> Mapping[str, Op]:
-        return {op.name: op for op in self.graph.ops}
-
-    @cached_property
     def _readers(self) -> Mapping[str, str]:
         """By the name of a parameter or buffer, the first op that reads it."""
         found: dict[str, str] = {}
@@ -325,7 +321,7 @@ class SimulatedPipeline:
             times = self.layout.microbatches if stage in self.layout.joint else 1
             for name in self.layout.stages[stage].ops:
                 if name in ops and any("convolution" in k.name for k in ops[name].kernels):
-                    values = (*self._by_name[name].inputs, *self._by_name[name].outputs)
+                    values = (*graph.op_of[name].inputs, *graph.op_of[name].outputs)
                     sizes = (graph.values[v].bytes for v in values if v in graph.values)
                     most = max(most, times * sum(sizes))
         return most

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir import Graph
 from gpipe_compiler.passes.allocation_trace import BlockKind, Growth
 from gpipe_compiler.plan.memory_curve import Category, Curve, PeakHolder
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun
@@ -80,7 +78,7 @@ class HolderSums:
         """Adds a storage; those of no bytes are left out."""
         if not size:
             return
-        found = self._ops.get(op)
+        found = self.graph.op_of.get(op)
         path, line = ("", "") if found is None else (found.path, str(found.source))
         key = what, category, _NUMBERS.sub("*", path), line, stage
         held, paths = self._sums.get(key, (PeakHolder(what, category, op, 0, 0, stage), set()))
@@ -102,10 +100,6 @@ class HolderSums:
         """The largest first."""
         found = (held for held, _ in self._sums.values())
         return tuple(sorted(found, key=lambda holder: -holder.bytes))
-
-    @cached_property
-    def _ops(self) -> Mapping[str, Op]:
-        return {op.name: op for op in self.graph.ops}
 
 
 _NUMBERS = re.compile(r"\d+")
