@@ -141,10 +141,7 @@ def _least(graph: Graph, subject: Subject, entry: Entry) -> dict[str, int]:
     from what it has seen is given one token, and has seen nothing at first."""
 
     def fits(numbers: Mapping[str, int]) -> bool:
-        tried = {**examples, **numbers}
-        if not all(demand.holds(tried) for demand in graph.requires):
-            return False
-        signature = entry.signature.at(graph.inputs, tried)
+        signature = entry.signature.at(graph.inputs, {**examples, **numbers})
         try:
             return not any(_compare(graph, subject, entry, (2,), (signature,), True))
         except GPipeCompilerError:  # the model does not take it, or another
@@ -153,7 +150,7 @@ def _least(graph: Graph, subject: Subject, entry: Entry) -> dict[str, int]:
             entry.signature = own
 
     own, examples = entry.signature, {size.name: size.example for size in graph.sizes}
-    return least_sizes(graph.sizes, fits)
+    return least_sizes(graph.sizes, graph.requires, fits)
 
 
 def _near(rules: Sequence[SampleRule]) -> dict[int, SampleRule | None]:

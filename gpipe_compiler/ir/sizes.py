@@ -90,19 +90,33 @@ _MOST_TRIED = 3
 """Groups of sizes up to which every choice among them is tried."""
 
 
-def least_sizes(sizes: Sequence[Size], fits: Callable[[Mapping[str, int]], bool]) -> dict[str, int]:
+def least_sizes(
+    sizes: Sequence[Size],
+    requires: Sequence[Requirement],
+    fits: Callable[[Mapping[str, int]], bool],
+) -> dict[str, int]:
     """By name, the least that sizes can be, where that is below SMALLEST.
 
     Those that are equal in the example are tried together. Each is tried by itself, and then with
-    the others.
+    the others; a size that has to follow, as that of a mask over old and new tokens, goes along.
 
     Args:
         fits: whether some can be these numbers while the others are as in the example.
     """
     groups = []
+    least: dict[str, int] = {}
+
+    def tried(numbers: Mapping[str, int]) -> bool:
+        whole = _with_dependent(sizes, numbers, requires)
+        if whole is None or not fits(whole):
+            return False
+        for name in whole.keys() - numbers:
+            least[name] = min(whole[name], least.get(name, SMALLEST))
+        return True
+
     for example in dict.fromkeys(size.example for size in sizes):
         names = [size.name for size in sizes if size.example == example]
-        fitting = [number for number in range(SMALLEST) if fits(dict.fromkeys(names, number))]
+        fitting = [number for number in range(SMALLEST) if tried(dict.fromkeys(names, number))]
         if SMALLEST - 1 in fitting:
             groups.append(dict.fromkeys(names, fitting[0]))
     count = len(groups)
@@ -112,9 +126,33 @@ def least_sizes(sizes: Sequence[Size], fits: Callable[[Mapping[str, int]], bool]
         for several in choices
         for chosen in itertools.combinations(groups, several)
     ]
-    if not all(map(fits, together)):
+    if not all(map(tried, together)):
         return {}
-    return {name: number for group in groups for name, number in group.items()}
+    least |= {name: number for group in groups for name, number in group.items()}
+    return {name: number for name, number in least.items() if number < SMALLEST}
+
+
+def _with_dependent(
+    sizes: Sequence[Size], numbers: Mapping[str, int], requires: Sequence[Requirement]
+) -> dict[str, int] | None:
+    """Numbers of some sizes that fulfil what is required while the others are as in the example:
+    where they do not, with a further one, nearest to its example; None where that is not enough."""
+    examples = {size.name: size.example for size in sizes}
+
+    def hold(tried: Mapping[str, int]) -> bool:
+        found = {**examples, **tried}
+        return all(demand.holds(found) for demand in requires)
+
+    if hold(numbers):
+        return dict(numbers)
+    largest = sum(examples.values())
+    for example in dict.fromkeys(number for name, number in examples.items() if name not in numbers):
+        names = [name for name in examples if examples[name] == example and name not in numbers]
+        for number in sorted(range(largest), key=lambda number: abs(number - example)):
+            tried = {**numbers, **dict.fromkeys(names, number)}
+            if hold(tried):
+                return tried
+    return None
 
 
 def at_batch(dim: Dim, samples: int) -> Dim:

@@ -7,7 +7,13 @@ import copy
 import pytest
 import torch
 from loading import load_package
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
@@ -80,3 +86,36 @@ def test_caches_are_taken_and_given(package, decoder):
         one = decoder(tokens, past_key_values=past).logits
         other = decoder(tokens, past_key_values=own).logits
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_mask_grows_with_the_cache(tmp_path):
+    """It is as long as what was seen and what is new: of one token too, and of the first."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    decoder = GPT2LMHeadModel(config).eval()
+    example = {
+        "input_ids": torch.randint(50, (2, 3)),
+        "attention_mask": torch.ones(2, 10, dtype=torch.long),
+        "past_key_values": seen(decoder, 2, 7),
+        "use_cache": True,
+    }
+    state = {"past_key_values": "past_key_values"}
+    subject = Subject("decodes", decoder, (), example, training=False, state=state)
+    options = CompileOptions(stages=2, microbatches=2, training=False)
+    folder = compile(subject, options, tmp_path / "decodes").directory
+    with load_package(folder).Pipeline() as pipe:
+        pipe.eval()
+        for length in (4, 1):
+            past, talk = DynamicCache(), pipe.session()
+            tokens = torch.randint(50, (3, length))
+            mask = torch.ones(3, length, dtype=torch.long)
+            if length > 1:
+                mask[1, :2] = 0  # padded on the left
+            for _ in range(3):
+                call = {"input_ids": tokens, "attention_mask": mask}
+                expected = decoder(**call, past_key_values=past, use_cache=True).logits
+                found = talk(call).logits
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+                tokens = expected[:, -1:].argmax(-1)
+                mask = torch.cat((mask, torch.ones_like(tokens)), 1)
