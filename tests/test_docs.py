@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from gpipe_compiler import emit, passes, plan
 from gpipe_compiler import trace as trace_call
-from gpipe_compiler.cli.arguments import compile_parser, inspect_parser, memory_parser
+from gpipe_compiler.cli.arguments import compile_parser
+from gpipe_compiler.cli.inspecting import inspect_parser, memory_parser
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.cluster import Link, read_cluster
 from gpipe_compiler.cluster.catalogue import NVLINK3

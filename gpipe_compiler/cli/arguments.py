@@ -1,19 +1,35 @@
-"""The arguments of the commands."""
+"""The arguments of gpipe-compile."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-from functools import partial
 
 from gpipe_compiler import __version__
-from gpipe_compiler.cli.folder import folder_arguments
-from gpipe_compiler.cli.search import search_arguments, setting_arguments, sweep_arguments
-from gpipe_compiler.cluster import BUILT_IN, Cluster, devices_named, is_host, read_cluster
-from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME, Quantity
-from gpipe_compiler.options import SEARCH_SECONDS, SHOWN_HOLDERS, LossChoice, RematChoice
-from gpipe_compiler.runtime.core.typed import natural, path, positive, seed, shown
-from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.cli.values import (
+    AUTO,
+    batch_dim,
+    carried,
+    choice,
+    count_or_auto,
+    counts,
+    named_size,
+    number_of,
+    pin,
+    repeated,
+    share,
+    words_of,
+)
+from gpipe_compiler.cluster import BUILT_IN
+from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, TIME
+from gpipe_compiler.options import CUT_INSIDE, SEARCH_SECONDS, LossChoice, Objective, RematChoice
+from gpipe_compiler.runtime.core.typed import path, positive, seed
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    OptimizerKind,
+    Precision,
+    ScheduleKind,
+    WeightSharding,
+)
 from gpipe_compiler.targets import TARGETS
 
 
@@ -36,129 +52,239 @@ def compile_parser() -> argparse.ArgumentParser:
         "(docs/hugging_face.md); or graph.json, ops and edges that are only planned "
         "(docs/graph_file.md)",
     )
-    setting_arguments(parser)
-    sweep_arguments(parser)
-    parser.add_argument(
-        "--mode",
-        choices=["train", "infer"],
-        default="train",
-        help="what the package does (default %(default)s)",
-    )
-    parser.add_argument(
+    _setting_arguments(parser)
+    _sweep_arguments(parser)
+    choice(parser, "--mode", ["train", "infer"], "what the package does")
+    choice(
+        parser,
         "--target",
-        choices=[name for name, known in TARGETS.items() if not known.suffix],
-        default="torch",
-        help="what the stages run on: torch, or ONNX Runtime, which only infers; an ONNX model "
-        "always runs on that (default %(default)s)",
+        [name for name, known in TARGETS.items() if not known.suffix],
+        "what the stages run on: torch, or ONNX Runtime, which only infers; an ONNX model always "
+        "runs on that",
     )
-    search_arguments(parser)
+    _search_arguments(parser)
     _training_arguments(parser)
     _input_arguments(parser)
-    folder_arguments(parser)
+    _folder_arguments(parser)
     _cost_arguments(parser)
     _output_arguments(parser)
     return parser
 
 
+def version_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+
+
+def _setting_arguments(parser: argparse.ArgumentParser) -> None:
+    """How many stages and micro-batches, in which order of work; each may be `auto`."""
+    parser.add_argument(
+        "-k",
+        "--stages",
+        metavar="K",
+        type=count_or_auto,
+        help="stages to cut it into; auto: as many as are best on the devices there are",
+    )
+    parser.add_argument(
+        "-m",
+        "--microbatches",
+        metavar="M",
+        type=count_or_auto,
+        help="micro-batches in a mini-batch; auto: as many as are best (default: the most that "
+        "divide the batch, up to 4 for every stage, of two samples or more for BatchNorm)",
+    )
+    schedules, text = [*words_of(ScheduleKind), AUTO], "the order of the work; auto: the best one"
+    choice(parser, "--schedule", schedules, text)
+
+
+def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    """Several plans of one trace, in place of a package."""
+    group = parser.add_argument_group("plans to compare (nothing is written)")
+    group.add_argument(
+        "--sweep",
+        metavar="N,N,...",
+        type=counts,
+        default=(),
+        help="in place of --stages, plans for so many devices each, as a table: 1,2,4,8",
+    )
+    group.add_argument(
+        "--batch",
+        choices=[AUTO],
+        help="auto: mini-batches of twice and twice the example's, up to the first that does not "
+        "fit (or half and half, down to the first that does)",
+    )
+
+
+def _search_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is to be short, what else counts, and what the user knows better."""
+    group = parser.add_argument_group(
+        "what is looked for (with auto for stages, microbatches or schedule, the fastest settings "
+        "that fit; --remat auto then compares all of none, full and auto)"
+    )
+    choice(
+        group,
+        "--objective",
+        words_of(Objective),
+        "what the stages are to make short: the simulated step, or the longest stage with its "
+        "transfers",
+    )
+    group.add_argument(
+        "--cut-inside",
+        metavar="SHARE",
+        type=share,
+        default=CUT_INSIDE,
+        help="of all cuts that take at most this share more than the best, the one is taken that "
+        "opens the fewest modules of the model; 0: the best, which may cut anywhere "
+        "(default %(default)s)",
+    )
+    group.add_argument(
+        "--prove",
+        action="store_true",
+        help="go on until the cut is proved to be the best, or it is known how far it may be from "
+        "that, which may take minutes (default: a bound that costs no time)",
+    )
+    group.add_argument(
+        "--optimizer",
+        choices=words_of(OptimizerKind),
+        help="whose memory and time count (default: the file's make_optimizer(), else sgd)",
+    )
+    group.add_argument(
+        "--data-parallel",
+        metavar="R",
+        type=positive,
+        default=1,
+        help="replicas of the pipeline that share every mini-batch (default %(default)s)",
+    )
+    group.add_argument(
+        "--shard",
+        nargs="?",
+        const=AUTO,
+        choices=[AUTO, *(k.value for k in WeightSharding if k.described)],
+        help="let replicas divide what the optimizer remembers, and the weights between steps "
+        "(optimizer), or weights and gradients always (full); auto, as without a word, is the "
+        "first, or the second where only that fits",
+    )
+    repeated(
+        group,
+        "--pin",
+        "MODULE=STAGE",
+        "all ops of this module (or this op, or value) lie in this stage, from 0, or from the end "
+        "as -1; may be repeated, as the next two",
+        pin,
+    )
+    repeated(group, "--keep-together", "MODULE", "all ops of this module lie in one stage")
+    repeated(group, "--split-at", "MODULE", "a new stage begins with this module")
+
+
 def _training_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how it trains (run.py can still choose otherwise)")
-    group.add_argument(
+    choice(
+        group,
         "--remat",
-        choices=[choice.value for choice in RematChoice],
-        default=RematChoice.NONE.value,
-        help="run a stage's forward again for the backward, instead of keeping activations: "
-        "nowhere, everywhere, or where a stage would not fit its device (default %(default)s)",
+        words_of(RematChoice),
+        "run a stage's forward again for the backward, instead of keeping activations: nowhere, "
+        "everywhere, or where a stage would not fit its device",
     )
-    group.add_argument(
+    choice(
+        group,
         "--batchnorm",
-        choices=[kind.value for kind in BatchNorm],
-        default=BatchNorm.MICRO.value,
-        help="micro: over each micro-batch; deferred: the same, but running statistics are those "
-        "of the mini-batch; exact: over the mini-batch, as without a pipeline (gpipe only) "
-        "(default %(default)s)",
+        words_of(BatchNorm),
+        "micro: over each micro-batch; deferred: the same, but running statistics are those of the "
+        "mini-batch; exact: over the mini-batch, as without a pipeline (gpipe only)",
     )
-    group.add_argument(
+    choice(
+        group,
         "--loss",
-        choices=[choice.value for choice in LossChoice],
-        default=LossChoice.MODEL.value,
-        help="model: loss_fn(output, target) of MODEL, or the loss that the model returns; "
-        "sum-of-squares: that of the outputs, for experiments (default %(default)s)",
+        words_of(LossChoice),
+        "model: loss_fn(output, target) of MODEL, or the loss that the model returns; "
+        "sum-of-squares: that of the outputs, for experiments",
     )
-    group.add_argument(
+    choice(
+        group,
         "--loss-over",
-        choices=["micro-batches", "batch"],
-        default="micro-batches",
-        help="micro-batches: each has its own loss, and the mini-batch their weighted mean; batch: "
-        "the loss is computed once, of the outputs of the whole mini-batch, as contrastive and "
-        "balancing losses need; it includes --batchnorm exact (gpipe and one replica only) "
-        "(default %(default)s)",
+        ["micro-batches", "batch"],
+        "micro-batches: each has its own loss, and the mini-batch their weighted mean; batch: the "
+        "loss is computed once, of the outputs of the whole mini-batch, as contrastive and "
+        "balancing losses need; it includes --batchnorm exact (gpipe and one replica only)",
     )
-    group.add_argument(
+    choice(
+        group,
         "--precision",
-        choices=[precision.value for precision in Precision],
-        default=Precision.FP32.value,
-        help="fp32: as the model is; bf16, fp16: under autocast (default %(default)s)",
+        words_of(Precision),
+        "fp32: as the model is; bf16, fp16: under autocast",
     )
 
 
 def _input_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what the model is given")
-    group.add_argument(
+    repeated(
+        group,
         "--input",
-        metavar="SPEC",
-        action="append",
-        default=[],
-        help="[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
+        "SPEC",
+        "[NAME=]32x3x224x224:float32, once for every input: random tensors in place of "
         "example_inputs(); input_ids=BATCHxTOKENS:int64 names the sizes of an input that "
         "example_inputs() gives, in place of input_ids.1",
     )
-    group.add_argument(
+    repeated(
+        group,
         "--batch-dim",
-        metavar="NAME=DIM",
-        type=_batch_dim,
-        action="append",
-        default=[],
-        help="which dimension of an input is the batch, where that cannot be found out: x=1; "
-        "mask=none for an input that all samples share; repeatable",
+        "NAME=DIM",
+        "which dimension of an input is the batch, where that cannot be found out: x=1; mask=none "
+        "for an input that all samples share; repeatable",
+        batch_dim,
     )
-    group.add_argument(
+    repeated(
+        group,
         "--free",
-        metavar="[NAME=]INPUT.DIM",
-        action="append",
-        default=[],
-        help="a dimension of an input, such as the length of texts, has to be free: the model is "
+        "[NAME=]INPUT.DIM",
+        "a dimension of an input, such as the length of texts, has to be free: the model is "
         "refused where it fixes it. By default every dimension is free that the model takes at any "
         "size. input_ids.1 is dimension 1 of input_ids; tokens=input_ids.1 gives its size a name, "
         "and sizes of one name are equal; repeatable",
     )
-    group.add_argument(
+    repeated(
+        group,
         "--fix",
-        metavar="INPUT.DIM",
-        action="append",
-        default=[],
-        help="take only the size that this dimension has in the example; all: that of every "
-        "dimension beside the batch that --free does not name; repeatable",
+        "INPUT.DIM",
+        "take only the size that this dimension has in the example; all: that of every dimension "
+        "beside the batch that --free does not name; repeatable",
     )
-    group.add_argument(
+    repeated(
+        group,
         "--at",
-        metavar="NAME=N",
-        type=_size,
-        action="append",
-        default=[],
-        help="plan for this size in place of the example's, which is repeated or cut to it: "
+        "NAME=N",
+        "plan for this size in place of the example's, which is repeated or cut to it: "
         "input_ids.1=2048, or by the name that --free gives; repeatable",
+        named_size,
+    )
+
+
+def _folder_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("of a Hugging Face folder")
+    group.add_argument(
+        "--task",
+        metavar="TASK",
+        help="what the model is for: causal-lm, masked-lm, seq2seq-lm, sequence-classification, "
+        "token-classification, question-answering, image-classification, no-head (default: that "
+        "of the model that the folder was written from)",
+    )
+    types = ["auto", "float32", "bfloat16", "float16"]
+    choice(group, "--dtype", types, "of the weights; auto: as from_pretrained takes them")
+    for option, text in (
+        ("--peft", "an adapter_config.json of peft's, as of LoRA: adapters alone are trained"),
+        ("--hooks", "a Python file that offers train_data() and the like, as a model file does"),
+    ):
+        group.add_argument(option, metavar="FILE", type=path, help=text)
+    group.add_argument(
+        "--copy-weights",
+        action="store_true",
+        help="copy the weights into the package, which else refers to the folder's files",
     )
 
 
 def _cost_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what it runs on")
-    group.add_argument(
-        "--cost",
-        choices=["roofline", "measured"],
-        default="roofline",
-        help="op times: estimated from work and bytes, or timed on this machine "
-        "(default %(default)s)",
-    )
+    text = "op times: estimated from work and bytes, or timed on this machine"
+    choice(group, "--cost", ["roofline", "measured"], text)
     group.add_argument(
         "--calibration",
         metavar="FILE",
@@ -166,30 +292,62 @@ def _cost_arguments(parser: argparse.ArgumentParser) -> None:
         help="scale op times by what stages took over what was told, as run.py bench --calibrate "
         "has written it where the model is to run",
     )
-    group.add_argument(
+    repeated(
+        group,
         "--state",
-        metavar="PAST=PRESENT",
-        type=_state,
-        action="append",
-        default=[],
-        help="an input that a session holds between calls, and the output that it becomes, as "
+        "PAST=PRESENT",
+        "an input that a session holds between calls, and the output that it becomes, as "
         "past_key_values=past_key_values; repeatable; not to train",
+        carried,
     )
-    group.add_argument(
-        "--custom-ops",
-        metavar="LIB",
-        type=path,
-        action="append",
-        default=[],
-        help="a library of custom operators that an ONNX model needs; may be given again",
-    )
-    machine_arguments(group)
+    text = "a library of custom operators that an ONNX model needs; may be given again"
+    repeated(group, "--custom-ops", "LIB", text, path)
+    _machine_arguments(group)
     group.add_argument(
         "--search-time",
         metavar="S",
-        type=partial(_quantity, TIME),
+        type=number_of(TIME),
         default=SEARCH_SECONDS,
         help=f"with auto, look at no further settings after SECONDS (default {SEARCH_SECONDS:g})",
+    )
+
+
+def _machine_arguments(group: argparse._ArgumentGroup) -> None:
+    """Devices and links: by name, from a file, or this machine's; some of it replaced."""
+    machines = group.add_mutually_exclusive_group()
+    machines.add_argument(
+        "--devices",
+        metavar="NxNAME",
+        default="local",
+        help="what there is to run on, in one host: 4xH200, or H200 for as many as needed, or "
+        "2xV100,2xP40; local is this machine, measured now, and measured the same with its links "
+        "(default %(default)s); known are "
+        + ", ".join(entry.device.name for entry in BUILT_IN.values()),
+    )
+    machines.add_argument(
+        "--cluster",
+        metavar="FILE",
+        type=path,
+        help="a description of hosts, devices and links, as the .toml files in examples/clusters",
+    )
+    group.add_argument(
+        "--bandwidth",
+        metavar="B/s",
+        type=number_of(BANDWIDTH),
+        help="bytes a second of every link between two devices, such as 12.5G, 25GB/s, 100Gb/s",
+    )
+    group.add_argument(
+        "--latency",
+        metavar="S",
+        type=number_of(TIME),
+        help="seconds before the first byte, on every link, such as 20us",
+    )
+    group.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=lambda text: int(number_of(SIZE)(text)),
+        help="what every device holds, such as 16GiB; a plan that does not fit is then refused "
+        "(default: as it is described)",
     )
 
 
@@ -224,202 +382,15 @@ def _output_arguments(parser: argparse.ArgumentParser) -> None:
         help="accept a loss that micro-batches cannot give, as a contrastive one: each of them "
         "has its own, and the mini-batch their weighted mean",
     )
-    group.add_argument(
+    repeated(
+        group,
         "--print-after",
-        metavar="PASS",
-        action="append",
-        default=[],
-        help="print the graph to standard error after this pass, or the table of an analysis; all: "
+        "PASS",
+        "print the graph to standard error after this pass, or the table of an analysis; all: "
         "after every pass; repeatable (a name that there is not lists them)",
     )
-    group.add_argument(
-        "--pass-option",
-        metavar="PASS.OPTION=VALUE",
-        action="append",
-        default=[],
-        help="an option of a pass; repeatable",
-    )
+    repeated(group, "--pass-option", "PASS.OPTION=VALUE", "an option of a pass; repeatable")
     group.add_argument("--json", action="store_true", help="print one JSON document instead")
     group.add_argument(
         "--seed", type=seed, default=0, help="of random weights and inputs (default %(default)s)"
     )
-
-
-def _batch_dim(text: str) -> tuple[str, int | None]:
-    name, _, dim = text.partition("=")
-    if not name or not (dim == "none" or dim.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not NAME=DIM, such as x=1 or mask=none")
-    return name, None if dim == "none" else natural(dim)
-
-
-def _state(text: str) -> tuple[str, str]:
-    past, _, present = text.partition("=")
-    if not past or not present:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not PAST=PRESENT, an input and an output"
-        )
-    return past, present
-
-
-def _size(text: str) -> tuple[str, int]:
-    name, _, size = text.rpartition("=")
-    if not name:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not NAME=N, such as input_ids.1=2048")
-    return name, positive(size)
-
-
-def inspect_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect",
-        description="Prints what a package holds: stages, boundaries, prediction.",
-        epilog="gpipe-inspect memory PKG tells what holds the memory of each device and what would "
-        "save some; gpipe-inspect graph PKG draws it as SVG; gpipe-inspect trace PKG writes the "
-        "simulated step for ui.perfetto.dev; gpipe-inspect machine measures this machine; each has "
-        "its own --help",
-    )
-    version_argument(parser)
-    _package_argument(parser)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON instead")
-    return parser
-
-
-def graph_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect graph", description="Draws a package's stages, or one stage, as SVG."
-    )
-    _package_argument(parser)
-    parser.add_argument("--stage", metavar="K", type=natural, help="the ops of this stage, from 0")
-    parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the SVG file")
-    return parser
-
-
-def memory_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect memory",
-        description="Prints what holds the memory of each device at its peak, and what other "
-        "settings would save.",
-    )
-    _package_argument(parser)
-    parser.add_argument("--device", metavar="D", type=natural, help="of this device alone, from 0")
-    parser.add_argument(
-        "--top",
-        metavar="N",
-        type=positive,
-        default=SHOWN_HOLDERS,
-        help="of what is in a device's memory, show so many of the largest, up to 12 "
-        "(default %(default)s)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    return parser
-
-
-def trace_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect trace",
-        description="Writes the simulated step as a trace for ui.perfetto.dev.",
-    )
-    _package_argument(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=path, help="the JSON file")
-    return parser
-
-
-def machine_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpipe-inspect machine",
-        description="Measures this machine, as --devices measured does: its devices, and the link "
-        "between two of them.",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        type=path,
-        help="write them as a description for gpipe-compile --cluster, whose plans do not change "
-        "with what is measured the next time",
-    )
-    return parser
-
-
-def version_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-
-
-def _package_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("package", metavar="PKG", type=path, help="what gpipe-compile wrote")
-
-
-# --- what machines there are ----------------------------------------------------------------------
-
-
-def machine_arguments(group: argparse._ArgumentGroup) -> None:
-    """Devices and links: by name, from a file, or this machine's; some of it replaced."""
-    machines = group.add_mutually_exclusive_group()
-    machines.add_argument(
-        "--devices",
-        metavar="NxNAME",
-        default="local",
-        help="what there is to run on, in one host: 4xH200, or H200 for as many as needed, or "
-        "2xV100,2xP40; local is this machine, measured now, and measured the same with its links "
-        "(default %(default)s); known are "
-        + ", ".join(entry.device.name for entry in BUILT_IN.values()),
-    )
-    machines.add_argument(
-        "--cluster",
-        metavar="FILE",
-        type=path,
-        help="a description of hosts, devices and links, as the .toml files in examples/clusters",
-    )
-    group.add_argument(
-        "--bandwidth",
-        metavar="B/s",
-        type=partial(_quantity, BANDWIDTH),
-        help="bytes a second of every link between two devices, such as 12.5G, 25GB/s, 100Gb/s",
-    )
-    group.add_argument(
-        "--latency",
-        metavar="S",
-        type=partial(_quantity, TIME),
-        help="seconds before the first byte, on every link, such as 20us",
-    )
-    group.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=lambda text: int(_quantity(SIZE, text)),
-        help="what every device holds, such as 16GiB; a plan that does not fit is then refused "
-        "(default: as it is described)",
-    )
-
-
-def cluster_asked(arguments: argparse.Namespace) -> Cluster:
-    """The cluster that these arguments describe.
-
-    Raises:
-        UsageError: for devices that are not known, or a file that describes no cluster.
-    """
-    if arguments.cluster is None:
-        cluster = devices_named(arguments.devices)
-    else:
-        cluster = read_cluster(arguments.cluster)
-    linked = cluster.with_links(arguments.bandwidth, arguments.latency)
-    # Of ops from elsewhere nothing is known of what runs them.
-    least = 0 if str(arguments.model).endswith(".json") else arguments.memory
-    return _of_tensors(linked.with_memory(arguments.memory), least)
-
-
-def _of_tensors(cluster: Cluster, size: int | None) -> Cluster:
-    """A cluster whose processors count tensors alone, where `size` bytes are less than a process
-    takes before it holds any; None for no such limit."""
-    if size is None:
-        return cluster
-    devices = tuple(
-        dataclasses.replace(each, kept_free=0) if is_host(each) and size <= each.kept_free else each
-        for each in cluster.devices
-    )
-    return dataclasses.replace(cluster, devices=devices)
-
-
-def _quantity(quantity: Quantity, text: str) -> float:
-    try:
-        return quantity.read(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

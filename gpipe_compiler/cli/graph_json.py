@@ -7,8 +7,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from gpipe_compiler.cli.arguments import cluster_asked
-from gpipe_compiler.cli.search import schedule_of
+from gpipe_compiler.cli.asked import cluster_asked, options_given, schedule_of, typed
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.graph_json.file import read_graph
 from gpipe_compiler.graph_json.plan import BarePlan, plan_graph
@@ -45,13 +44,10 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
     Raises:
         UsageError: for options that say something about a model, of which a graph has none.
     """
-    given = [
-        _option(name)
-        for name, value in vars(arguments).items()
-        if name not in _UNDERSTOOD | {_COMMAND} and value != parser.get_default(name)
-    ]
+    others = (name for name in vars(arguments) if name not in _UNDERSTOOD | {_COMMAND})
+    given = options_given(arguments, parser, others)
     if given:
-        understood = sorted(_option(name) for name in _UNDERSTOOD - {"model"})
+        understood = sorted(map(typed, _UNDERSTOOD - {"model"}))
         raise UsageError(
             f"a graph in a JSON file takes no {listed(given, 'nor')}: it is planned, and is no "
             "model that could be constrained by its modules, trained or emitted",
@@ -81,8 +77,7 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         bandwidth=arguments.bandwidth or DEFAULT_LINK.bandwidth,
         latency_s=arguments.latency or DEFAULT_LINK.latency_s,
     )
-    machines = ("devices", "cluster")
-    is_asked = any(getattr(arguments, name) != parser.get_default(name) for name in machines)
+    is_asked = bool(options_given(arguments, parser, ("devices", "cluster")))
     graph = read_graph(Path(arguments.model))
     setting = BareSetting(
         arguments.stages,
@@ -96,7 +91,3 @@ def plan_file(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
         prove=arguments.prove,
     )
     return plan_graph(graph, setting)
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -13,14 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
-from gpipe_compiler.cli.arguments import (
-    compile_parser,
-    graph_parser,
-    inspect_parser,
-    machine_parser,
-    memory_parser,
-    trace_parser,
-)
+from gpipe_compiler.cli.arguments import compile_parser
 from gpipe_compiler.cli.graph_json import is_graph, plan_file
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
 from gpipe_compiler.no_gc import importing
@@ -39,20 +32,19 @@ def compile_command(argv: Sequence[str] | None = None) -> int:
 
 def inspect_command(argv: Sequence[str] | None = None) -> int:
     """gpipe-inspect: what a package holds, as tables, a picture or a trace."""
-    from gpipe_compiler.cli import commands
+    from gpipe_compiler.cli import inspecting as own
 
+    commands = {
+        "graph": (own.graph_parser, own.draw),
+        "memory": (own.memory_parser, own.memory),
+        "machine": (own.machine_parser, own.machine),
+        "trace": (own.trace_parser, own.trace),
+    }
     words = sys.argv[1:] if argv is None else list(argv)
-    match words:
-        case ["graph", *rest]:
-            return _run(graph_parser(), rest, commands.draw)
-        case ["memory", *rest]:
-            return _run(memory_parser(), rest, commands.memory)
-        case ["machine", *rest]:
-            return _run(machine_parser(), rest, commands.machine)
-        case ["trace", *rest]:
-            return _run(trace_parser(), rest, commands.trace)
-        case _:
-            return _run(inspect_parser(), words, commands.inspect)
+    if words and words[0] in commands:
+        parser, command = commands[words[0]]
+        return _run(parser(), words[1:], command)
+    return _run(own.inspect_parser(), words, own.inspect)
 
 
 def _run(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpipe_compiler.cli import arguments as machine_arguments
+from gpipe_compiler.cli import asked
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.stages import OpNote
@@ -51,7 +51,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """A current directory with a model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(machine_arguments, "devices_named", lambda name: TOY)
+    monkeypatch.setattr(asked, "devices_named", lambda name: TOY)
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch import nn\n\n"
         "def build_model():\n    print('building')\n    return nn.Linear(3, 2)\n\n"

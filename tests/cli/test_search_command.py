@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from gpipe_compiler.cli import arguments as machine_arguments
+from gpipe_compiler.cli import asked
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cli.arguments import compile_parser
-from gpipe_compiler.cli.search import constraints_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.options import Auto, Constraints
 
@@ -43,7 +42,7 @@ Printed = pytest.CaptureFixture[str]
 def deep_model(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (workplace / "model.py").write_text(MODEL)
     two = Cluster((DEVICE, DEVICE), IN_PROCESS)
-    monkeypatch.setattr(machine_arguments, "devices_named", lambda name: two)
+    monkeypatch.setattr(asked, "devices_named", lambda name: two)
 
 
 def run(words: str) -> int:
@@ -59,7 +58,7 @@ def planned(words: str, capsys: Printed) -> dict[str, Any]:
 class TestConstraints:
     def test_they_are_read(self) -> None:
         words = "model.py -k 3 --pin a.b=1 --pin head=-1 --keep-together c --split-at d"
-        given = constraints_of(compile_parser().parse_args(words.split()))
+        given = asked.options_of(compile_parser().parse_args(words.split()), 3).constraints
         assert given == Constraints((("a.b", 1), ("head", -1)), ("c",), ("d",))
 
     @pytest.mark.parametrize("pin", ["head", "head=", "=1", "head=one", "head=1.5", "head=--1"])
@@ -152,9 +151,7 @@ class TestAuto:
     def test_the_kind_of_device_alone_is_not_enough(
         self, capsys: Printed, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(
-            machine_arguments, "devices_named", lambda name: Cluster.of(DEVICE, IN_PROCESS)
-        )
+        monkeypatch.setattr(asked, "devices_named", lambda name: Cluster.of(DEVICE, IN_PROCESS))
         assert run("--stages auto") == 2
         assert "--devices 4xtoy" in capsys.readouterr().err
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import gpipe_compiler as gpc
+from gpipe_compiler.cli import asked
 from gpipe_compiler.cli.arguments import compile_parser
-from gpipe_compiler.cli.commands import _options
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.options import Calibration, CompileOptions, LossChoice
@@ -59,7 +59,7 @@ def options_of(file: Path, *words: str) -> CompileOptions:
     arguments = compile_parser().parse_args(
         ["model.py", "--stages", "2", "--devices", "H100", "--calibration", str(file), *words]
     )
-    return _options(arguments, 2)
+    return asked.options_of(arguments, 2)
 
 
 def test_it_is_read_from_a_file(tmp_path: Path) -> None:

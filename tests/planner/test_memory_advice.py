@@ -12,7 +12,7 @@ from torch import nn
 
 import gpipe_compiler as gpc
 from gpipe_compiler.cli.arguments import compile_parser
-from gpipe_compiler.cli.search import schedule_of
+from gpipe_compiler.cli.asked import schedule_of
 from gpipe_compiler.cluster import IN_PROCESS, Cluster, Device
 from gpipe_compiler.compile import silent
 from gpipe_compiler.errors import ExitCode

@@ -24,7 +24,7 @@ from loading import load_package
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpipe_compiler.cli import arguments as machine_arguments
+from gpipe_compiler.cli import asked
 from gpipe_compiler.cli import main as cli
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import Compiled, CompileOptions
@@ -308,7 +308,7 @@ def test_the_command_refuses_and_accepts(tmp_path: Path, monkeypatch: pytest.Mon
     """Exit code 1 with the line, and 0 with the flag."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(machine_arguments, "devices_named", lambda name: CLUSTER)
+    monkeypatch.setattr(asked, "devices_named", lambda name: CLUSTER)
     Path("towers.py").write_text(textwrap.dedent(MODEL))
     words = ["towers.py", "-k", "2", "-m", "4"]
     said = io.StringIO()

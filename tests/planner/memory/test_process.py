@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_compiler.cli import arguments
+from gpipe_compiler.cli import arguments, asked
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.cluster.local import process_bytes
 from gpipe_compiler.compile import trace
@@ -132,7 +132,7 @@ def test_memory_is_that_of_tensors_where_no_process_can_be_meant(
     words: list[str], counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = dataclasses.replace(DEFAULT_HOST, kept_free=BASE)
-    monkeypatch.setattr(arguments, "devices_named", lambda devices: Cluster.of(host, IN_PROCESS))
+    monkeypatch.setattr(asked, "devices_named", lambda devices: Cluster.of(host, IN_PROCESS))
     parsed = arguments.compile_parser().parse_args([*words, "--stages", "2"])
-    (device,) = arguments.cluster_asked(parsed).devices
+    (device,) = asked.cluster_asked(parsed).devices
     assert device.kept_free == (BASE if counted else 0)
