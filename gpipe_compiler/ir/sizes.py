@@ -146,8 +146,9 @@ def _with_dependent(
     if hold(numbers):
         return dict(numbers)
     largest = sum(examples.values())
-    for example in dict.fromkeys(number for name, number in examples.items() if name not in numbers):
-        names = [name for name in examples if examples[name] == example and name not in numbers]
+    others = {name: number for name, number in examples.items() if name not in numbers}
+    for example in dict.fromkeys(others.values()):
+        names = [name for name, number in others.items() if number == example]
         for number in sorted(range(largest), key=lambda number: abs(number - example)):
             tried = {**numbers, **dict.fromkeys(names, number)}
             if hold(tried):
