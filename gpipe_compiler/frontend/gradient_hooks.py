@@ -11,8 +11,8 @@ import ast
 import builtins
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 from unittest import mock
 
 import torch
@@ -97,10 +97,21 @@ class _Handle(RemovableHandle):
         put.graph.erase_node(put)
 
 
-def _put(recorder: Recorder, tensor: torch.Tensor, hook: _Hook) -> fx.Node | None:
+def _put(
+    recorder: Recorder,
+    tensor: torch.Tensor,
+    hook: _Hook,
+    of_module: _Hook | None = None,
+    foreign: Collection[int] = (),
+) -> fx.Node | None:
     """Sends the gradient of a tensor through a hook, wherever the tensor is used; the node that
-    does."""
-    carried, read = _written(recorder, tensor, hook)
+    does.
+
+    Args:
+        of_module: the hook of a module that this one is a part of.
+        foreign: the ids of the gradients of other tensors.
+    """
+    carried, read = _written(recorder, tensor, hook, of_module, foreign)
     if carried is None:
         return None
     current = recorder.tensors.node(tensor)
@@ -125,16 +136,6 @@ def _put(recorder: Recorder, tensor: torch.Tensor, hook: _Hook) -> fx.Node | Non
     return put
 
 
-def _traced(recorder: Recorder, hook: _Hook, gradient: torch.Tensor) -> fx.GraphModule:
-    inner = Recorder(gradients=False)
-    inner.tensors.takes_all = True
-    inner.tensors.input("gradient", gradient)
-    with recorder.paused(), inner:
-        returned = hook(gradient)
-    inner.finish(returned)
-    return fx.GraphModule(inner.tensors.constants, inner.graph)
-
-
 def _takes_gradient(node: fx.Node) -> bool:
     """Whether gradients may come through a node; what it holds of its value does not say."""
     made = node.meta.get("val")
@@ -144,29 +145,33 @@ def _takes_gradient(node: fx.Node) -> bool:
 
 
 def _written(
-    recorder: Recorder, tensor: torch.Tensor, hook: _Hook
+    recorder: Recorder,
+    tensor: torch.Tensor,
+    hook: _Hook,
+    of_module: _Hook | None,
+    foreign: Collection[int],
 ) -> tuple[OwnFunction | None, list[torch.Tensor]]:
     """The function that stands for a hook, and the tensors of the forward pass that it reads; None
     for a hook that changes nothing."""
-    with torch._C.DisableTorchFunction():
-        gradient = torch.empty_like(tensor, requires_grad=False)
-    body = _traced(recorder, hook, gradient)
-    return written_hook(body, gradient, lambda other: recorder.tensors.known(other) is not None)
-
-
-def written_hook(
-    body: fx.GraphModule, gradient: torch.Tensor, known: Callable[[torch.Tensor], bool]
-) -> tuple[OwnFunction | None, list[torch.Tensor]]:
-    """As `_written`, of a hook that was traced for a gradient.
-
-    Args:
-        known: whether a tensor that it reads can be an argument.
-    """
-    (output,) = (node for node in body.graph.nodes if node.op == "output")
-    (returned,) = output.args
-    placeholder = next(node for node in body.graph.nodes if node.op == "placeholder")
+    gradient = _gradient(tensor)
+    inner = Recorder(gradients=False)
+    inner.tensors.takes_all = True
+    placeholder = inner.tensors.input("gradient", gradient)
+    with recorder.paused(), inner:
+        made_of: Any = hook(gradient)
+    inner.finish(made_of)
+    graph, constants = inner.graph, inner.tensors.constants
+    reading = [(node, constants[str(node.target)]) for node in graph.nodes if node.op == "get_attr"]
+    if any(node.users and id(held) in foreign for node, held in reading):
+        raise TraceError(
+            "a backward hook of a module makes the gradient of one tensor of those of others: they "
+            "may be in another stage",
+            location=definition(of_module),
+            hint=_WAY_OUT,
+        )
+    (returned,) = graph.output_node().args
     changes = returned is not None and returned is not placeholder
-    _refuse_writes(body, changes=changes)
+    _refuse_writes(graph, changes=changes)
     if not changes:
         return None, []
     made = returned.meta["val"] if isinstance(returned, fx.Node) else None
@@ -177,30 +182,29 @@ def written_hook(
             hint=_WAY_OUT,
         )
     read: dict[int, tuple[torch.Tensor, fx.Node]] = {}
-    for node in [node for node in body.graph.nodes if node.op == "get_attr"]:
-        tensor = getattr(body, str(node.target))
-        if not known(tensor):
+    for node, held in reading:
+        if recorder.tensors.known(held) is None:
             continue
-        if id(tensor) not in read:
-            with body.graph.inserting_after(placeholder):
-                read[id(tensor)] = tensor, body.graph.placeholder(f"read_{len(read)}")
-            read[id(tensor)][1].meta["val"] = tensor
-        node.replace_all_uses_with(read[id(tensor)][1])
-        body.graph.erase_node(node)
+        if id(held) not in read:
+            with graph.inserting_after(placeholder):
+                read[id(held)] = held, graph.placeholder(f"read_{len(read)}")
+            read[id(held)][1].meta["val"] = held
+        node.replace_all_uses_with(read[id(held)][1])
+        graph.erase_node(node)
     # Placeholders are put right after the gradient, so that the last one comes first.
-    text = file_text(function_text("hook", body), _CLASS)
-    return function_of_text("Hooked", text), [tensor for tensor, _ in reversed(read.values())]
+    carried = function_of_text("Hooked", _file_text(graph))
+    return carried, [held for held, _ in reversed(read.values())]
 
 
-def _refuse_writes(body: fx.GraphModule, *, changes: bool) -> None:
+def _refuse_writes(graph: fx.Graph, *, changes: bool) -> None:
     """Refuses what a hook writes to tensors of the model, or to a gradient without a new one.
 
     Args:
         changes: whether it returns a gradient that it has made.
     """
-    held = [node for node in body.graph.nodes if node.op in ("get_attr", "placeholder")]
+    held = [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]
     of_memory = {node.meta["val"].untyped_storage()._cdata: node for node in reversed(held)}
-    for node in body.graph.nodes:
+    for node in graph.nodes:
         memory = (tensor.untyped_storage()._cdata for tensor in node.meta.get(WRITES, ()))
         written = next((of_memory[item] for item in memory if item in of_memory), None)
         if written is None:
@@ -240,7 +244,7 @@ class _ModuleHooks:
         for hook in self._pre_hooks:
             self._each(recorder, after, results, hook)
         if self._given:
-            got = tuple(_gradient(item) for item in results)
+            got = tuple(_gradient(item) if _is_followed(item) else None for item in results)
             for hook in self._hooks:
                 self._each(recorder, self._given, self._inputs, hook, got)
         return views if isinstance(result, tuple) else views[0]
@@ -260,7 +264,7 @@ class _ModuleHooks:
             others: gradients that the hook is given besides.
         """
         wanted = [place for place, item in enumerate(places) if _is_followed(item)]
-        gradients = [_gradient(item) for item in places]
+        gradients = [_gradient(item) if _is_followed(item) else None for item in places]
         for own, tensor in zip(wanted, tensors, strict=True):
 
             def alone(gradient: torch.Tensor) -> Any:
@@ -270,35 +274,15 @@ class _ModuleHooks:
 
             foreign = {id(g) for i, g in enumerate(gradients) if i != own}
             foreign.update(id(other) for got in others for other in got)
-            _refuse_foreign(recorder, tensor, alone, foreign, hook)
-            _put(recorder, tensor, alone)
+            _put(recorder, tensor, alone, hook, foreign)
 
 
-def _refuse_foreign(
-    recorder: Recorder, tensor: torch.Tensor, alone: _Hook, foreign: set[int], hook: _Hook
-) -> None:
-    """Refuses a hook of a module that makes one gradient of others."""
-    with torch._C.DisableTorchFunction():
-        gradient = torch.empty_like(tensor, requires_grad=False)
-    body = _traced(recorder, alone, gradient)
-    read = (n for n in body.graph.nodes if n.op == "get_attr" and n.users)
-    if any(id(getattr(body, str(node.target))) in foreign for node in read):
-        raise TraceError(
-            "a backward hook of a module makes the gradient of one tensor of those of others: they "
-            "may be in another stage",
-            location=definition(hook),
-            hint=_WAY_OUT,
-        )
-
-
-def _is_followed(item: object) -> bool:
+def _is_followed(item: object) -> TypeGuard[torch.Tensor]:
     return isinstance(item, torch.Tensor) and item.requires_grad
 
 
-def _gradient(item: object) -> torch.Tensor | None:
-    """One without numbers, for a tensor that has one."""
-    if not isinstance(item, torch.Tensor) or not item.requires_grad:
-        return None
+def _gradient(item: torch.Tensor) -> torch.Tensor:
+    """One without numbers."""
     with torch._C.DisableTorchFunction():
         return torch.empty_like(item, requires_grad=False)
 
@@ -308,7 +292,7 @@ def _views(items: Any) -> tuple[list[torch.Tensor], Any]:
     made: list[torch.Tensor] = []
 
     def view(item: object) -> object:
-        if not isinstance(item, torch.Tensor) or not item.requires_grad:
+        if not _is_followed(item):
             return item
         made.append(item.view_as(item))
         return made[-1]
@@ -328,32 +312,22 @@ _IMPORTS: Mapping[str, str] = {
 """What the text of a traced graph may name, and how it is imported."""
 
 
-def file_text(*parts: str) -> str:
-    """A file that makes some functions and classes, with what they import."""
-    text = "\n\n".join(parts)
-    names = {part.id for part in ast.walk(ast.parse(text)) if isinstance(part, ast.Name)}
-    imports = [statement for name, statement in _IMPORTS.items() if name in names]
-    return "\n".join((*imports, "", "", text))
-
-
-def function_text(name: str, module: fx.GraphModule) -> str:
-    """A function that computes what a graph without state does, of its placeholders in order.
+def _file_text(graph: fx.Graph) -> str:
+    """A file that makes the function of a hook, with what it imports.
 
     Raises:
-        TraceError: where it draws random numbers, holds tensors of its own, or calls what a package
-            cannot name.
+        TraceError: where the hook draws random numbers, holds tensors of its own, or calls what a
+            package cannot name.
     """
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         if node.op == "get_attr":
             raise _unwritable(node, "it reads a tensor that it makes while it is traced")
         if node.op == "call_function" and may_draw(node.target):
             raise _unwritable(node, "it draws random numbers")
-    _follow_devices(module.graph)
-    for node in module.graph.nodes:
-        node.type = None
-    written = module.graph.python_code("self").src
+    _follow_devices(graph)
+    written = graph.python_code("self").src
     (function,) = (part for part in ast.parse(written).body if isinstance(part, ast.FunctionDef))
-    function.name, function.returns = name, None
+    function.name, function.returns = "hook", None
     del function.args.args[0]
     local = {argument.arg for argument in function.args.args}
     names = [part for part in ast.walk(function) if isinstance(part, ast.Name)]
@@ -363,7 +337,10 @@ def function_text(name: str, module: fx.GraphModule) -> str:
     ):
         raise TraceError(f"a hook on a gradient uses {used}, which a package cannot import")
     function.body = [statement for statement in function.body if not _releases(statement)]
-    return ast.unparse(function) + "\n"
+    text = f"{ast.unparse(function)}\n\n\n{_CLASS}"
+    named = {part.id for part in ast.walk(ast.parse(text)) if isinstance(part, ast.Name)}
+    imports = [statement for name, statement in _IMPORTS.items() if name in named]
+    return "\n".join((*imports, "", "", text))
 
 
 def _releases(statement: ast.stmt) -> bool:
