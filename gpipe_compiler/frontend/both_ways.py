@@ -17,13 +17,12 @@ from torch import fx
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES, decided
-from gpipe_compiler.frontend.position import LAYER, REGIONS
+from gpipe_compiler.frontend.position import GIVEN, LAYER, REGIONS, asks_input
 from gpipe_compiler.frontend.recorder import Recorder
+from gpipe_compiler.frontend.state import same_constant
 from gpipe_compiler.ir.left_out import unless
 from gpipe_compiler.ir.symbolic import same_shape
 from gpipe_compiler.runtime.core.random import may_draw
-
-_GIVEN = ("placeholder", "get_attr")
 
 
 def decided_by_draws(where: SourceLocation | None, more: str = "") -> TraceError:
@@ -117,7 +116,7 @@ class _Program:
     @classmethod
     def of(cls, recorder: Recorder) -> _Program:
         every = list(recorder.graph.nodes)
-        nodes = [node for node in every if node.op not in _GIVEN and not _is_size(node)]
+        nodes = [node for node in every if node.op not in GIVEN and not asks_input(node)]
         places = {node: place for place, node in enumerate(nodes)}
         given: dict[Hashable, fx.Node] = {
             ("input", node.target): node for node in every if node.op == "placeholder"
@@ -135,19 +134,13 @@ class _Program:
             return self.places[node]
         if node.op == "placeholder":
             return "input", node.target
-        if _is_size(node):
+        if asks_input(node):
             return "size", node.args[0].target, node.args[1]  # type: ignore[union-attr]  # a node
         return "state", node.target
 
     def at(self, key: Hashable) -> fx.Node | None:
         """The node that makes a value; None for what is there before, and no input."""
         return self.nodes[key] if isinstance(key, int) else self.given.get(key)
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Whether it asks an input for its size, which is recorded once, at the start."""
-    asked = node.args[0] if node.target == "size" and len(node.args) == 2 else None
-    return isinstance(asked, fx.Node) and asked.op == "placeholder"
 
 
 def _span(program: _Program, other: _Program, number: int) -> _Layer:
@@ -224,7 +217,7 @@ class _Comparison:
         if one.op == same.op == "get_attr":
             mine, theirs = self._constant(self.program, one), self._constant(self.other, same)
             if mine is not None and theirs is not None:
-                return mine is theirs or _same_numbers(mine, theirs)
+                return same_constant(mine, theirs)
         return wanted == found
 
     def _constant(self, program: _Program, node: fx.Node) -> torch.Tensor | None:
@@ -247,11 +240,6 @@ def _form(value: object) -> object:
     return str(value)
 
 
-def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and (one.is_meta or other.is_meta or torch.equal(one, other))
-
-
 def _refuse_effects(entry: Entry, program: _Program, layer: _Layer) -> None:
     """Raises a TraceError where a layer does more than make what is read of it."""
     if layer.marker.meta[REGIONS]:  # of the random ops there it is not known which are the layer's
@@ -261,7 +249,7 @@ def _refuse_effects(entry: Entry, program: _Program, layer: _Layer) -> None:
         memory
         for node in program.recorder.graph.nodes
         for memory in _memory(node)
-        if node.op in _GIVEN
+        if node.op in GIVEN
     )
     for node in program.nodes[layer.start : layer.end]:
         written = {tensor.untyped_storage()._cdata for tensor in node.meta.get(WRITES, ())}

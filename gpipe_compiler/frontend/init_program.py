@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.frontend.init_trace import EMPTY, FILLS, InitOp, InitTrace, Operand, operands_in
+from gpipe_compiler.frontend.init_trace import EMPTY, FILLS, InitOp, Operand, operands_in
 from gpipe_compiler.runtime.spec import Steps
 
 MOST_STEPS = 200
@@ -31,6 +31,9 @@ _COPIES = frozenset(
 _CASTABLE = frozenset({"zero_", "fill_", "normal_", "uniform_", "trunc_normal_"})
 """Steps that do in another type what they do in the one they were done in, up to rounding."""
 
+_BY_SHAPE = frozenset({"orthogonal_", "sparse_", "dirac_", "eye_"})
+"""Steps that do something else in a tensor of another shape."""
+
 UNKNOWN: Steps = (("unknown",),)
 """The steps of a tensor that the model's code fills in a way that cannot be written down."""
 
@@ -43,9 +46,9 @@ class _UntouchedError(Exception):
     """Nobody has written to the tensor."""
 
 
-def init_programs(trace: InitTrace, targets: Mapping[str, Operand]) -> dict[str, Steps]:
+def init_programs(events: Iterable[InitOp], targets: Mapping[str, Operand]) -> dict[str, Steps]:
     """The steps of each tensor, by name; () where it is memory that nobody wrote to."""
-    history = _History(trace)
+    history = _History(events)
     drawn: dict[int, tuple[str, int]] = {}
     found: dict[str, Steps] = {}
     for name, target in targets.items():
@@ -68,7 +71,7 @@ def _tidied(events: Iterable[InitOp]) -> Iterator[InitOp]:
     numbers: dict[int, Any] = {}
     for event in events:
         if event.op == "scalar_tensor":
-            numbers[event.created[0].operand.storage] = event.args[0]
+            numbers[event.created[0].storage] = event.args[0]
         if event.op == "copy_" and len(event.args) > 1:
             target, source = event.args[:2]
             if target == source:
@@ -83,16 +86,16 @@ def _tidied(events: Iterable[InitOp]) -> Iterator[InitOp]:
 class _History:
     """Who wrote to which storage."""
 
-    def __init__(self, trace: InitTrace) -> None:
-        self.events = list(_tidied(trace.events))
+    def __init__(self, events: Iterable[InitOp]) -> None:
+        self.events = list(_tidied(events))
         self.writers: dict[int, list[int]] = {}
         self.birth: dict[int, Operand] = {}
         for number, event in enumerate(self.events):
-            storages = {made.operand.storage for made in event.created} | set(event.written)
+            storages = {made.storage for made in event.created.values()} | set(event.written)
             for storage in storages:
                 self.writers.setdefault(storage, []).append(number)
-            for made in event.created:
-                self.birth.setdefault(made.operand.storage, made.operand)
+            for made in event.created.values():
+                self.birth.setdefault(made.storage, made)
 
     def steps(self, target: Operand, before: int) -> tuple[Steps, tuple[int, ...]]:
         """The steps of a tensor as it was before an event, and the events that draw numbers.
@@ -142,7 +145,7 @@ class _History:
             if len(found) > 4 * MOST_STEPS:
                 raise _UnknownError
             event = self.events[number]
-            made = {item.operand.storage for item in event.created}
+            made = {item.storage for item in event.created.values()}
             for storage in event.read - made:
                 want(storage, number)
             for storage in wanted[number]:
@@ -163,7 +166,7 @@ class _History:
         if len(operands) != 1 + in_place or not all(item.whole for item in operands):
             return None
         source = operands[-1]
-        made = operands[0] if in_place else event.created[0].operand
+        made = operands[0] if in_place else next(iter(event.created.values()))
         if (made.size, made.size) != (target.size, source.size) or not target.whole:
             return None
         steps, random = self.steps(source, number)
@@ -181,7 +184,7 @@ def _simple(target: Operand, events: Iterable[InitOp]) -> Steps | None:
         if event.op in EMPTY:
             continue
         if event.op in FILLS:
-            if not (len(event.created) == 1 and event.created[0].operand.whole and target.whole):
+            if not all(made.whole for made in (*event.created.values(), target)):
                 return None
             method = FILLS[event.op]
             value: tuple[Any, ...] = ()
@@ -199,7 +202,8 @@ def _simple(target: Operand, events: Iterable[InitOp]) -> Steps | None:
         ):
             return None
         step = _completed(event.op, arguments, target.dtype)
-        if receiver.shown == target.shown or (_pointwise(event) and _both_whole(receiver, target)):
+        whole = receiver.whole and target.whole and receiver.dtype == target.dtype
+        if receiver.shown == target.shown or (whole and event.op not in _BY_SHAPE):
             steps.append(step)
             continue
         index = _index(receiver, target)
@@ -219,14 +223,6 @@ def _completed(op: str, arguments: Sequence[Any], dtype: torch.dtype) -> tuple[A
         return (op, bool(arguments[0]) if dtype == torch.bool else arguments[0])
     defaults = _DEFAULTS.get(op, ())
     return (op, *arguments, *defaults[len(arguments) :])
-
-
-def _pointwise(event: InitOp) -> bool:
-    return event.op not in ("orthogonal_", "sparse_", "dirac_", "eye_")
-
-
-def _both_whole(one: Operand, other: Operand) -> bool:
-    return one.whole and other.whole and one.dtype == other.dtype
 
 
 def _index(part: Operand, whole: Operand) -> tuple[Any, ...] | None:
@@ -277,10 +273,8 @@ class _Writer:
 
     def _event(self, event: InitOp) -> None:
         if event.op == "tensor":
-            self.base[event.created[0].operand.storage] = (
-                self._step((event.op, *event.args)),
-                event.created[0].operand,
-            )
+            made = event.created[0]
+            self.base[made.storage] = self._step((event.op, *event.args)), made
             return
         if event.reads_nothing:
             self._allocate(event)
@@ -288,13 +282,13 @@ class _Writer:
         arguments = [self._argument(argument) for argument in event.args]
         options = [(f"{key}=", self._argument(value)) for key, value in event.options]
         result = self._step((event.op, *arguments, *options))
-        for made in event.created:
-            name = f"{result}.{made.place}" if event.several else result
-            self.base[made.operand.storage] = (name, made.operand)
+        for place, made in event.created.items():
+            name = f"{result}.{place}" if event.several else result
+            self.base[made.storage] = name, made
 
     def _allocate(self, event: InitOp) -> None:
         """New memory, by size; what its op took as a pattern is not needed."""
-        operand = event.created[0].operand
+        operand = event.created[0]
         name = self._memory(operand)
         if event.op in FILLS:
             steps = _simple(operand, [event])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -67,25 +67,18 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Creation:
-    """A new tensor, and which of an op's results it is."""
-
-    place: int
-    operand: Operand
-
-
-@dataclass(frozen=True, slots=True)
 class InitOp:
     """An op; tensors among its arguments are operands, or literals where they were real.
 
     Attributes:
+        created: the new tensors, by which of its results they are.
         understood: False where it cannot be written as a step.
     """
 
     op: str
     args: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...]
-    created: tuple[Creation, ...]
+    created: Mapping[int, Operand]
     written: tuple[int, ...]
     several: bool
     random: bool
@@ -112,26 +105,6 @@ class InitOp:
         if self.op not in _WHOLE or not self.args or not isinstance(self.args[0], Operand):
             return None
         return self.args[0].storage if self.args[0].whole else None
-
-
-@dataclass
-class InitTrace:
-    """All events, in order."""
-
-    events: list[InitOp] = field(default_factory=list)
-
-    def fill(self, op: str, operand: Operand, arguments: tuple[Any, ...], *, random: bool) -> None:
-        """Note a method that fills a tensor."""
-        args = (operand, *arguments)
-        self.events.append(InitOp(op, args, (), (), (operand.storage,), False, random, True))
-
-    def create(self, literal: tuple[Any, ...] | None, operand: Operand) -> None:
-        """Note a tensor made from data; None for data that is not written down."""
-        args = () if literal is None else literal[1:]
-        made = (Creation(0, operand),)
-        self.events.append(
-            InitOp("tensor", args, (), made, (operand.storage,), False, False, literal is not None)
-        )
 
 
 def operands_in(tree: Any) -> Iterator[Operand]:

@@ -8,7 +8,6 @@ ops compute from others takes the ops that it needs along.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.init_program import UNKNOWN, init_programs
-from gpipe_compiler.frontend.init_trace import Creation, InitOp, InitTrace, Operand
+from gpipe_compiler.frontend.init_trace import InitOp, Operand
+from gpipe_compiler.frontend.state import copied_model
 from gpipe_compiler.runtime.spec import Steps
 
 _LITERAL_ELEMENTS = 1024
@@ -45,10 +45,11 @@ class Recording:
     """What was written to tensors on meta.
 
     Attributes:
+        events: in order.
         owners: the storages by number, kept so that no other storage takes their address.
     """
 
-    trace: InitTrace = field(default_factory=InitTrace)
+    events: list[InitOp] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
     owners: list[torch.UntypedStorage] = field(default_factory=list)
 
@@ -71,7 +72,18 @@ class Recording:
     def steps_of(self, model: nn.Module) -> dict[str, Steps]:
         """The steps of every tensor of the model on meta, by name; () where they are not known."""
         targets = {name: self.operand(tensor) for name, tensor in tensors_of_model(model)}
-        return init_programs(self.trace, targets)
+        return init_programs(self.events, targets)
+
+    def fill(self, op: str, operand: Operand, arguments: tuple[Any, ...], *, random: bool) -> None:
+        """Notes a method that fills a tensor."""
+        args = (operand, *arguments)
+        self.events.append(InitOp(op, args, (), {}, (operand.storage,), False, random, True))
+
+    def create(self, literal: tuple[Any, ...] | None, operand: Operand) -> None:
+        """Notes a tensor made from data; None for data that is not written down."""
+        args, known = (() if literal is None else literal[1:]), literal is not None
+        storages = (operand.storage,)
+        self.events.append(InitOp("tensor", args, (), {0: operand}, storages, False, False, known))
 
 
 def on_meta_throughout(
@@ -93,7 +105,7 @@ def on_meta_throughout(
         memo[id(tensor)] = nn.Parameter(bare, requires_grad=flag) if is_parameter else bare
         literal = _literal(tensor)
         steps[name] = UNKNOWN if literal is None else (literal, ("copy_", "self", "%0"))
-    return copy.deepcopy(model, memo), steps
+    return copied_model(model, memo), steps
 
 
 def tensors_of_model(model: nn.Module, *, meta: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,11 +193,11 @@ class _Functions(TorchFunctionMode):
         known = _NO_OP_ON_META.get(frame.f_code.co_name)
         operand = self.recording.operand(tensor)
         if known is None:  # another version of torch: what it would have filled in is not known
-            self.recording.trace.create(None, operand)
+            self.recording.create(None, operand)
             return
         op, names = known
         arguments = tuple(frame.f_locals[name] for name in names)
-        self.recording.trace.fill(op, operand, arguments, random=True)
+        self.recording.fill(op, operand, arguments, random=True)
 
     def _data(self, result: torch.Tensor, args: Any, kwargs: Mapping[str, Any]) -> None:
         data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
@@ -193,7 +205,7 @@ class _Functions(TorchFunctionMode):
             return
         with torch._C.DisableTorchFunction(), _no_modes():
             real = torch.as_tensor(data, dtype=result.dtype, device="cpu")
-        self.recording.trace.create(_literal(real), self.recording.operand(result))
+        self.recording.create(_literal(real), self.recording.operand(result))
 
 
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]  # a descriptor of C
@@ -225,12 +237,12 @@ class _Ops(PlainDispatchMode):
         self, func: Any, args: Any, kwargs: Mapping[str, Any], outputs: Any, known: frozenset[int]
     ) -> None:
         record, schema = self.recording, func._schema
-        made = [
-            (place, record.operand(item))
+        made = {
+            place: record.operand(item)
             for place, item in enumerate(outputs)
             if isinstance(item, torch.Tensor) and item.is_meta
-        ]
-        created = tuple((place, item) for place, item in made if item.storage not in known)
+        }
+        created = {place: item for place, item in made.items() if item.storage not in known}
         written = tuple(
             record.operand(value).storage
             for value, argument in zip(args, schema.arguments, strict=False)
@@ -238,7 +250,7 @@ class _Ops(PlainDispatchMode):
         )
         out = kwargs.get("out")
         if isinstance(out, torch.Tensor) and func.overloadpacket is torch.ops.aten.eye:
-            record.trace.fill("eye_", record.operand(out), (), random=False)
+            record.fill("eye_", record.operand(out), (), random=False)
             return
         if not created and not written and out is None:
             return  # a view
@@ -247,17 +259,17 @@ class _Ops(PlainDispatchMode):
         }
         dtypes = [item.name for item in schema.arguments if item.name == "dtype"]
         if dtypes and created and not any(isinstance(arg, torch.Tensor) for arg in args):
-            options["dtype"] = created[0][1].dtype
+            options["dtype"] = next(iter(created.values())).dtype
         understood = (
             func.namespace == "aten" and out is None and func._schema.is_mutable == bool(written)
         )
         arguments, odd = self._arguments((tuple(args), options))
-        record.trace.events.append(
+        record.events.append(
             InitOp(
                 op=func.overloadpacket.__name__,
                 args=arguments[0],
                 options=tuple(sorted(arguments[1].items())),
-                created=tuple(Creation(place, item) for place, item in created),
+                created=created,
                 written=written,
                 several=len(outputs) > 1,
                 random=torch.Tag.nondeterministic_seeded in func.tags,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 from torch import nn
 
-from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.frontend.initial import tensors_of_model
 from gpipe_compiler.frontend.signature import read_signature
+from gpipe_compiler.frontend.state import copied_model
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.core.replay import replay, seed_of
 
@@ -64,15 +64,11 @@ def materialised(subject: Subject, seed: int) -> Subject:
         TraceError: when Python cannot copy the model.
     """
     model = subject.model
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     with torch.random.fork_rng():
         for name, tensor in tensors_of_model(model):
             memo[id(tensor)] = _filled(tensor, name, subject, seed)
-    try:
-        made = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
-        raise TraceError(f"the model cannot be copied: {error}") from error
-    return dataclasses.replace(with_real_example(subject), model=made)
+    return dataclasses.replace(with_real_example(subject), model=copied_model(model, memo))
 
 
 def _filled(tensor: torch.Tensor, name: str, subject: Subject, seed: int) -> torch.Tensor:

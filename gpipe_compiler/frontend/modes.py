@@ -12,7 +12,7 @@ import inspect
 import itertools
 import operator
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from gpipe_compiler.errors import Notice
 from gpipe_compiler.frontend.alignment import aligned, always_contiguous, passed
 from gpipe_compiler.frontend.naming import UniqueNames
+from gpipe_compiler.frontend.state import same_constant
 from gpipe_compiler.ir import (
     Argument,
     ByMode,
@@ -223,7 +224,7 @@ class _Merging:
         state, tensors = self._train.state, self._train.tensors
         for name, theirs in self._evaluation.state.items():
             merged = name
-            if name in state and not _same_tensor(tensors[name], self._evaluation.tensors[name]):
+            if name in state and not same_constant(tensors[name], self._evaluation.tensors[name]):
                 number = 1
                 while (merged := f"{name}_{number}") in state or merged in self._evaluation.state:
                     number += 1
@@ -237,7 +238,7 @@ class _Merging:
         """What the merged graph returns: a value for every tensor that eval mode returns."""
         train, theirs = _with_objects(train, self._ours(evaluation))
         if _structure(train) == _structure(theirs):
-            return self._zip_outputs(train, theirs)
+            return combine(train, theirs, self._one_output)
         self.different = True
         self.left_out = self._left_out(train, theirs)
         problem = (
@@ -258,14 +259,10 @@ class _Merging:
         told = (names and listed(names)) or (f"which is without {listed(more)}" if more else "")
         return f"{told or 'another structure'}{where}"
 
-    def _zip_outputs(self, ours: Argument, theirs: Argument) -> Argument:
+    def _one_output(self, ours: Argument, theirs: Argument) -> Argument:
+        """What is returned in both modes in the place of what each returns."""
         if isinstance(ours, Ref) and isinstance(theirs, Ref):
             return self.one_value(ours, theirs, "output", renamed=True)
-        if isinstance(ours, tuple | list) and isinstance(theirs, tuple | list):
-            items = [self._zip_outputs(a, b) for a, b in zip(ours, theirs, strict=True)]
-            return items if isinstance(ours, list) else tuple(items)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            return {key: self._zip_outputs(item, theirs[key]) for key, item in ours.items()}
         return ours
 
     def one_value(self, ours: Ref, theirs: Ref, wish: str, *, renamed: bool = False) -> Ref:
@@ -309,18 +306,30 @@ def _with_objects(train: Argument, evaluation: Argument) -> tuple[Argument, Argu
     return train, evaluation
 
 
-def combine(train: Argument, evaluation: Argument) -> Argument:
-    """An argument for both modes, a `ByMode` at every leaf that differs."""
+def _choice(train: Argument, evaluation: Argument) -> Argument:
+    return train if _identical(train, evaluation) else ByMode(train, evaluation)
+
+
+def combine(
+    train: Argument,
+    evaluation: Argument,
+    join: Callable[[Argument, Argument], Argument] = _choice,
+) -> Argument:
+    """An argument for both modes, by default a `ByMode` at every leaf that differs.
+
+    Args:
+        join: makes one of two leaves, or of containers that are no pair.
+    """
     if type(train) is type(evaluation):
         if isinstance(train, tuple | list) and len(train) == len(evaluation):
-            items = [combine(a, b) for a, b in zip(train, evaluation, strict=True)]
+            items = [combine(a, b, join) for a, b in zip(train, evaluation, strict=True)]
             return items if isinstance(train, list) else tuple(items)
         if isinstance(train, dict) and train.keys() == evaluation.keys():
-            return {key: combine(item, evaluation[key]) for key, item in train.items()}
+            return {key: combine(item, evaluation[key], join) for key, item in train.items()}
         if isinstance(train, slice):
             parts = [(getattr(train, a), getattr(evaluation, a)) for a in ("start", "stop", "step")]
-            return slice(*(combine(a, b) for a, b in parts))
-    return train if _identical(train, evaluation) else ByMode(train, evaluation)
+            return slice(*(combine(a, b, join) for a, b in parts))
+    return join(train, evaluation)
 
 
 def _identical(one: Argument, other: Argument) -> bool:
@@ -335,15 +344,6 @@ def _all_names(graph: Graph) -> Iterator[str]:
         yield from {op.name, *op.outputs}
         if isinstance(op.call, RegionCall):
             yield from op.call.body.inputs
-
-
-def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two constants are equal; on meta, whether they look so."""
-    if one is other:
-        return True
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return one.is_meta or other.is_meta or torch.equal(one, other)
 
 
 def _structure(outputs: Argument) -> str:

@@ -128,25 +128,30 @@ class Position:
     @contextlib.contextmanager
     def at_the_start(self) -> Iterator[None]:
         """Nodes that are made inside stand before all others, in no module."""
-        regions, modules = self._regions, self._modules
-        self._regions, self._modules = (), []
-        first = next((n for n in self._graph.nodes if n.op not in _GIVEN and not _is_size(n)), None)
+        modules, self._modules = self._modules, []
+        first = next(
+            (n for n in self._graph.nodes if n.op not in GIVEN and not asks_input(n)), None
+        )
         try:
-            with contextlib.nullcontext() if first is None else self._graph.inserting_before(first):
+            with self._before(first):
                 yield
         finally:
-            self._regions, self._modules = regions, modules
+            self._modules = modules
 
     @contextlib.contextmanager
     def outside_of_regions(self) -> Iterator[None]:
         """Nodes that are made inside stand before the outermost region that is open."""
+        outermost, first = self._regions[:1], None
+        if outermost:
+            nodes = self._graph.nodes
+            first = next((n for n in nodes if n.meta.get(REGIONS, ())[:1] == outermost), None)
+        with self._before(first):
+            yield
+
+    @contextlib.contextmanager
+    def _before(self, first: fx.Node | None) -> Iterator[None]:
+        """Nodes that are made inside stand in no region, before one that is given."""
         regions, self._regions = self._regions, ()
-        first = None
-        if regions:
-            of_region = (
-                node for node in self._graph.nodes if node.meta.get(REGIONS, ())[:1] == regions[:1]
-            )
-            first = next(of_region, None)
         try:
             with contextlib.nullcontext() if first is None else self._graph.inserting_before(first):
                 yield
@@ -154,12 +159,10 @@ class Position:
             self._regions = regions
 
 
-_GIVEN = ("placeholder", "get_attr")
+GIVEN = ("placeholder", "get_attr")
 
 
-def _is_size(node: fx.Node) -> bool:
-    return (
-        node.target == "size"
-        and isinstance(node.args[0], fx.Node)
-        and (node.args[0].op == "placeholder")
-    )
+def asks_input(node: fx.Node) -> bool:
+    """Whether a node asks an input for its size, which is recorded once, at the start."""
+    asked = node.args[0] if node.target == "size" and len(node.args) == 2 else None
+    return isinstance(asked, fx.Node) and asked.op == "placeholder"

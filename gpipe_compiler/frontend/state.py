@@ -110,23 +110,44 @@ def isolated(model: nn.Module, *, share_parameters: bool = False) -> nn.Module:
     Raises:
         TraceError: when Python cannot copy the model.
     """
-    memo: dict[int, object] = {}
+    memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = parameter if share_parameters else _clone(parameter)
     for module in model.modules():
         for value in (*vars(module).values(), *module._buffers.values()):
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 memo[id(value)] = _clone(value)
+    copied = copied_model(model, memo)
+    rebind(copied, memo)
+    return copied
+
+
+def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of a model that holds other tensors.
+
+    Args:
+        memo: these, by the identities of its own.
+
+    Raises:
+        TraceError: when Python cannot copy the model.
+    """
     try:
-        copied = copy.deepcopy(model, memo)
+        return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise TraceError(
             f"the model cannot be copied: {error}",
             hint="tracing works on a copy, so that the model stays as it is: "
             "give the module that holds the object a __deepcopy__, or create the object in forward",
         ) from error
-    rebind(copied, memo)
-    return copied
+
+
+def same_constant(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two constants are equal; on meta, whether they look so."""
+    if one is other:
+        return True
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one.is_meta or other.is_meta or torch.equal(one, other)
 
 
 def put_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
