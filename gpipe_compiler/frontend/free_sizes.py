@@ -214,19 +214,18 @@ def _fix_others(
                 environment._set_replacement(symbol, sympy.Integer(numbers[symbol]), "fixed")
 
 
-def write_fixed(graphs: Iterable[fx.Graph]) -> None:
+def write_fixed(graph: fx.Graph) -> None:
     """Writes the numbers of a trace that follow from fixed sizes as what they are."""
-    for graph in graphs:
-        for node in reversed(graph.nodes):
-            number = _number_of(node.meta.get("val"))
-            if number is None or node.op == "placeholder":
-                continue
-            for user in list(node.users):
-                if not isinstance(user.target, torch._ops.HigherOrderOperator):
-                    user.args = fx.node.map_arg(user.args, _written(node, number))
-                    user.kwargs = fx.node.map_arg(user.kwargs, _written(node, number))
-            if not node.users:
-                graph.erase_node(node)
+    for node in reversed(graph.nodes):
+        number = _number_of(node.meta.get("val"))
+        if number is None or node.op == "placeholder":
+            continue
+        for user in list(node.users):
+            if not isinstance(user.target, torch._ops.HigherOrderOperator):
+                user.args = fx.node.map_arg(user.args, _written(node, number))
+                user.kwargs = fx.node.map_arg(user.kwargs, _written(node, number))
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _written(node: fx.Node, number: complex) -> Callable[[fx.Node], Any]:
@@ -334,11 +333,7 @@ def _inputs(
                 continue
             with contextlib.suppress(InexpressibleError):
                 found = dim_of(shapes[source.name][dim], symbols)
-                if BATCH not in _sizes(found):
+                if isinstance(found, int) or BATCH not in found.sizes():
                     shape[dim], kept[place] = found, places[place]
         inputs.append(dataclasses.replace(source, shape=tuple(shape)))
     return tuple(inputs), kept
-
-
-def _sizes(dim: Dim) -> Iterable[Size]:
-    return () if isinstance(dim, int) else dim.sizes()

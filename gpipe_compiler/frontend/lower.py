@@ -1,7 +1,8 @@
 """From a torch.fx graph to a Graph.
 
 The fx graph is that of an `Entry`: placeholders in the order of the signature's inputs, and one
-output, the list that `Entry.forward` returns. Nodes carry what a `Recorder` notes of them.
+output, the list that `Entry.forward` returns. Nodes carry what a `Recorder` notes of them. No tuple
+is a value of a Graph: what a call returns is bound by unpacking.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import fx, nn
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.modules import rebuild
+from gpipe_compiler.frontend.naming import rename
 from gpipe_compiler.frontend.position import CHECKPOINT, LAYER, REGIONS, local_path
-from gpipe_compiler.frontend.simplify_graph import simplify_graph
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.ir import (
     Argument,
@@ -37,24 +38,26 @@ from gpipe_compiler.ir import (
     Ref,
     RegionBody,
     RegionCall,
+    Result,
     State,
     StateKind,
     StateRef,
 )
+from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
 
 
-def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
+def lower(graph: fx.Graph, constants: Mapping[str, torch.Tensor], entry: Entry) -> Graph:
     """The Graph that a torch.fx graph of an entry stands for.
 
     Args:
-        root: where the graph's `get_attr` targets are found; what is missing there is looked up in
-            the entry, and so are the targets of `call_module`.
+        constants: by the targets of `get_attr`; the others are attributes of the entry, as are the
+            targets of `call_module`.
 
     Raises:
         TraceError: for a node that no Graph can hold.
     """
-    lowering = _Lowering(root, entry)
+    lowering = _Lowering(constants, entry)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     for node, source in zip(placeholders, entry.signature.inputs, strict=True):
         lowering.arguments[node] = Ref(source.name)
@@ -73,11 +76,12 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         # How losses combine matters in training only.
         reduction = entry.reduction if entry.training else Reduction.MEAN
         loss = Loss(first.name, reduction, returned=entry.returns_loss)
+    outputs = entry.outputs(leaves)
     raw = Graph(
         name=entry.name,
         inputs=entry.signature.inputs,
-        ops=tuple(ops),
-        outputs=entry.outputs(leaves),
+        ops=_bound(ops, (outputs, loss and Ref(loss.value))),
+        outputs=outputs,
         classes=entry.known.classes,
         state={**entry.states.states, **lowering.constants},
         modules=lowering.modules,
@@ -86,7 +90,7 @@ def lower(graph: fx.Graph, root: nn.Module, entry: Entry) -> Graph:
         tensors={**entry.states.tensors, **lowering.constant_tensors},
         example=dict(entry.signature.named()),
     )
-    return check(simplify_graph(raw), after="the frontend")
+    return check(rename(raw), after="the frontend")
 
 
 def _copied(state: StateRef) -> Op:
@@ -95,11 +99,56 @@ def _copied(state: StateRef) -> Op:
     return Op(own, MethodCall("clone", (state,)), own)
 
 
+def _bound(ops: Sequence[Op], ends: Argument) -> tuple[Op, ...]:
+    """The ops, with names for those results alone that are read."""
+    needed = set(value_names(ends))
+    bound: list[Op] = []
+    for op in reversed(ops):
+        call = op.call
+        if isinstance(call, RegionCall):
+            body = dataclasses.replace(call.body, ops=_bound(call.body.ops, call.body.outputs))
+            call = dataclasses.replace(call, body=body)
+        bound.append(dataclasses.replace(op, call=call, result=_needed(op.result, needed)))
+        needed.update(op.inputs)
+    return tuple(reversed(bound))
+
+
+def _needed(result: Result, needed: set[str]) -> Result:
+    """A result with a name only for what is read."""
+    if isinstance(result, tuple):
+        parts = tuple(_needed(item, needed) for item in result)
+        return parts if any(part is not None for part in parts) else None
+    return result if result in needed else None
+
+
+def _unpacked(name: str, returned: Any) -> tuple[Result, Argument]:
+    """A result with a name for each tensor that is returned, and the argument that the whole of it
+    stands for; the name itself for anything but tensors in tuples and lists."""
+    if not _holds_tensors_alone(returned):
+        return name, Ref(name)
+    pairs = [
+        (None, None) if item is None else _unpacked(f"{name}.{index}", item)
+        for index, item in enumerate(returned)
+    ]
+    results, arguments = zip(*pairs, strict=True)
+    return results, list(arguments) if isinstance(returned, list) else arguments
+
+
+def _holds_tensors_alone(returned: Any) -> bool:
+    """Whether it is a tuple or list of tensors, possibly nested, that may be missing."""
+    if not isinstance(returned, tuple | list) or isinstance(returned, torch.Size) or not returned:
+        return False
+    return all(
+        item is None or isinstance(item, torch.Tensor) or _holds_tensors_alone(item)
+        for item in returned
+    )
+
+
 @dataclass
 class _Lowering:
     """Turns nodes into ops; names are still those of the nodes."""
 
-    root: nn.Module
+    given: Mapping[str, torch.Tensor]
     entry: Entry
     arguments: dict[fx.Node, Argument] = field(default_factory=dict)
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
@@ -118,9 +167,10 @@ class _Lowering:
         calls: list[fx.Node] = []
         for node in graph.nodes:
             if node.op == "get_attr":
-                attribute = self._look_up(str(node.target))
-                if isinstance(attribute, torch.Tensor):
-                    self.arguments[node] = StateRef(self._state(str(node.target), attribute))
+                path = str(node.target)
+                held = self.given.get(path)
+                held = operator.attrgetter(path)(self.entry) if held is None else held
+                self.arguments[node] = StateRef(self._state(path, held))
             elif node.op not in ("placeholder", "output"):
                 calls.append(node)
         ops = self._ops(calls, 0)
@@ -132,13 +182,23 @@ class _Lowering:
         groups = itertools.groupby(nodes, lambda node: node.meta[REGIONS][depth : depth + 1])
         for around, group in groups:
             if around:
-                ops.extend(self._region(around[0].context, list(group), depth + 1))
+                ops.append(self._region(around[0].context, list(group), depth + 1))
             else:
-                ops.extend(map(self._op, group))
+                ops.extend(self._op(node) for node in group if not self._is_item(node))
         return ops
 
-    def _region(self, context: Context, nodes: Sequence[fx.Node], depth: int) -> Iterator[Op]:
-        """A `no_grad` or autocast region with the ops inside it, and what it returns."""
+    def _is_item(self, node: fx.Node) -> bool:
+        """Whether a node takes something out of an unpacked result; it stands for that then."""
+        match node:
+            case fx.Node(target=operator.getitem, args=(fx.Node() as source, int() as index)):
+                whole = self.arguments.get(source)
+                if isinstance(whole, tuple | list):
+                    self.arguments[node] = whole[index]
+                    return True
+        return False
+
+    def _region(self, context: Context, nodes: Sequence[fx.Node], depth: int) -> Op:
+        """A `no_grad` or autocast region with the ops inside it."""
         inside = set(nodes)
         given = dict.fromkeys(
             source
@@ -156,19 +216,20 @@ class _Lowering:
         body = RegionBody(
             tuple(names.values()), tuple(ops), tuple(self.arguments[node] for node in returned)
         )
-        known = dataclasses.replace(self._op_of(nodes[0]), checkpoint=ops[0].checkpoint)
-        call = RegionCall(context, body, tuple(outer.values()))
-        yield dataclasses.replace(known, name=name, call=call, result=name)
-        for index, node in enumerate(returned):
-            item = f"{name}.item{index}"
-            self.arguments[node] = Ref(item)
-            call_of_item = FunctionCall(operator.getitem, (Ref(name), index))
-            yield dataclasses.replace(known, name=item, call=call_of_item, result=item)
+        names_out = tuple(f"{name}.{index}" for index in range(len(returned)))
+        self.arguments.update(zip(returned, map(Ref, names_out), strict=True))
+        return dataclasses.replace(
+            self._op_of(nodes[0]),
+            name=name,
+            call=RegionCall(context, body, tuple(outer.values())),
+            result=names_out or name,
+            checkpoint=ops[0].checkpoint,
+        )
 
     def _op(self, node: fx.Node) -> Op:
         op = dataclasses.replace(self._op_of(node), call=self._call(node))
-        self.arguments[node] = Ref(op.name)
-        return op
+        result, self.arguments[node] = _unpacked(op.name, node.meta.get("val"))
+        return dataclasses.replace(op, result=result)
 
     def _op_of(self, node: fx.Node) -> Op:
         """What is known of an op beside what it calls."""
@@ -183,7 +244,6 @@ class _Lowering:
             checkpoint=str(node.meta.get(CHECKPOINT, "")),
             turns=_turns_of(node),
             layer=str(node.meta.get(LAYER, "")),
-            origin=node,
         )
 
     def _call(self, node: fx.Node) -> Call:
@@ -197,37 +257,15 @@ class _Lowering:
             case "call_method":
                 return MethodCall(str(node.target), args, kwargs)
             case _:
-                return ModuleCall(self._module(str(node.target), node), args, kwargs)
+                return ModuleCall(self._module(str(node.target)), args, kwargs)
 
     def argument(self, item: Any) -> Argument:
-        match item:
-            case fx.Node():
-                if item not in self.arguments:
-                    raise TraceError(
-                        f"{item.target} is used as a value", location=item.meta.get("source")
-                    )
-                return self.arguments[item]
-            case tuple():
-                return tuple(self.argument(part) for part in item)
-            case list():
-                return [self.argument(part) for part in item]
-            case dict():
-                return {key: self.argument(part) for key, part in item.items()}
-            case slice(start=start, stop=stop, step=step):
-                return slice(self.argument(start), self.argument(stop), self.argument(step))
-            case range():
-                return list(item)
-            case _:
-                return item
+        return map_argument(self._leaf, item)
 
-    def _look_up(self, path: str) -> object:
-        for root in (self.root, self.entry):
-            found: object = root
-            for name in path.split("."):
-                found = getattr(found, name, None)
-            if found is not None:
-                return found
-        raise TraceError(f"the traced graph reads {path}, which the model does not have")
+    def _leaf(self, item: Any) -> Argument:
+        if isinstance(item, fx.Node):
+            return self.arguments[item]
+        return list(item) if isinstance(item, range) else item
 
     def _state(self, path: str, tensor: torch.Tensor) -> str:
         """The canonical name of a parameter or buffer; a new constant for any other tensor."""
@@ -254,16 +292,12 @@ class _Lowering:
         self._names[id(tensor)] = name
         return name
 
-    def _module(self, target: str, node: fx.Node) -> str:
+    def _module(self, target: str) -> str:
         path = local_path(target)
         if path not in self.modules:
             module = self.entry.get_submodule(target)
             spec = rebuild(path, module)
-            if spec is None:
-                raise TraceError(
-                    f"the module {path} ({type(module).__name__}) cannot be constructed anew",
-                    location=node.meta["source"],
-                )
+            assert spec is not None  # or it were no leaf
             state = {
                 local: self._state(f"{target}.{local}", tensor)
                 for local, tensor in named_state(module)

@@ -16,10 +16,14 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils._pytree import tree_leaves
 
+from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.calls import Written
+from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.own_code import written
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.frontend.recorder import recording
+from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir.own_functions import OwnFunction, own_function
 
 
@@ -52,6 +56,29 @@ def own_functions_met() -> Iterator[list[type]]:
 
     with _applied_by(apply):
         yield met
+
+
+def own_backward(subject: Subject) -> TraceError | None:
+    """Why a training step of this model cannot be traced right: a torch.autograd.Function of the
+    user's; None where it is differentiated through none."""
+    entry = make_entry(subject, training=True)
+    if not subject.training or entry.states.on_meta:
+        return None
+    with torch.enable_grad(), own_functions_met() as met:
+        entry(*entry.signature.samples(2))
+    if not met:
+        return None
+    own, why = met[-1], "what its backward does is in no trace"
+    try:
+        written(own)
+    except UnwritableError as error:
+        why = f"it cannot be written into a package: {error}"
+    return TraceError(
+        f"the model computes gradients by a torch.autograd.Function, {own.__name__}: {why}",
+        location=definition(own),
+        hint="define it at the top of a file, with what it uses; or write it without: "
+        "x + (y - x).detach() has the value of y and passes its gradient on to x",
+    )
 
 
 _APPLY = inspect.getattr_static(torch.autograd.Function, "apply")

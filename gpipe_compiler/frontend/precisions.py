@@ -214,9 +214,7 @@ def _field(dtype: torch.dtype | None, name: str) -> object:
     return getattr(torch.finfo(dtype), name) if name else dtype
 
 
-def follow(
-    graphs: Sequence[fx.Graph], found: Account, events: Sequence[TorchCall]
-) -> Mapping[Precision, str]:
+def follow(graph: fx.Graph, found: Account, events: Sequence[TorchCall]) -> Mapping[Precision, str]:
     """Lets constants of a trace follow the types that they come from.
 
     Returns:
@@ -227,14 +225,11 @@ def follow(
     if tuple(event.key for event in events[: len(found.calls)]) != found.calls:
         return _BAKED
     for item in found.follows:
-        for graph in graphs:
-            made = [node for node in graph.nodes if node.meta.get(EVENT) == item.event]
-            source = next(
-                (node for node in graph.nodes if item.read in node.meta.get(READS, ())), None
-            )
-            if made and not (source is not None and _replaced(graph, made, source, item)):
-                where = _where(events[item.event])
-                return {other: f"{text}, for {where}" for other, text in _BAKED.items()}
+        made = [node for node in graph.nodes if node.meta.get(EVENT) == item.event]
+        source = next((n for n in graph.nodes if item.read in n.meta.get(READS, ())), None)
+        if made and not (source is not None and _replaced(graph, made, source, item)):
+            where = _where(events[item.event])
+            return {other: f"{text}, for {where}" for other, text in _BAKED.items()}
     return found.unlike
 
 

@@ -7,12 +7,13 @@ torch.nn modules are called as the model calls them; see `recorder`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -73,7 +74,7 @@ from gpipe_compiler.runtime.spec import Precision
 def trace_mode(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
     """The model's graph in one mode; see `record_mode`."""
     recorded = record_mode(subject, training, precision)
-    return recorded.graph(recorded.free_among(recorded.trace.free))
+    return recorded.graph(recorded.free_among(recorded.free))
 
 
 def record_mode(
@@ -104,47 +105,29 @@ def record_mode(
             )
         with ambient(lower_dtype(precision), kind_of(entry)):
             trace = _trace(entry, lower_dtype(precision), free)
-            trace = _both_ways(trace, entry, lower_dtype(precision), free)
-            return RecordedMode(trace, entry, only_in(precision))
-    trace = _trace(entry, None, free)
-    if not trace.watch.looks:
-        return RecordedMode(_both_ways(trace, entry, None, free), entry, SAME)
-    found = account(entry, gradients=trace.gradients)
-    if found.asked:
-        trace = _trace(entry, torch.float32, free)
-    asked = torch.float32 if found.asked else None
-    return RecordedMode(_both_ways(trace, entry, asked, free), entry, found)
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """A recorded run, and what was noted meanwhile.
-
-    Attributes:
-        free: the dimensions that were to stay free, beside the batch.
-        gradients: whether it was recorded as autograd would record it.
-    """
-
-    recorder: Recorder
-    inputs: list[fx.Node]
-    watch: CastWatch
-    free: FreePlaces
-    sizes: NotedSizes
-    gradients: bool
-
-
-def _both_ways(
-    trace: _Trace, entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces
-) -> _Trace:
-    """The trace, with what happens where layers are left out at random."""
-    if trace.recorder.decisions:
-        write_both_ways(entry, trace.recorder, lambda: _trace(entry, autocast_to, free).recorder)
-    elif entry.keeps is not None:
-        draw_on_host(trace.recorder.graph)
+            _write_both_ways(trace, lower_dtype(precision))
+        return dataclasses.replace(trace, found=only_in(precision))
+    trace, asked = _trace(entry, None, free), None
+    if trace.watch.looks:
+        found = account(entry, gradients=trace.gradients)
+        if found.asked:
+            asked = torch.float32
+            trace = _trace(entry, asked, free)
+        trace = dataclasses.replace(trace, found=found)
+    _write_both_ways(trace, asked)
     return trace
 
 
-def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _Trace:
+def _write_both_ways(trace: RecordedMode, autocast_to: torch.dtype | None) -> None:
+    """Writes into a trace what happens where layers are left out at random."""
+    entry, recorder = trace.entry, trace.recorder
+    if recorder.decisions:
+        write_both_ways(entry, recorder, lambda: _trace(entry, autocast_to, trace.free).recorder)
+    elif entry.keeps is not None:
+        draw_on_host(recorder.graph)
+
+
+def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> RecordedMode:
     """The entry recorded, under autocast to a type.
 
     What has no backward, and need have none, is recorded without gradients.
@@ -168,7 +151,7 @@ def _trace(entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces) -> _
 
 def _told(
     entry: Entry, autocast_to: torch.dtype | None, free: FreePlaces, *, gradients: bool
-) -> _Trace:
+) -> RecordedMode:
     """The entry recorded; where it asks for values, with those of its example."""
     first, failed = None, None
     try:
@@ -198,7 +181,7 @@ def _attempt(
     told: contextlib.AbstractContextManager[None],
     *,
     gradients: bool,
-) -> _Trace:
+) -> RecordedMode:
     watch = CastWatch(entry, traced=True)
     modules = {path: module for path, module in entry.named_modules() if path}
     # To be asked before hooks watch them.
@@ -215,59 +198,63 @@ def _attempt(
         with told:
             inputs = _record(entry, recorder, leaves, watch, free)
             refuse_changing(recorder)
-        return _Trace(recorder, inputs, watch, free, sizes, gradients)
+        return RecordedMode(entry, recorder, inputs, watch, free, sizes, gradients)
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordedMode:
     """A model as it was traced in one mode, before it is a graph.
 
     Attributes:
+        free: the dimensions that were to stay free, beside the batch.
+        gradients: whether it was recorded as autograd would record it.
         found: how the model compares in other precisions; the graph follows the types that it
             meets when it runs.
     """
 
-    trace: _Trace
     entry: Entry
-    found: Account
+    recorder: Recorder
+    inputs: list[fx.Node]
+    watch: CastWatch
+    free: FreePlaces
+    sizes: NotedSizes
+    gradients: bool
+    found: Account = SAME
 
     def free_among(self, places: FreePlaces) -> FreePlaces:
         """Those of some dimensions that the trace leaves free, where all others are fixed."""
-        return self._sizes(places).places
+        return self._found_sizes(places).places
 
     def made_numbers(self, places: FreePlaces) -> dict[Place, SourceLocation]:
         """Those of some dimensions that the user's own code takes for numbers, and where."""
-        sources = zip(self.entry.signature.inputs, self.trace.inputs, strict=True)
+        sources = zip(self.entry.signature.inputs, self.inputs, strict=True)
         of_input = {source.name: node.meta["val"] for source, node in sources}
-        lines = {p: self.trace.sizes.made_number(of_input[p[0]].shape[p[1]]) for p in places}
+        lines = {p: self.sizes.made_number(of_input[p[0]].shape[p[1]]) for p in places}
         return {place: line for place, line in lines.items() if line is not None}
 
-    def _sizes(self, places: FreePlaces) -> FoundSizes:
-        values = [node.meta.get("val") for node in self.trace.recorder.graph.nodes]
-        where = self.trace.sizes.where
-        return read_sizes(self.entry.signature, self.trace.inputs, values, places, where)
+    def _found_sizes(self, places: FreePlaces) -> FoundSizes:
+        values = [node.meta.get("val") for node in self.recorder.graph.nodes]
+        where = self.sizes.where
+        return read_sizes(self.entry.signature, self.inputs, values, places, where)
 
     def graph(self, places: FreePlaces) -> Graph:
         """The graph in which these dimensions are free; to be asked for once."""
-        recorder, entry = self.trace.recorder, self.entry
-        sizes = self._sizes(places)
-        refuse_fixed_batch(entry, self.trace.inputs, self.trace.sizes.line_of)
-        refuse_fixed(entry.must, sizes, self.trace.sizes)
-        graphs = [recorder.graph]
-        if self.trace.free:
-            write_fixed(graphs)
+        recorder, entry = self.recorder, self.entry
+        sizes = self._found_sizes(places)
+        refuse_fixed_batch(entry, self.inputs, self.sizes.line_of)
+        refuse_fixed(entry.must, sizes, self.sizes)
+        if self.free:
+            write_fixed(recorder.graph)
         _refuse_stand_in(recorder.graph)
-        unlike = follow(graphs, self.found, self.trace.watch.events)
-        root = nn.Module()
-        for name, tensor in recorder.tensors.constants.items():
-            # Gradients of what is in no package, such as a teacher's parameters, are nobody's.
-            object.__setattr__(root, name, tensor.detach())
-        lowered = lower(recorder.graph, root, entry)
+        unlike = follow(recorder.graph, self.found, self.watch.events)
+        # Gradients of what is in no package, such as a teacher's parameters, are nobody's.
+        constants = {name: held.detach() for name, held in recorder.tensors.constants.items()}
+        lowered = lower(recorder.graph, constants, entry)
         lowered = lowered.replace(
             unlike=unlike,
             inputs=sizes.inputs,
             requires=sizes.requires,
-            sample_rules=sample_rules(entry.signature, self.trace.inputs, self.trace.sizes),
+            sample_rules=sample_rules(entry.signature, self.inputs, self.sizes),
         )
         return asking_first(lowered)
 

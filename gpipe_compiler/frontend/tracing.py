@@ -19,13 +19,13 @@ from gpipe_compiler.frontend.host_draws import keeps_layers
 from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
+from gpipe_compiler.frontend.own_functions import own_backward
 from gpipe_compiler.frontend.recorded import RecordedMode, record_mode
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES
 from gpipe_compiler.frontend.untraced import (
-    own_backward,
     refuse_default_type,
     refuse_gradient_hooks,
     refuse_writing_switches,
@@ -172,8 +172,8 @@ def _recorded(subject: Subject, modes: Sequence[bool], precision: Precision) -> 
     left: FreePlaces | None = None
     for training in modes:
         traces.append(record_mode(subject, training, precision, left))
-        left = traces[-1].free_among(traces[-1].trace.free)
-    wished = traces[0].trace.free
+        left = traces[-1].free_among(traces[-1].free)
+    wished = traces[0].free
     free: FreePlaces | None = None
     while left != free:
         free = left

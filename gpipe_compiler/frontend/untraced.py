@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.comparable_runs import with_other_weights
-from gpipe_compiler.frontend.entry import make_entry
-from gpipe_compiler.frontend.own_code import written
-from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.frontend.state import named_state
-from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import definition
 
 
@@ -76,49 +70,6 @@ def refuse_writing_switches(model: nn.Module, *, training: bool) -> None:
                 "their own when training is over (merge_weights=False in loralib); for --mode "
                 "infer, call eval() in build_model()",
             )
-
-
-def own_backward(subject: Subject) -> TraceError | None:
-    """Why a training step of this model cannot be traced right: a torch.autograd.Function of the
-    user's; None where its loss depends on none."""
-    entry = make_entry(subject, training=True)
-    if not subject.training or entry.states.on_meta:
-        return None
-    with torch.enable_grad():
-        return own_function(entry(*entry.signature.samples(2))[0])
-
-
-def own_function(loss: torch.Tensor) -> TraceError | None:
-    """The error for a loss that depends on a torch.autograd.Function of the user's."""
-    for function in _nodes(loss.grad_fn):
-        own = getattr(type(function), "_forward_cls", None)
-        if own is not None and not own.__module__.startswith("torch."):
-            why = "what its backward does is in no trace"
-            try:
-                written(own)
-            except UnwritableError as error:
-                why = f"it cannot be written into a package: {error}"
-            return TraceError(
-                f"the model computes gradients by a torch.autograd.Function, {own.__name__}: {why}",
-                location=definition(own),
-                hint="define it at the top of a file, with what it uses; or write it without: "
-                "x + (y - x).detach() has the value of y and passes its gradient on to x",
-            )
-    return None
-
-
-def _nodes(root: torch.autograd.graph.Node | None) -> Iterator[torch.autograd.graph.Node]:
-    """Everything that a backward runs."""
-    seen, open_ = {root}, [root]
-    while open_:
-        node = open_.pop()
-        if node is None:
-            continue
-        yield node
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                open_.append(following)
 
 
 def transformed(where: SourceLocation | None) -> TraceError:

@@ -176,7 +176,6 @@ class Op:
             before; those that are called once may be absent.
         layer: that it is part of, of those that are left out at random (`ir.left_out`), numbered as
             the model decides; "" outside.
-        origin: the frontend's own node (a torch.fx.Node), for messages only.
     """
 
     name: str
@@ -188,15 +187,6 @@ class Op:
     checkpoint: str = ""
     turns: tuple[tuple[str, int], ...] = ()
     layer: str = ""
-    origin: object = field(default=None, repr=False)
-
-    def __reduce__(self) -> tuple[type[Op], tuple[object, ...]]:
-        """Pickles without `origin`, which refers to a tracer's whole graph.
-
-        Dataclasses with slots have a `__getstate__` of their own before Python 3.11.4.
-        """
-        names = [item.name for item in dataclasses.fields(self)]
-        return Op, tuple(None if name == "origin" else getattr(self, name) for name in names)
 
     @property
     def path(self) -> str:
