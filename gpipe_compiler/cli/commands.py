@@ -20,10 +20,9 @@ from gpipe_compiler.compile import Compiled, compare
 from gpipe_compiler.compile import compile as compile_model
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.examples import size_names
-from gpipe_compiler.frontend.hugging_face import FolderOptions, is_folder, load_folder
+from gpipe_compiler.frontend.hugging_face import TASKS, FolderOptions, is_folder, load_folder
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject, Wish
-from gpipe_compiler.frontend.task_example import TASKS
 from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.options import Auto, LossChoice

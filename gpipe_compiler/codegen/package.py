@@ -27,8 +27,7 @@ from gpipe_compiler.codegen.scripts import write_init, write_readme, write_run
 from gpipe_compiler.codegen.stage import StageSource, write_stages
 from gpipe_compiler.errors import EmitError, Notice, ValidationError
 from gpipe_compiler.frontend.hook_files import hook_files
-from gpipe_compiler.frontend.pretrained import Pretrained
-from gpipe_compiler.frontend.subject import Hooks
+from gpipe_compiler.frontend.subject import Hooks, Pretrained
 from gpipe_compiler.ir import FunctionCall, Graph
 from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan

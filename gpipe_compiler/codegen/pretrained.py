@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from gpipe_compiler.frontend.pretrained import Pretrained
+from gpipe_compiler.frontend.subject import Pretrained
 from gpipe_compiler.runtime.core.weights import INDEX
 from gpipe_compiler.runtime.train.export import HUGGING_FACE, NAMES
 

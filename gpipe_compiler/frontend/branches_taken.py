@@ -25,6 +25,7 @@ from torch.optim import swa_utils
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend import encoders
+from gpipe_compiler.frontend.comparable_runs import Results, different
 from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES
@@ -33,8 +34,6 @@ from gpipe_compiler.frontend.opened import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.recorder import Recorder, recording
-from gpipe_compiler.frontend.result_differences import Results, different
-from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import as_exported
 from gpipe_compiler.frontend.trace_errors import by_values
 from gpipe_compiler.frontend.without_numbers import SMALLEST_BATCH
@@ -69,7 +68,13 @@ def answers_of(entry: Entry, samples: int) -> Answers:
     () where it cannot be run, as on meta.
     """
     found = list[_Answer]()
-    with _asked(lambda own, asked: _noted(found, own, asked)), asking():
+
+    def noted(own: Callable[[torch.Tensor], Any], asked: _Asked) -> Any:
+        value = own(asked.tensor)
+        found.append(_Answer(asked.name, asked.place, value))
+        return value
+
+    with _asked(noted), asking():
         ran = _run(entry, samples, gradients=entry.has_loss)
     return () if ran is None else tuple(found)
 
@@ -78,10 +83,9 @@ def _run(entry: Entry, samples: int, *, gradients: bool) -> list[Any] | None:
     """What an entry returns for its example; None where it cannot be run, as on meta."""
     if entry.states.on_meta:
         return None
-    model = entry.model
-    entry.model = isolated(model).train(entry.training)
     try:
         with (
+            entry.on_a_copy(),
             quiet(),
             torch.random.fork_rng(),
             torch.set_grad_enabled(gradients),
@@ -92,8 +96,6 @@ def _run(entry: Entry, samples: int, *, gradients: bool) -> list[Any] | None:
             return entry(*entry.signature.samples(samples))  # type: ignore[no-any-return]  # a list
     except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace explains it
         return None
-    finally:
-        entry.model = model
 
 
 def refuse_gradient_branches(entry: Entry, asked: SourceLocation) -> None:
@@ -102,8 +104,13 @@ def refuse_gradient_branches(entry: Entry, asked: SourceLocation) -> None:
     Args:
         asked: the first line that is told which of both it is.
     """
-    runs = [_run(entry, SMALLEST_BATCH, gradients=gradients) for gradients in (True, False)]
-    if None in runs or not any(different(*map(_results, runs))):
+    runs: list[Results] = []
+    for gradients in (True, False):
+        run = _run(entry, SMALLEST_BATCH, gradients=gradients)
+        if run is None:
+            return
+        runs.append({f"output {number}": tensor for number, tensor in enumerate(run)})
+    if not any(different(*runs)):
         return
     raise TraceError(
         f"in eval mode the model computes something else with gradients than without, at "
@@ -111,10 +118,6 @@ def refuse_gradient_branches(entry: Entry, asked: SourceLocation) -> None:
         location=asked,
         hint="ask for self.training beside it, or compile with --mode infer",
     )
-
-
-def _results(run: list[Any] | None) -> Results:
-    return {f"output {number}": tensor for number, tensor in enumerate(run or ())}
 
 
 @dataclass(frozen=True)
@@ -166,12 +169,6 @@ def _asking(
 
     ask.__name__ = name  # by which a call is recorded
     return ask
-
-
-def _noted(found: list[_Answer], own: Callable[[torch.Tensor], Any], asked: _Asked) -> Any:
-    value = own(asked.tensor)
-    found.append(_Answer(asked.name, asked.place, value))
-    return value
 
 
 @contextlib.contextmanager

@@ -205,13 +205,7 @@ class _Kernels(PlainDispatchMode):
         super().__init__()
         self._recorder = recorder
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a kernel, and records it.
 
         Raises:

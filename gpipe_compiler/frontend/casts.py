@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
@@ -28,6 +29,7 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.frontend.modules import is_plain
 from gpipe_compiler.frontend.recorder import recording
+from gpipe_compiler.ir.arguments import leaves
 
 READS = "gpipe_compiler_reads"
 """Key of node.meta: numbers of the events that read the type of the node's value."""
@@ -68,19 +70,6 @@ class TorchCall:
         return self.function, self.file, self.line
 
 
-@dataclass
-class _Depth:
-    """How many calls of torch.nn leaf modules are open."""
-
-    calls: int = 0
-
-    def enter(self, *_: object) -> None:
-        self.calls += 1
-
-    def leave(self, *_: object) -> None:
-        self.calls -= 1
-
-
 class CastWatch(TorchFunctionMode):
     """Notes events while it is open, and lets casts that return their argument stand in a trace.
 
@@ -96,9 +85,9 @@ class CastWatch(TorchFunctionMode):
         super().__init__()
         self.events: list[TorchCall] = []
         self._traced = traced
-        self._depth = _Depth()
+        self._leaves_open = 0
         self._trains = entry.has_loss
-        self._leaves = [module for module in entry.modules() if is_plain(module)]
+        self._leaves = {id(module) for module in entry.modules() if is_plain(module)}
 
     @property
     def looks(self) -> bool:
@@ -109,17 +98,27 @@ class CastWatch(TorchFunctionMode):
     def watching(self) -> Iterator[None]:
         """Open for the calls of the model."""
         with contextlib.ExitStack() as stack:
-            for module in self._leaves:
-                before = module.register_forward_pre_hook(self._depth.enter)
-                after = module.register_forward_hook(self._depth.leave, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
+            calls = mock.patch.object(nn.Module, "__call__", self._counting(nn.Module.__call__))
+            stack.enter_context(calls)
             for name in _ASKS:
                 told = mock.patch.object(torch, name, self._asked(getattr(torch, name)))
                 stack.enter_context(told)
             stack.enter_context(in_the_open())
             stack.enter_context(self)
             yield
+
+    def _counting(self, own_call: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls of modules, those of leaves counted while they are open."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            is_leaf = id(module) in self._leaves
+            self._leaves_open += is_leaf
+            try:
+                return own_call(module, *args, **kwargs)
+            finally:
+                self._leaves_open -= is_leaf
+
+        return call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -141,7 +140,7 @@ class CastWatch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
             kwargs = {**kwargs, "dtype": self._read(args[0])}
-        if func is torch.Tensor.to and len(args) > 1 and _is_tensor(args[1]):
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):
             # Torch itself goes on with the other's device and type as they are.
             args = (args[0], args[1].device, self._read(args[1]), *args[2:])
         if func is torch.Tensor.to and "other" in kwargs:
@@ -158,7 +157,7 @@ class CastWatch(TorchFunctionMode):
             recorder.event = None
 
     def _note(self, function: object, **known: Any) -> int | None:
-        if self._depth.calls or (self._traced and recording() is None):
+        if self._leaves_open or (self._traced and recording() is None):
             return None
         file, line = _calling()
         self.events.append(TorchCall(function, file, line, **known))
@@ -194,23 +193,14 @@ def hooked(method: str, where: SourceLocation | None) -> TraceError:
     )
 
 
+_COMPARABLE = (type(None), bool, int, float, complex, str, torch.dtype)
+
+
 def _constants(item: Any) -> Iterator[object]:
     """What is no tensor in a nest of arguments, in a form that can be compared."""
-    match item:
-        case torch.Tensor():
-            return
-        case tuple() | list():
-            for part in item:
-                yield from _constants(part)
-        case dict():
-            for key in sorted(item, key=str):
-                yield from _constants(item[key])
-        case slice(start=start, stop=stop, step=step):
-            yield from _constants((start, stop, step))
-        case None | bool() | int() | float() | complex() | str() | torch.dtype():
-            yield item
-        case _:
-            yield type(item)
+    for leaf in leaves(item):
+        if not isinstance(leaf, torch.Tensor):
+            yield leaf if isinstance(leaf, _COMPARABLE) else type(leaf)
 
 
 def _calling() -> tuple[str, int]:
@@ -218,10 +208,6 @@ def _calling() -> tuple[str, int]:
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
-
-
-def _is_tensor(item: object) -> bool:
-    return isinstance(item, torch.Tensor)
 
 
 # --- flex attention: what torch itself computes where it does not compile -------------------------

@@ -26,16 +26,16 @@ import torch
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summary
 from gpipe_compiler.frontend.comparable_runs import (
     EvenDraws,
+    different,
+    is_noise,
     larger_batch,
     may_be_tried,
     with_other_weights,
 )
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, refuse_seeding
-from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.python_state import buffer_assigned, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
-from gpipe_compiler.frontend.result_differences import different, is_noise
 from gpipe_compiler.frontend.run_results import (
     BUFFER,
     SEED,
@@ -49,13 +49,12 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
-from gpipe_compiler.frontend.user_code import way_out
+from gpipe_compiler.frontend.user_code import RUNS_ALONE, raised
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, least_sizes, other_sizes
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.core.required import BranchError
-from gpipe_compiler.runtime.wording import ending, text_of
 
 _BATCHES = ((2,), (3, 4))
 """In how many samples every input comes: in each place the first number that the model takes."""
@@ -229,7 +228,7 @@ def _compare(
         if found and is_noise(found, expected.results, actual.results):
             found = _in_double(graph, subject, entry, batch)
         if found and not entry.states.on_meta:
-            refuse_seeding(subject.model, entry, batch)
+            refuse_seeding(entry, batch)
     for name, text in found.items():
         if name in expected.assigned:
             one, other = (run.results[name] for run in (expected, actual))
@@ -294,13 +293,9 @@ def _first_run(
         except Exception as error:  # whatever the user's code raises
             last_one = entry.signature is examples[-1] and not entry.input_gradients
             if len(batches) == 1 and last_one:
-                raise ModelError(
-                    f"the model raises {type(error).__name__} in a training step with a batch of "
-                    f"{batch} samples made from the example inputs{ending(error)}",
-                    location=line_of(error),
-                    hint=way_out(text_of(error))
-                    or "it must run by itself before it can be compiled",
-                ) from error
+                on = "in a training step with a batch of "
+                on += f"{batch} samples made from the example inputs"
+                raise raised("the model", error, on, RUNS_ALONE) from error
             last = summary(error)
     problem = (
         f"the model takes no batch of {' or '.join(map(str, batches))} samples ({last}), so that "

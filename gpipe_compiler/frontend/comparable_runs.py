@@ -3,13 +3,14 @@
 What is random is the same for every sample, however many samples there are. And a model is run with
 other weights than those that it begins with: these may hide what it computes, for behind a gate of
 zero, such as a residual branch or an adapter begins with, anything may happen to the samples of a
-batch.
+batch. What differs between two runs, and is no rounding, is told in words.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from gpipe_compiler.frontend.probing import DISTINCT, repeated
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.quiet import quiet
-from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
+from gpipe_compiler.runtime.train.comparison import ComparedKind, compare, dense
 
 _CHANCES = ("p", "dropout_p")
 
@@ -189,3 +190,80 @@ def _step(parameter: torch.Tensor) -> float:
     size = float(norm) / math.sqrt(max(parameter.numel(), 1))
     inputs = parameter[0].numel() if parameter.dim() > 1 and len(parameter) else 1
     return _SHARE * max(size, 1 / math.sqrt(max(inputs, 1)))
+
+
+# --- what differs ---------------------------------------------------------------------------------
+
+Results: TypeAlias = Mapping[str, torch.Tensor | None]
+"""What a run gave, by readable name."""
+
+GRADIENT = "gradient of "
+"""What the names of gradients begin with."""
+
+_EPSILONS = 128
+"""Roundings of the largest element that a result may be off: graph and model run the same kernels
+in the same order, and only the order in which gradients are summed may differ. A dropped term is
+off by a share of the element, which is 10,000 times more."""
+
+_NOISE = 16
+"""Roundings of the largest gradient of all that a gradient may consist of and still be zero: a sum
+that is zero, as for a bias before a BatchNorm or a softmax, is left with the rounding of
+its summands, which are as large as those of other gradients. Such ones are compared again in double
+precision, where a small gradient that is no rounding is still there."""
+
+
+def different(expected: Results, actual: Results) -> Iterator[tuple[str, str]]:
+    """Names of what differs, and how, in words."""
+    for name in dict.fromkeys((*expected, *actual)):
+        if name not in expected or name not in actual:
+            yield name, f"{name} is given by the {'graph' if name in actual else 'model'} only"
+            continue
+        one, other = expected[name], actual[name]
+        if one is None or other is None:
+            if one is not other:
+                yield name, f"{name} is None in the {'model' if one is None else 'graph'} only"
+        elif one.layout != other.layout:
+            yield name, f"{name} is {other.layout} instead of {one.layout}"
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            yield (
+                name,
+                f"{name} is {tuple(other.shape)} {other.dtype} "
+                f"instead of {tuple(one.shape)} {one.dtype}",
+            )
+        elif not one.is_meta and not _equal(dense(one), dense(other)):
+            yield name, f"{name} is off by {_distance(dense(one), dense(other)):.3g}"
+
+
+def is_noise(names: Iterable[str], expected: Results, actual: Results) -> bool:
+    """Whether all of these are gradients, in both no larger than the rounding of others."""
+    gradients = [tensor for name, tensor in expected.items() if name.startswith(GRADIENT)]
+    largest = max(map(_largest, gradients), default=0.0)
+    return all(
+        tensor is not None
+        and name.startswith(GRADIENT)
+        and tensor.is_floating_point()
+        and _largest(tensor) <= _NOISE * torch.finfo(tensor.dtype).eps * largest
+        for name in names
+        for tensor in (expected.get(name), actual.get(name))
+    )
+
+
+def _largest(tensor: torch.Tensor | None) -> float:
+    if tensor is None or tensor.is_meta or not tensor.numel():
+        return 0.0
+    return float(dense(tensor).abs().nan_to_num(torch.inf).max())
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bitwise equality, or up to rounding of the largest element."""
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    largest = one.abs().nan_to_num(0, 0, 0).max().item() if one.numel() else 0.0
+    tolerance = _EPSILONS * torch.finfo(one.dtype).eps * largest
+    return torch.allclose(other, one, rtol=0, atol=tolerance, equal_nan=True)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0

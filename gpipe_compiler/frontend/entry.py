@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import nn
 from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.frontend.batch_proof import row_dim
 from gpipe_compiler.frontend.deciding import deciding
-from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.modules import turned_into_batchnorm
 from gpipe_compiler.frontend.noted_sizes import NotedSizes
@@ -29,12 +28,11 @@ from gpipe_compiler.frontend.probing import (
     check_scalar,
     has_numbers,
     on_meta,
-    only_first,
     reduction_of,
     samples_of,
     settle_numbers,
     slot_of_loss,
-    stand_in,
+    stand_ins,
     sum_of_squares,
     user_call,
     with_numbers,
@@ -52,20 +50,16 @@ from gpipe_compiler.frontend.structure import (
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
-from gpipe_compiler.frontend.user_code import line_of_forward, way_out
+from gpipe_compiler.frontend.user_code import RUNS_ALONE, line_of_forward, raised
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.ir.recurrent import recurrent_forms
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.nest import items_of
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
-from gpipe_compiler.runtime.wording import ending, text_of
 
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
-
-_LARGEST_STAND_IN = 1 << 26
-"""Elements of the largest tensor made up to try the loss function of a model on meta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +173,16 @@ class Entry(nn.Module):
             return [self.loss_fn(output, target), *leaves]
         return [sum_of_squares([leaves[index] for index in self.known.squares]), *leaves]
 
+    @contextlib.contextmanager
+    def on_a_copy(self) -> Iterator[None]:
+        """Calls inside run on a copy of the model, which they may change."""
+        own = self.model
+        self.model = isolated(own).train(self.training)
+        try:
+            yield
+        finally:
+            self.model = own
+
     def _samples_in(self, inputs: Sequence[torch.Tensor]) -> int:
         """How many samples there are in inputs."""
         pairs = zip(self.signature.inputs, inputs, strict=True)
@@ -238,7 +242,8 @@ class Entry(nn.Module):
         leaves = pick(output, structure)
         first = [0 if x.ndim and x.shape[0] == count else None for x in leaves]
         elsewhere = any(source.batch_dim for source in inputs)
-        if not elsewhere and all(not x.ndim or only_first(x, count) for x in leaves):
+        sizes = [list(leaf.shape) for leaf in leaves if leaf.ndim]
+        if not elsewhere and all(n[0] == count and count not in n[1:] for n in sizes):
             return first, of_target
         try:
             more = pick(self._probe_output(count + 1)[0], structure)
@@ -282,22 +287,16 @@ class Entry(nn.Module):
         except GPipeCompilerError:
             raise
         except Exception as error:  # whatever the user's code raises
-            raise ModelError(
-                f"the model raises {type(error).__name__} on the example inputs{ending(error)}",
-                location=line_of(error),
-                hint=way_out(text_of(error)) or "it must run by itself before it can be compiled",
-            ) from error
+            raise raised("the model", error, "on the example inputs", RUNS_ALONE) from error
 
     def _loss_reduction(
         self, output: object, target: object, count: int, structure: Template
     ) -> Reduction:
         """How the loss of an output follows from those of its halves."""
         dims = self._dims(output, count, structure)
-        trees = output, target
+        trees: tuple[object, object] = output, target
         if any(leaf.is_meta for leaf in pick(output, structure)):
-            largest = max((leaf.numel() for leaf in pick(output, structure)), default=0)
-            few = count if largest <= _LARGEST_STAND_IN else 2
-            trees, count = _stand_ins(trees, count, few, dims, structure), few
+            trees, count = stand_ins(trees, count, dims, structure)
 
         def loss(first: int, last: int) -> torch.Tensor:
             part, of_target = (
@@ -372,20 +371,6 @@ def _refuse_weights(loss_fn: nn.Module) -> None:
             hint="make it part of the model, whose forward takes the target too and returns a dict "
             "with the loss under 'loss'",
         )
-
-
-def _stand_ins(
-    trees: tuple[object, object], count: int, few: int, dims: tuple[Dims, Dims], structure: Template
-) -> tuple[object, object]:
-    """A few samples of output and target with made-up numbers, on which a loss can be tried.
-
-    Where they would take too much memory, they stay on meta.
-    """
-    output, target = (samples_of(*pair, count, 0, few) for pair in zip(trees, dims, strict=True))
-    if max((leaf.numel() for leaf in pick(output, structure)), default=0) > _LARGEST_STAND_IN:
-        return output, map_tensors(on_meta, target)
-    with torch.random.fork_rng():
-        return map_tensors(stand_in, output), map_tensors(stand_in, target)
 
 
 def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Entry:

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
 
 from gpipe_compiler.errors import ModelError, SourceLocation, TraceError
 from gpipe_compiler.frontend.both_ways import decided_by_draws
@@ -18,7 +17,6 @@ from gpipe_compiler.frontend.deciding import Decisions
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, location
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 
 _TRIES = 24
@@ -34,16 +32,11 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
     if entry.states.on_meta:
         return
     inputs = entry.signature.samples(samples)
-    model = entry.model
 
     def run() -> list[Any]:
-        entry.model = isolated(model)
-        try:
-            with torch.random.fork_rng(), torch.no_grad(), activations_kept():
-                torch.manual_seed(0)
-                return [x.clone() for x in entry(*inputs) if isinstance(x, torch.Tensor)]
-        finally:
-            entry.model = model
+        with entry.on_a_copy(), torch.random.fork_rng(), torch.no_grad(), activations_kept():
+            torch.manual_seed(0)
+            return [x.clone() for x in entry(*inputs) if isinstance(x, torch.Tensor)]
 
     kept = host_state()
     try:
@@ -64,12 +57,8 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
     )
 
 
-def refuse_seeding(model: nn.Module, entry: Entry, samples: int) -> None:
-    """Refuses a model whose forward seeds torch's generator.
-
-    Args:
-        entry: left with a copy of the model.
-    """
+def refuse_seeding(entry: Entry, samples: int) -> None:
+    """Refuses a model whose forward seeds torch's generator."""
     lines: list[SourceLocation | None] = []
     seed = torch.manual_seed
 
@@ -77,9 +66,8 @@ def refuse_seeding(model: nn.Module, entry: Entry, samples: int) -> None:
         lines.append(calling_line())
         return seed(number)
 
-    entry.model = isolated(model).train(entry.training)
     watch = mock.patch.object(torch, "manual_seed", watched)
-    with torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
+    with entry.on_a_copy(), torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
         entry(*entry.signature.samples(samples))
     if lines:
         raise ModelError(
@@ -152,11 +140,10 @@ def keeps_layers(subject: Subject) -> tuple[TraceError, bool | None] | None:
     ways: dict[bool, Decisions] = {}
     for keeps in (False, True):
         entry = make_entry(subject, training=True)
-        entry.model = isolated(entry.model).train()
         way = ways[keeps] = Decisions(lambda _, keeps=keeps: keeps)  # type: ignore[misc]  # bound at once
         followed = True
         try:
-            with torch.random.fork_rng(), torch.no_grad(), way:
+            with entry.on_a_copy(), torch.random.fork_rng(), torch.no_grad(), way:
                 entry(*entry.signature.samples(2))
         except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
             followed = False

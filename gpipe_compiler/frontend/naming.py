@@ -25,6 +25,7 @@ from gpipe_compiler.ir import (
     RegionBody,
     RegionCall,
     Result,
+    called,
 )
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.ops import map_result, with_arguments
@@ -189,8 +190,8 @@ def _assigned(op: Op) -> ast.Tuple | None:
     value: ast.expr = statement.value
     if isinstance(value, ast.Call):
         value = value.func
-    called = getattr(value, "attr", None) or getattr(value, "id", None)
-    return statement.targets[0] if called == _called(op.call) else None
+    word = getattr(value, "attr", None) or getattr(value, "id", None)
+    return statement.targets[0] if word == _called(op.call) else None
 
 
 def _called(call: Call) -> str | None:
@@ -198,11 +199,7 @@ def _called(call: Call) -> str | None:
     match call:
         case ModuleCall(module=path):
             return path.rsplit(".", 1)[-1]
-        case MethodCall(method=method):
-            return method
         case FunctionCall(function=builtins.getattr, args=(_, str() as attribute)):
             return attribute
-        case FunctionCall(function=function):
-            return getattr(function, "__name__", None)
         case _:
-            return None
+            return called(call) or None

@@ -54,7 +54,7 @@ def numbered(index: Any) -> Any:
             return list(map(numbered, index))
         case slice(start=start, stop=stop, step=step):
             bounds = (start, stop, step)
-            return slice(*(operator.index(b) if _is_fake(b) else b for b in bounds))
+            return slice(*(operator.index(b) if isinstance(b, FakeTensor) else b for b in bounds))
         case FakeTensor(constant=torch.Tensor() as known) if known.dtype is torch.int64:
             return int(known)
         case np.generic():
@@ -94,7 +94,3 @@ def _is_number(item: object) -> bool:
 def _is_advanced(item: object) -> bool:
     """Whether something in brackets is more than one place or a stretch of them."""
     return isinstance(item, list) or (isinstance(item, torch.Tensor) and not _is_number(item))
-
-
-def _is_fake(item: object) -> bool:
-    return isinstance(item, FakeTensor)

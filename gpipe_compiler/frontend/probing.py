@@ -9,13 +9,12 @@ import torch
 
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.examples import samples_in_a_list
-from gpipe_compiler.frontend.locate import line_of
-from gpipe_compiler.frontend.structure import Template, TensorSlot, map_tensors, slots
-from gpipe_compiler.frontend.user_code import way_out
+from gpipe_compiler.frontend.structure import Template, TensorSlot, map_tensors, pick, slots
+from gpipe_compiler.frontend.user_code import raised
 from gpipe_compiler.ir import Reduction
+from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.spec import Samples
-from gpipe_compiler.runtime.wording import ending, text_of
 
 Dims: TypeAlias = Sequence[int | None]
 """The batch dimension of every tensor in a nest."""
@@ -23,11 +22,6 @@ Dims: TypeAlias = Sequence[int | None]
 DISTINCT = 999_983
 """Numbers that are drawn one by one, and repeated, which takes less time; a prime, which divides no
 size of a sample."""
-
-
-def only_first(tensor: torch.Tensor, count: int) -> bool:
-    """Whether dimension 0 has this size, and no other has."""
-    return tensor.shape[0] == count and count not in tensor.shape[1:]
 
 
 def samples_of(tree: object, dims: Dims, count: int, first: int, last: int) -> object:
@@ -64,6 +58,30 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     drawn = torch.rand(min(tensor.numel(), DISTINCT), dtype=tensor.dtype)
     return repeated(drawn, tensor.shape)
+
+
+_LARGEST_STAND_IN = 1 << 26
+"""Elements of the largest tensor made up to try the loss function of a model on meta."""
+
+
+def stand_ins(
+    trees: tuple[object, object], count: int, dims: tuple[Dims, Dims], structure: Template
+) -> tuple[tuple[object, object], int]:
+    """A few of some samples of output and target with made-up numbers, on which a loss can be
+    tried, and how many.
+
+    Where they would take too much memory, they stay on meta.
+    """
+
+    def largest(output: object) -> int:
+        return max((leaf.numel() for leaf in pick(output, structure)), default=0)
+
+    few = count if largest(trees[0]) <= _LARGEST_STAND_IN else 2
+    output, target = (samples_of(*pair, count, 0, few) for pair in zip(trees, dims, strict=True))
+    if largest(output) > _LARGEST_STAND_IN:
+        return (output, map_tensors(on_meta, target)), few
+    with torch.random.fork_rng():
+        return (map_tensors(stand_in, output), map_tensors(stand_in, target)), few
 
 
 def repeated(numbers: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -139,23 +157,15 @@ def user_call(
     try:
         return function(*args, **kwargs)
     except Exception as error:  # whatever the user's code raises
-        raise ModelError(
-            f"{what} raises {type(error).__name__} on a batch of {count} samples made from the "
-            f"example inputs{ending(error)}",
-            location=line_of(error),
-            hint=way_out(text_of(error)) or hint or f"{_FREE}{samples_in_a_list((args, kwargs))}",
-        ) from error
+        on = f"on a batch of {count} samples made from the example inputs"
+        hint = hint or f"{_FREE}{samples_in_a_list((args, kwargs))}"
+        raise raised(what, error, on, hint) from error
 
 
 def has_numbers(template: Template) -> bool:
     """Whether anything stands in it that may depend on the batch and is no tensor."""
-    match template:
-        case tuple() | list():
-            return any(map(has_numbers, template))
-        case dict():
-            return any(map(has_numbers, template.values()))
-        case _:
-            return not (template is None or isinstance(template, TensorSlot | torch.dtype))
+    told = (TensorSlot, torch.dtype, type(None))
+    return not all(isinstance(leaf, told) for leaf in leaves(template))
 
 
 def settle_numbers(output: Any, template: Template, samples: int) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from gpipe_compiler.errors import ModelError, TraceError
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.own_code import is_installed
+from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
@@ -164,15 +165,11 @@ def refuse_remembered(
     Raises:
         ModelError: naming the attribute that decides.
     """
-    held = [*model.parameters(), *model.buffers()]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in held]
 
     def again(times: float = 1.0) -> Mapping[str, torch.Tensor]:
-        with torch.no_grad():
-            for tensor, content in tensors:
-                tensor.copy_(content)
-        leaves = enumerate(call(times))
-        return {str(n): x.detach().clone() for n, x in leaves if isinstance(x, torch.Tensor)}
+        with state_restored(model):
+            leaves = enumerate(call(times))
+            return {str(n): x.detach().clone() for n, x in leaves if isinstance(x, torch.Tensor)}
 
     places = _places(model, loss_fn)
     states = [python_state(model, loss_fn)]

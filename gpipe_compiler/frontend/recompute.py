@@ -17,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation
+from gpipe_compiler.frontend.comparable_runs import GRADIENT, Results, different, is_noise
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.recorder import recording
-from gpipe_compiler.frontend.result_differences import GRADIENT, Results, different, is_noise
 
 _Function: TypeAlias = Callable[..., object]
 

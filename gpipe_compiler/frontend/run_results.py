@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.comparable_runs import GRADIENT, Results
 from gpipe_compiler.frontend.encoders import unpacked
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.python_state import changed, no_new_parameters, python_state
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.result_differences import GRADIENT, Results
 from gpipe_compiler.frontend.state import copied, isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes

@@ -33,9 +33,9 @@ from gpipe_compiler.frontend.missing_loss import HOOK, nearly_a_loss
 from gpipe_compiler.frontend.subject import Example, Hooks, Subject
 from gpipe_compiler.frontend.user_code import (
     ModelSpec,
-    call_user_code,
     definition,
     import_user_code,
+    located,
 )
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import LossChoice
@@ -208,7 +208,9 @@ def _called(
                 location=definition(function),
                 hint="give them defaults, or name a factory that takes no arguments",
             )
-    return call_user_code(lambda: then(function()) if then else function(), f"{name}()")
+    with located(f"{name}()"):
+        made = function()
+        return then(made) if then else made
 
 
 def _no_factory(spec: ModelSpec, module: ModuleType, name: str) -> ModelError:

@@ -16,7 +16,7 @@ from torch import nn
 from gpipe_compiler.errors import ModelError, Notice
 from gpipe_compiler.frontend.adapters import CONFIG as ADAPTER_CONFIG
 from gpipe_compiler.frontend.adapters import Adapter
-from gpipe_compiler.frontend.pretrained import Pretrained, StoredTensor
+from gpipe_compiler.frontend.subject import Pretrained, StoredTensor
 from gpipe_compiler.runtime.core.stored_weights import (
     HUGGING_FACE_INDEX,
     ONE_FILE,

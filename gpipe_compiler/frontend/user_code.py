@@ -11,12 +11,12 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 from torch import nn
@@ -26,8 +26,6 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, is_own, is_users, line_of
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
 from gpipe_compiler.runtime.wording import ending, is_text, text_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +204,6 @@ def _module_name(file: Path) -> str:
     return "_model_" + "".join(c if c.isalnum() else "_" for c in stem)
 
 
-def call_user_code(function: Callable[[], T], what: str) -> T:
-    """Calls a function of the user's file."""
-    with located(what):
-        return function()
-
-
 @contextlib.contextmanager
 def located(what: str) -> Iterator[None]:
     """Turns whatever the user's code raises inside into a `ModelError` with the user's line.
@@ -273,6 +265,22 @@ def way_out(raised: str) -> str:
             "the model in torch.float32, or compile on a processor that has it"
         )
     return ""
+
+
+RUNS_ALONE = "it must run by itself before it can be compiled"
+
+
+def raised(what: str, error: Exception, on: str, hint: str) -> ModelError:
+    """The error for model code that raises on something, in the user's words where it is known.
+
+    Args:
+        hint: the way out where no better one is known.
+    """
+    return ModelError(
+        f"{what} raises {type(error).__name__} {on}{ending(error)}",
+        location=line_of(error),
+        hint=way_out(text_of(error)) or hint,
+    )
 
 
 def error_of_user(error: BaseException) -> ModelError | None:

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, PythonMod
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
+from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Size, larger, sizes_in, smaller
 
@@ -300,18 +301,13 @@ def plain_of(value: Any, symbols: Symbols) -> Any:
     Raises:
         InexpressibleError: where a number in it has no form in terms of sizes.
     """
-    match value:
-        case torch.SymInt():
-            return dim_of(value, symbols)
-        case torch.SymFloat() | torch.SymBool():
-            raise InexpressibleError(expression_of(value))
-        case tuple() | list():
-            items = [plain_of(item, symbols) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        case dict():
-            return {key: plain_of(item, symbols) for key, item in value.items()}
-        case _:
-            return value
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, torch.SymFloat | torch.SymBool):
+            raise InexpressibleError(expression_of(item))
+        return dim_of(item, symbols) if isinstance(item, torch.SymInt) else item
+
+    return map_argument(leaf, value)
 
 
 def shape_of(shape: Sequence[Any], symbols: Symbols) -> tuple[Dim, ...]:

@@ -9,8 +9,7 @@ import torch
 
 from gpipe_compiler.codegen.package import Progress, place, write_package
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.frontend.pretrained import Pretrained
-from gpipe_compiler.frontend.subject import Hooks
+from gpipe_compiler.frontend.subject import Hooks, Pretrained
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.html import write_report
 
