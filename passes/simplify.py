@@ -10,14 +10,12 @@ Attention loses the scale that it would take by itself.
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import itertools
 import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 from torch.nn import functional as F
@@ -32,7 +30,6 @@ from gpipe_compiler.ir import (
     Ref,
     RegionBody,
     RegionCall,
-    Result,
     Value,
     ValueKind,
     called,
@@ -43,10 +40,6 @@ from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import SeenValue, in_the_other_mode
 from gpipe_compiler.passes.positions import Positions
 from gpipe_compiler.passes.repeats import repeats
-from gpipe_compiler.runtime.sizes import Dim
-
-_Size: TypeAlias = "Dim | tuple[str, float]"
-"""A size: a constant, or a multiple of the batch."""
 
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
@@ -61,14 +54,14 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
         graph: annotated; so is the result.
     """
     graph = _inside_ops(graph)
-    sizes, found = _Sizes(graph), effects(graph)
+    found = effects(graph)
     chooses = any(called(op.call) in ("where", "and_") for op in graph.ops)
     positions = Positions(graph, found) if chooses else None
     idle = {
         op.name: source
         for op in graph.ops
         if isinstance(op.result, str) and op.result not in graph.ends and op.name not in kept
-        for source in _unchanged(graph, found, sizes, positions, op)
+        for source in _unchanged(graph, found, positions, op)
     }
     if not idle:
         return graph
@@ -111,9 +104,7 @@ def _is_private(graph: Graph, found: Effects, source: str) -> bool:
     return fresh and not found.state_aliases.get(source) and not graph.values[source].requires_grad
 
 
-def _unchanged(
-    graph: Graph, found: Effects, sizes: _Sizes, positions: Positions | None, op: Op
-) -> Iterator[str]:
+def _unchanged(graph: Graph, found: Effects, positions: Positions | None, op: Op) -> Iterator[str]:
     """The tensor that an op returns as it is, if it does."""
     call = op.call
     if not isinstance(call, FunctionCall | MethodCall) or not call.args:
@@ -123,16 +114,17 @@ def _unchanged(
     if not isinstance(source, Ref) or result.kind is not ValueKind.TENSOR:
         return
     before = graph.values[source.name]
-    same = (before.dims, before.dtype, before.batch_dim) == (
-        *(result.dims, result.dtype, result.batch_dim),
+    same = all(
+        getattr(before, kind) == getattr(result, kind)
+        for kind in ("dims", "dtype", "batch_dim", "splittable", "requires_grad")
     )
-    if not same or before.requires_grad != result.requires_grad:
+    if not same:
         return
     assert before.dtype is not None
     if (
         chosen is not None
         or _is_neutral(call, before.dtype)
-        or _keeps_shape(sizes, call, before)
+        or _gives_shape(graph, call, before)
         or (_is_plain(call, "contiguous") and _is_contiguous(graph, source.name))
     ):
         yield source.name
@@ -206,70 +198,26 @@ def _is_contiguous(graph: Graph, value: str) -> bool:
     return maker is not None and _is_plain(maker.call, "contiguous") and not maker.call.kwargs
 
 
-def _keeps_shape(sizes: _Sizes, call: Call, before: Value) -> bool:
-    """Whether a tensor is given the shape that it has, at any batch size."""
+def _gives_shape(graph: Graph, call: Call, before: Value) -> bool:
+    """Whether a call gives its operand a shape, of numbers and of sizes that are asked for.
+
+    What has the operand's shape then, has it at any batch size.
+    """
     if call.kwargs:
         return False
-    name, given = called(call), call.args[1:]
-    if call.args and isinstance(call, FunctionCall) and call.function is operator.getitem:
+    given = call.args[1:]
+    if isinstance(call, FunctionCall) and call.function is operator.getitem:
         entries = given[0] if isinstance(given[0], tuple) else given
         return all(entry is ... or entry == slice(None) for entry in entries)
-    if not isinstance(call, MethodCall) or name not in ("expand", "view", "reshape"):
+    if not isinstance(call, MethodCall) or call.method not in ("expand", "view", "reshape"):
+        return False
+    if not before.splittable:
         return False
     wanted = given[0] if len(given) == 1 and isinstance(given[0], tuple | list) else given
-    own = sizes.of(before)
-    if own is None or len(wanted) != len(own):
-        return False
-    free = [size == -1 for size in wanted]
-    if name != "expand" and (sum(free) > 1 or (any(free) and 0 in before.shape)):
-        return False
-    return all(
-        open_ or sizes.resolved(size) == known
-        for open_, size, known in zip(free, wanted, own, strict=True)
+    makers = [graph.producer.get(size.name) for size in wanted if isinstance(size, Ref)]
+    return all(isinstance(size, int | Ref) for size in wanted) and all(
+        maker is not None and called(maker.call) in ("size", "getattr") for maker in makers
     )
-
-
-class _Sizes:
-    """The sizes of values as functions of the batch, and the numbers that ops take from them."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._known: dict[str, _Size] = {}
-        for op in graph.ops:
-            self._note(op.call, op.result)
-
-    def of(self, value: Value) -> tuple[_Size, ...] | None:
-        """The sizes of a tensor; None where they do not follow from the batch in proportion."""
-        if not value.splittable:
-            return None
-        batch = self._graph.batch_size
-        return tuple(
-            ("batch", size / batch) if isinstance(size, int) and dim == value.batch_dim else size
-            for dim, size in enumerate(value.dims)
-        )
-
-    def resolved(self, size: Argument) -> _Size | None:
-        """A size that is given to an op."""
-        if isinstance(size, Ref):
-            return self._known.get(size.name)
-        return size if isinstance(size, int) else None
-
-    def _note(self, call: Call, result: Result) -> None:
-        if not isinstance(call, FunctionCall | MethodCall) or not call.args:
-            return
-        source = call.args[0]
-        asks = isinstance(call, MethodCall) and call.method == "size"
-        asks |= isinstance(call, FunctionCall) and call.function is builtins.getattr
-        if not asks or not isinstance(source, Ref) or call.kwargs:
-            return
-        sizes = self.of(self._graph.values[source.name])
-        if sizes is None:
-            return
-        if isinstance(result, tuple) and len(result) == len(sizes):
-            pairs = zip(result, sizes, strict=True)
-            self._known.update({name: size for name, size in pairs if isinstance(name, str)})
-        elif isinstance(result, str) and len(call.args) == 2 and isinstance(call.args[1], int):
-            self._known[result] = sizes[call.args[1]]
 
 
 # --- the graph without them -----------------------------------------------------------------------
