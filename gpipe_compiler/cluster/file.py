@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from gpipe_compiler.cluster.catalogue import LINKS, Card, built_in, known_devices, plain
-from gpipe_compiler.cluster.hosts import LOCAL, DeviceGroup, Host, cluster_of
+from gpipe_compiler.cluster.hosts import LOCAL, Host, cluster_of, device_group
 from gpipe_compiler.cluster.machines import MOST_DEVICES, Arithmetic, Cluster, Device, Link
 from gpipe_compiler.cluster.quantities import BANDWIDTH, SIZE, SPEED, TIME
 from gpipe_compiler.cluster.toml_table import Faults, Table
@@ -158,14 +158,14 @@ class _Reader:
         if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(f"{written!r} names no devices: write {_DEVICES}")
         try:
-            groups = [DeviceGroup.parse(part) for text in texts for part in str(text).split(",")]
+            groups = [device_group(part) for text in texts for part in str(text).split(",")]
         except UsageError as error:
             raise ValueError(f"{error.problem}: {error.hint}") from error
         cards: list[Card] = []
-        for group in groups:
-            name = plain(group.name)
-            card = self._own[name] if name in self._own else self._known(group.name)
-            cards += [card] * (group.count or 1) if card else []
+        for count, written_name in groups:
+            name = plain(written_name)
+            card = self._own[name] if name in self._own else self._known(written_name)
+            cards += [card] * (count or 1) if card else []
         return tuple(cards)
 
     def _known(self, written: object) -> Card:

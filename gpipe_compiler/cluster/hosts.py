@@ -113,29 +113,22 @@ def _usual_link(hosts: Sequence[Host], network: Link | None) -> Link:
     return hosts[0].link or hosts[0].cards[0].link or network or GLOO
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceGroup:
-    """This number of equal devices; None for as many as needed."""
+def device_group(text: str) -> tuple[int | None, str]:
+    """How many devices, and their name, from `4xH200` or `H200`: None for as many as needed.
 
-    count: int | None
-    name: str
-
-    @classmethod
-    def parse(cls, text: str) -> DeviceGroup:
-        """From `4xH200` or `H200`.
-
-        Raises:
-            UsageError: for anything else.
-        """
-        match = _GROUP.fullmatch(text.strip())
-        if match is None or match[1] == "0" * len(match[1] or ""):
-            raise UsageError(
-                f"{text!r} names no devices",
-                hint="write a number and a name, such as 4xH200, or a name alone",
-            )
-        if match[1] is not None:
-            refuse_too_many(int(match[1]))
-        return cls(None if match[1] is None else int(match[1]), match[2])
+    Raises:
+        UsageError: for anything else.
+    """
+    match = _GROUP.fullmatch(text.strip())
+    if match is None or match[1] == "0" * len(match[1] or ""):
+        raise UsageError(
+            f"{text!r} names no devices",
+            hint="write a number and a name, such as 4xH200, or a name alone",
+        )
+    if match[1] is None:
+        return None, match[2]
+    refuse_too_many(int(match[1]))
+    return int(match[1]), match[2]
 
 
 def devices_named(text: str) -> Cluster:
@@ -148,29 +141,29 @@ def devices_named(text: str) -> Cluster:
     Raises:
         UsageError: for a name that is not known, or what does not go together.
     """
-    groups = [DeviceGroup.parse(part) for part in text.split(",")]
-    here = [group for group in groups if plain(group.name) in (LOCAL, _MEASURED)]
+    groups = [device_group(part) for part in text.split(",")]
+    here = [(count, name) for count, name in groups if plain(name) in (LOCAL, _MEASURED)]
     if here and len(groups) > 1:
         raise UsageError(
-            f"{here[0].name} does not mix with other devices",
+            f"{here[0][1]} does not mix with other devices",
             hint="describe this machine and the others in a file for --cluster",
         )
     if here:
-        return _this_machine(here[0])
+        return _this_machine(*here[0])
     if len(groups) > 1:
-        groups = [replace(group, count=group.count or 1) for group in groups]
-    return _joined([(group.count, built_in(group.name)) for group in groups])
+        groups = [(count or 1, name) for count, name in groups]
+    return _joined([(count, built_in(name)) for count, name in groups])
 
 
-def _this_machine(group: DeviceGroup) -> Cluster:
+def _this_machine(count: int | None, name: str) -> Cluster:
     # Here, as they need torch, which takes seconds to import.
     from gpipe_compiler.cluster.local import local_cluster, timed_link
 
-    cluster = local_cluster(timed_link() if plain(group.name) == _MEASURED else None)
-    if group.count is None:
+    cluster = local_cluster(timed_link() if plain(name) == _MEASURED else None)
+    if count is None:
         return cluster
     alike = replace(cluster, devices=cluster.devices[:1], endless=True)
-    return replace(alike.sized(group.count), endless=False, pooled=False, places=None)
+    return replace(alike.sized(count), endless=False, pooled=False, places=None)
 
 
 def _joined(groups: list[tuple[int | None, Card]]) -> Cluster:

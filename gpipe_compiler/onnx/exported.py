@@ -21,8 +21,7 @@ from gpipe_compiler.frontend.trace_errors import by_values
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.branches import required_lines
-from gpipe_compiler.onnx.codegen.package import write_exported
-from gpipe_compiler.onnx.codegen.scripts import closeness
+from gpipe_compiler.onnx.codegen.package import closeness, write_exported
 from gpipe_compiler.onnx.runtime.batches import Arrays
 from gpipe_compiler.onnx.validate import WholeModel, batch_sizes, validate_stages
 from gpipe_compiler.options import CompileOptions

@@ -24,7 +24,7 @@ from gpipe_compiler.errors import ModelError, ValidationError
 from gpipe_compiler.frontend.comparable_runs import may_be_tried
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.sizes import SampleRule
-from gpipe_compiler.onnx.codegen.scripts import closeness
+from gpipe_compiler.onnx.codegen.package import closeness
 from gpipe_compiler.onnx.frontend.nodes import draws, is_quantised, node_of, title
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, whole_session
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
@@ -125,25 +125,19 @@ def validate_stages(
     """
     rows: list[Row] = []
     notes, graph = [], plan.known_graph
-    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
-        for samples, inputs in calls.items():
-            optional = (plan.microbatches == 1 or bool(graph.whole_batch)) and rows != []
-            try:
-                expected = expected_outputs(model, graph, plan.microbatch_size, samples, inputs)
-                rows.append(
-                    _compared(
-                        model, directory, plan, samples, inputs, expected, Path(scratch), custom_ops
-                    )
-                )
-            except ModelError as error:
-                if not optional:
-                    raise
-                notes.append(f"a batch of {samples} is not compared: {error.problem}")
-            except ValidationError as error:
-                if not optional:
-                    raise
-                reason = error.problem.splitlines()[-1]
-                notes.append(f"the package does not run on a batch of {samples}: {reason}")
+    for samples, inputs in calls.items():
+        optional = (plan.microbatches == 1 or bool(graph.whole_batch)) and rows != []
+        try:
+            rows.append(_compared(model, directory, plan, samples, inputs, custom_ops))
+        except ModelError as error:
+            if not optional:
+                raise
+            notes.append(f"a batch of {samples} is not compared: {error.problem}")
+        except ValidationError as error:
+            if not optional:
+                raise
+            reason = error.problem.splitlines()[-1]
+            notes.append(f"the package does not run on a batch of {samples}: {reason}")
     return Validation(tuple(rows), tuple(notes))
 
 
@@ -153,26 +147,23 @@ def _compared(
     plan: Plan,
     samples: int,
     inputs: Arrays,
-    expected: Arrays,
-    scratch: Path,
     custom_ops: Sequence[Path],
 ) -> Row:
-    """How the package's outputs for one batch compare.
-
-    Raises:
-        ValidationError: when the package cannot be run.
-    """
-    given, reference, report = (scratch / file for file in ("in.npz", "out.npz", "report.json"))
-    write_arrays(given, inputs)
-    write_arrays(reference, expected)
-    options: list[object] = ["--devices", ",".join(["cpu"] * len(plan.orders))]
-    options += ["--reference", reference, "--input", given, "--report", report]
-    libraries = [word for library in custom_ops for word in ("--custom-ops", library)]
-    run_check(directory, [*options, *libraries], threads=1)
-    rows = json.loads(report.read_text())
+    """How the package's outputs for one batch compare; raises as `validate_stages`."""
+    graph, size = plan.known_graph, plan.microbatch_size
+    expected = expected_outputs(model, graph, size, samples, inputs)
+    with tempfile.TemporaryDirectory(prefix="gpipe-validate-") as scratch:
+        files = (Path(scratch, file) for file in ("in.npz", "out.npz", "report.json"))
+        given, reference, report = files
+        write_arrays(given, inputs)
+        write_arrays(reference, expected)
+        options: list[object] = ["--devices", ",".join(["cpu"] * len(plan.orders))]
+        options += ["--reference", reference, "--input", given, "--report", report]
+        libraries = [word for library in custom_ops for word in ("--custom-ops", library)]
+        run_check(directory, [*options, *libraries], threads=1)
+        rows = json.loads(report.read_text())
     if model.otherwise is not None and any(row["fault"] for row in rows):
         other = dataclasses.replace(model, run=model.otherwise, otherwise=None)
-        graph, size = plan.known_graph, plan.microbatch_size
         with contextlib.suppress(ModelError):  # rounded so, the samples of a batch seem to meet
             otherwise = expected_outputs(other, graph, size, samples, inputs)
             close = model.close.with_rounding(expected, otherwise)

@@ -18,9 +18,6 @@ class OnnxNode:
 
     The arguments of the call are the node's inputs in order, None where one is left out, and after
     them what its subgraphs read of the graph around them.
-
-    Attributes:
-        proto: the node, as it is.
     """
 
     proto: NodeProto
@@ -94,7 +91,6 @@ _RANDOM = frozenset(
 
 
 def node_of(op: Op) -> NodeProto:
-    """The node that an op of an ONNX graph calls."""
     assert isinstance(op.call, FunctionCall)
     assert isinstance(op.call.function, OnnxNode)
     proto: NodeProto = op.call.function.proto

@@ -6,8 +6,10 @@ the model does not show it. All others are functions of the shapes of the inputs
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from enum import Flag, auto
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 
@@ -45,29 +47,27 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
 """By operator, the inputs whose numbers say how large its results are."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What of a value follows from the numbers in the inputs: its numbers, its shape."""
+class _Known(Flag):
+    """What of a value follows from the numbers in the inputs."""
 
-    numbers: bool = False
-    shape: bool = False
-
-    def __or__(self, other: _Known) -> _Known:
-        return _Known(self.numbers or other.numbers, self.shape or other.shape)
+    NUMBERS = auto()
+    SHAPE = auto()
 
 
-_NEITHER, _NUMBERS, _BOTH = _Known(), _Known(numbers=True), _Known(numbers=True, shape=True)
+_NUMBERS, _SHAPE = _Known.NUMBERS, _Known.SHAPE
+_NEITHER, _BOTH = _Known(0), _NUMBERS | _SHAPE
+
 
 _Functions = Mapping[tuple[str, str], FunctionProto]
 
 
 def number_shapes(model: ModelProto) -> frozenset[str]:
     """The values of the main graph whose shape may follow from the numbers in its inputs."""
-    functions = {(item.domain, item.name): item for item in model.functions}
-    weights = {tensor.name for tensor in model.graph.initializer}
-    known = {item.name: _NUMBERS for item in model.graph.input if item.name not in weights}
-    _follow(model.graph.node, known, functions)
-    return frozenset(name for name, found in known.items() if found.shape)
+    graph, functions = model.graph, {(item.domain, item.name): item for item in model.functions}
+    weights = {tensor.name for tensor in graph.initializer}
+    known = {item.name: _NUMBERS for item in graph.input if item.name not in weights}
+    _follow(graph.node, known, functions)
+    return frozenset(name for name, found in known.items() if _SHAPE in found)
 
 
 def _follow(nodes: Iterable[NodeProto], known: dict[str, _Known], functions: _Functions) -> None:
@@ -92,19 +92,20 @@ def _results(
     if node.op_type == "If":
         branches = [_of_body(body, {}, known, functions) for body in bodies]
         made = [_joined(outputs) for outputs in zip(*branches, strict=False)]
-        return [found | (_BOTH if inputs[0].numbers else _NEITHER) for found in made]
+        return [found | (_BOTH if _NUMBERS in inputs[0] else _NEITHER) for found in made]
     if node.op_type in ("Loop", "Scan"):
         return _of_loop(node, bodies[0], inputs, known, functions)
     if node.op_type in ("Shape", "Size"):
-        return [_Known(numbers=inputs[0].shape)]
+        return [_NUMBERS if _SHAPE in inputs[0] else _NEITHER]
     if node.domain not in _STANDARD or bodies:
-        return [_BOTH if every.numbers else every] * count
+        return [_BOTH if _NUMBERS in every else every] * count
     sizes = [inputs[at] for at in _SIZES.get(node.op_type, ()) if at < len(inputs)]
-    shape = every.shape or _joined(sizes).numbers
-    shape |= node.op_type in _FROM_NUMBERS and every.numbers
+    given = node.op_type in _FROM_NUMBERS and _NUMBERS in every
+    if given or _SHAPE in every or _NUMBERS in _joined(sizes):
+        return [_BOTH] * count
     if node.op_type == "ConstantOfShape":
-        return [_Known(numbers=shape, shape=shape)]
-    return [_Known(every.numbers or shape or draws(node), shape)] * count
+        return [_NEITHER]
+    return [_NUMBERS if _NUMBERS in every or draws(node) else _NEITHER] * count
 
 
 def _of_body(
@@ -127,23 +128,21 @@ def _of_loop(
     functions: _Functions,
 ) -> list[_Known]:
     """Of a Loop or Scan: its state goes round until nothing more is found of it."""
-    extra = (
-        2 if node.op_type == "Loop" else 0
-    )  # Loop: trips and condition; its body: number, condition
+    # Of a Loop: trips and condition; of its body: number and condition.
+    extra = 2 if node.op_type == "Loop" else 0
     ends = 1 if extra else 0  # a Loop's body gives its condition first
-    rounds = _joined(inputs[:extra]).numbers
+    rounds = _NUMBERS in _joined(inputs[:extra])
     given = list(inputs)
     given[:extra] = [_NEITHER, *inputs[1:2]][:extra]
     given += [_NEITHER] * (len(body.input) - len(given))
     while True:
         names = [item.name for item in body.input]
         made = _of_body(body, dict(zip(names, given, strict=False)), known, functions)
-        rounds = rounds or (bool(ends) and made[0].numbers)
+        rounds = rounds or (bool(ends) and _NUMBERS in made[0])
         states = made[ends : ends + max(0, len(given) - extra)]
         after = list(given)
-        for at, found in enumerate(states):
-            if extra + at < len(after):
-                after[extra + at] = after[extra + at] | found
+        for at, found in enumerate(states[: len(after) - extra], extra):
+            after[at] |= found
         if after == given:
             break
         given = after
@@ -151,7 +150,4 @@ def _of_loop(
 
 
 def _joined(found: Iterable[_Known]) -> _Known:
-    whole = _NEITHER
-    for item in found:
-        whole |= item
-    return whole
+    return functools.reduce(operator.or_, found, _NEITHER)

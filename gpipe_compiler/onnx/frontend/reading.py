@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import Counter
@@ -18,7 +19,6 @@ from onnx.external_data_helper import uses_external_data
 from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.onnx.frontend.dequantised import unshare_dequantised
 from gpipe_compiler.onnx.frontend.nodes import captured, draws, subgraphs, title
 from gpipe_compiler.onnx.frontend.unfolded import without_functions
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
@@ -32,7 +32,6 @@ class OnnxModel:
     Attributes:
         path: absolute; files with weights stand beside it.
         proto: without the weights that stand in other files.
-        custom_ops: libraries of custom operators for ONNX Runtime.
     """
 
     path: Path
@@ -41,12 +40,10 @@ class OnnxModel:
 
     @property
     def name(self) -> str:
-        """That of the file."""
         return self.path.stem
 
     @property
     def location(self) -> SourceLocation:
-        """The file, for messages; nodes have no lines."""
         return self.at()
 
     def at(self, node: str = "") -> SourceLocation:
@@ -58,9 +55,6 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
     """The model in a file.
 
     Weights in files of their own are not read, but have to be there, and to be long enough.
-
-    Args:
-        custom_ops: libraries of custom operators that it needs.
 
     Raises:
         UsageError: when there is no such file.
@@ -292,3 +286,50 @@ def _names(node: NodeProto, message: str) -> bool:
     if node.name and f"({node.name})" in message:
         return True
     return bool(node.domain) and f"{node.domain}:{node.op_type}" in message
+
+
+# --- dequantisations ------------------------------------------------------------------------------
+
+
+DEQUANTIZE = "DequantizeLinear"
+
+
+def unshare_dequantised(graph: GraphProto) -> None:
+    """Copies the nodes that dequantise for several readers, one for each.
+
+    ONNX Runtime does the same when it loads a model: a `DequantizeLinear` and its reader become
+    one kernel. So the readers can lie in several stages, and what crosses is quantised.
+    """
+    weights = {tensor.name for tensor in graph.initializer}
+    taken = {name for node in graph.node for name in (node.name, *node.output)}
+    taken |= weights | {value.name for value in graph.input}
+    readers: dict[str, list[NodeProto]] = {}
+    kept = {value.name for value in graph.output}
+    for node in graph.node:
+        kept.update(captured(node))
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.op_type != DEQUANTIZE or node.input[0] in weights:
+            continue
+        (made,) = node.output
+        each = list({id(reader): reader for reader in readers.get(made, [])}.values())
+        for reader in each[made not in kept :]:
+            copy = NodeProto()
+            copy.CopyFrom(node)
+            copy.name = _fresh(node.name, taken) if node.name else ""
+            copy.output[0] = _fresh(made, taken)
+            reader.input[:] = [copy.output[0] if n == made else n for n in reader.input]
+            nodes.append(copy)
+    if len(nodes) > len(graph.node):
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del graph.node[:]
+        graph.node.extend(copies)
+
+
+def _fresh(name: str, taken: set[str]) -> str:
+    wish = next(w for n in itertools.count(1) if (w := f"{name}_{n}") not in taken)
+    taken.add(wish)
+    return wish

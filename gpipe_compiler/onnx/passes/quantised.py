@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.onnx.frontend.dequantised import DEQUANTIZE
 from gpipe_compiler.onnx.frontend.nodes import node_of
+from gpipe_compiler.onnx.frontend.reading import DEQUANTIZE
 from gpipe_compiler.passes.atoms import Tie
 
 _QUANTIZE = "QuantizeLinear"
