@@ -31,9 +31,9 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.options import NO_CONSTRAINTS, CompileOptions, Constraints, LossChoice, Policy
 from gpipe_compiler.passes.footprint import own_optimizer
 from gpipe_compiler.passes.free_sizes import FixedSizeError
-from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.written_once import refuse_overlaps
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.origin import Origin
 from gpipe_compiler.plan.pareto import Frontier

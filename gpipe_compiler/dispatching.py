@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +29,19 @@ class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
 
 class DispatchWatch(PlainDispatchMode):
-    """While entered, `saw` is called after every aten op that reaches dispatch below autograd."""
+    """While entered, `saw` is called after every aten op that reaches dispatch below autograd: the
+    given one, or that of a subclass."""
+
+    def __init__(self, saw: Callable[..., None] | None = None) -> None:
+        super().__init__()
+        self._given = saw
 
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
-        """To be overridden: `func` (an OpOverload) was called so and returned this."""
+        """`func` (an OpOverload) was called so and returned this."""
+        if self._given is not None:
+            self._given(func, args, kwargs, returned)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

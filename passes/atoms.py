@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Mode, Op, ValueKind
+from gpipe_compiler.ir.left_out import may_leave_out, with_all_layers
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.effects import Effects, Pair, around_writes, written_memory
-from gpipe_compiler.passes.left_out_types import types_left_open
+from gpipe_compiler.passes.observe import observed
+from gpipe_compiler.runtime.spec import Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,6 @@ class Atoms:
             they say which orders are legal; they may repeat what data flow says.
         last_stage: the ops pinned to the last stage: those that serve only the loss, whatever
             cannot be cut off from them, and what comes after.
-        ties: what has made the groups.
     """
 
     leader: Mapping[str, str]
@@ -147,3 +148,26 @@ def _followers(leader: Mapping[str, str], edges: Iterable[Pair], first: Iterable
         found |= fresh
         pending.extend(fresh)
     return found
+
+
+# --- types that go with what is left out ----------------------------------------------------------
+
+
+def types_left_open(graph: Graph, precision: Precision) -> frozenset[str]:
+    """The values of a graph whose type is another, in a precision, where layers are left out.
+
+    Under autocast a layer may make 16 bits of the 32 that are passed on where it is left out. Such
+    a value cannot be sent: a stage that waits for it would have to know what was drawn.
+    """
+    if not any(may_leave_out(op.call) for op in graph.ops):
+        return frozenset()
+    return graph.once(("left_out_types", precision), lambda: _types_left_open(graph, precision))
+
+
+def _types_left_open(graph: Graph, precision: Precision) -> frozenset[str]:
+    graph = graph.replace(precision=precision)
+    ways = [observed(with_all_layers(graph, left_out=way)).values for way in (False, True)]
+    forms = {name: [way[name].form for way in ways] for name in ways[0]}
+    return frozenset(
+        name for name, both in forms.items() if len({form and form.dtype for form in both}) > 1
+    )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -31,15 +30,15 @@ from gpipe_compiler.ir import (
     called,
 )
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.positions import (
+from gpipe_compiler.passes.positions.coordinates import (
     Cases,
     Condition,
     Element,
-    Positions,
     distances,
     is_causal,
     some,
 )
+from gpipe_compiler.passes.positions.known import Positions
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import without_idle
 from gpipe_compiler.runtime.sizes import Shape
@@ -153,37 +152,28 @@ def _allowed(element: Element, dtype: torch.dtype | None) -> Condition | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """An op that makes a value from another one."""
-
-    op: Op
-    source: str
-
-
-def _step(graph: Graph, name: str) -> _Step | None:
+def _maker(graph: Graph, name: str, *calls: str) -> Op | None:
+    """The op that makes a value from another one, by one of some calls."""
     op = graph.producer.get(name)
-    if op is None or op.result != name or not isinstance(op.call, FunctionCall | MethodCall):
+    if op is None or op.result != name or called(op.call) not in calls:
         return None
-    source = op.call.args[0] if op.call.args else None
-    return _Step(op, source.name) if isinstance(source, Ref) else None
+    return op if op.call.args and isinstance(op.call.args[0], Ref) else None
 
 
 def _repeated(graph: Graph, name: str) -> tuple[str, int]:
     """The value whose heads, dimension 1 of 4, are repeated one by one; and how often, 1 if not."""
     result = graph.values[name]
-    last = _step(graph, name)
+    last = _maker(graph, name, "reshape", "view", "repeat_interleave")
     if last is None or len(result.shape) != 4 or result.batch_dim not in (None, 0):
         return name, 1
-    if _interleaves(last.op):
-        base = last.source
-    else:
-        wide = _step(graph, last.source) if called(last.op.call) in ("reshape", "view") else None
-        thin = _step(graph, wide.source) if wide and called(wide.op.call) == "expand" else None
-        if wide is None or thin is None or not _adds_dimension(thin.op):
+    base = last.call.args[0].name
+    if not _interleaves(last):
+        wide = _maker(graph, base, "expand")
+        thin = wide and _maker(graph, wide.call.args[0].name, "unsqueeze", "getitem")
+        if thin is None or not _adds_dimension(thin):
             return name, 1
-        base = thin.source
-        batch, heads, times, *rest = graph.values[last.source].dims
+        batch, heads, times, *rest = graph.values[base].dims
+        base = thin.call.args[0].name
         if len(rest) != 2 or (batch, heads * times, *rest) != result.dims:
             return name, 1
     before = graph.values[base]

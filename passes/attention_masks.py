@@ -32,14 +32,14 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.positions import Cases, Positions
-from gpipe_compiler.passes.positions.coordinates import UnknownError
-from gpipe_compiler.passes.simplify import without_idle
-from gpipe_compiler.passes.strides import takes_any_strides
+from gpipe_compiler.passes.positions.coordinates import Cases, UnknownError
+from gpipe_compiler.passes.positions.known import Positions
+from gpipe_compiler.passes.simplify import takes_any_strides, without_idle
+from gpipe_compiler.passes.verbs import AND, NOT, OR
 
-_BROADCASTING = frozenset({
+_BROADCASTING = AND | OR | NOT | frozenset({
     *("where", "masked_fill", "add", "sub", "mul", "neg", "contiguous", "clone", "to", "float"),
-    *("and_", "or_", "invert", "logical_and", "logical_or", "logical_not", "bool", "type"),
+    *("bool", "type"),
 })  # fmt: skip
 """Functions and methods that broadcast their operands, sample by sample."""
 
@@ -119,7 +119,6 @@ def _is_of_one(graph: Graph, item: Ref | StateRef, rank: int) -> bool:
 
 
 def is_attention(op: Op) -> bool:
-    """Whether an op is torch's attention."""
     call = op.call
     return isinstance(call, FunctionCall) and call.function is F.scaled_dot_product_attention
 
@@ -156,13 +155,15 @@ def _of_one(op: Op) -> Op:
     return dataclasses.replace(op, call=MethodCall("expand", given))
 
 
-_AND = frozenset({"and_", "logical_and", "bitwise_and", "__and__"})
-
-_OF_MASKS = _AND | {
-    *("or_", "logical_or", "bitwise_or", "__or__", "invert", "logical_not", "bitwise_not"),
-    *("where", "masked_fill", "to", "float", "bool", "type", "type_as"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "rsub", "mul", "neg"),
-}
+_OF_MASKS = (
+    AND
+    | OR
+    | NOT
+    | {
+        *("where", "masked_fill", "to", "float", "bool", "type", "type_as"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "rsub", "mul", "neg"),
+    }
+)
 """What is made of masks, whose results have the strides of what they are made of."""
 
 
@@ -193,7 +194,7 @@ def simplify_padding_masks(graph: Graph, kept: Collection[str] = ()) -> Graph:
 def _left(graph: Graph, found: Effects, positions: Positions, op: Op) -> Iterator[str]:
     """The operand of a conjunction whose other operand holds everywhere."""
     call = op.call
-    if called(call) not in _AND or not isinstance(call, FunctionCall | MethodCall):
+    if called(call) not in AND or not isinstance(call, FunctionCall | MethodCall):
         return
     if len(call.args) != 2 or call.kwargs or len(op.outputs) != 1:
         return

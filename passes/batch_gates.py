@@ -12,21 +12,29 @@ from enum import Enum
 
 import torch
 
-from gpipe_compiler.ir import Graph, Op, Ref, ValueKind
-from gpipe_compiler.passes.loss_additivity import COMPARING, FILLED, KINKED, name_of
-from gpipe_compiler.passes.verbs import MOVES, counted_above_zero, number_of, verb
-
-_FINITE = frozenset({"isfinite", "isinf", "isnan"})
-"""What guards against numbers that are none: what is computed from these is not compared."""
+from gpipe_compiler.ir import Argument, Graph, Op, Ref, RegionCall, ValueKind
+from gpipe_compiler.ir.branches import is_requirement
+from gpipe_compiler.passes.joined_outputs import Unjoined, ways_of
+from gpipe_compiler.passes.loss_additivity import KINKED
+from gpipe_compiler.passes.verbs import (
+    AND,
+    BOUNDING,
+    COMPARING,
+    FILLED,
+    FINITE,
+    MOVES,
+    NOT,
+    OR,
+    ORDER,
+    SAME,
+    counted_above_zero,
+    name_of,
+    number_of,
+    verb,
+)
+from gpipe_compiler.runtime.spec import Joined
 
 _NUMBERING = frozenset({"cumsum", "argsort", "logcumsumexp", "cumprod", "cummax", "cummin"})
-
-_BOUNDING = frozenset(
-    {
-        *("clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
-        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize"),
-    }
-)
 
 _LEAST = 1.0
 """Bounds up to which a count in a loss asks no more than whether there is anything."""
@@ -47,8 +55,8 @@ def first_gate(graph: Graph) -> Op | None:
     for op in graph.ops:
         name = name_of(graph, op)
         read = [value for value in op.inputs if value in found]
-        if not read or name in FILLED | _FINITE:
-            continue
+        if not read or name in FILLED | FINITE:
+            continue  # what guards against numbers that are none compares nothing
         gate = _gate(graph, op, name, found)
         gated = [v for v in read if v in gates and not _decides_nothing(graph, op, name, v)]
         behind = gate or next((gates[value] for value in gated), None)
@@ -101,7 +109,7 @@ def _gate(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> Op | 
     counts = any(number is not None and number > _LEAST for number in bounds)
     read = {found[value] for value in op.inputs if value in found}
     if _Taken.RANKED in read:
-        return op if counts and name in COMPARING | _BOUNDING else None
+        return op if counts and name in COMPARING | BOUNDING else None
     if _Taken.TOGETHER not in read or name not in KINKED | COMPARING:
         return None
     if op.name in graph.loss_only:
@@ -112,10 +120,6 @@ def _gate(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> Op | 
     return None if whole and len(read) > 1 else op
 
 
-_BOTH = frozenset({"and_", "and", "bitwise_and", "logical_and", "__and__", "mul"})
-"""What holds only where both operands do."""
-
-
 def _decides_nothing(graph: Graph, op: Op, name: str, gated: str) -> bool:
     """Whether an op makes the same of samples on either side of a bound.
 
@@ -123,7 +127,7 @@ def _decides_nothing(graph: Graph, op: Op, name: str, gated: str) -> bool:
     `where(mask.any(), h.masked_fill(mask, 0), h)` is `h.masked_fill(mask, 0)`.
     """
     operands = [item.name for item in op.call.args if isinstance(item, Ref)]
-    if name in _BOTH and len(operands) == 2:
+    if name in AND | {"mul"} and len(operands) == 2:
         others = [operand for operand in operands if operand != gated]
         return len(others) == 1 and _is_implied(graph, gated, others[0])
     if name != "where" or len(operands) != 3 or gated != operands[0] or gated in operands[1:]:
@@ -205,3 +209,107 @@ def _runs_along(graph: Graph, value: str) -> tuple[int, ...]:
 def _is_integer(graph: Graph, value: str) -> bool:
     dtype = graph.values[value].dtype
     return dtype is not None and not dtype.is_floating_point and dtype is not torch.bool
+
+
+# --- branches on values ---------------------------------------------------------------------------
+
+
+_OF_EACH = frozenset({"max", "min", "amax", "amin", "mean"})
+_COUNTS = frozenset({"sum", "count_nonzero"})
+
+
+def first_of_batch(graph: Graph) -> Op | None:
+    """The first requirement that may hold of all micro-batches and not of their batch.
+
+    A stage requires of each micro-batch that a line of the model decides as it did for the example.
+    What asks something of every sample (`h.isfinite().all()`, `x.max() < 100`, `x.mean() > 0`) then
+    holds of the batch. `x.sum() < 100` need not.
+
+    Args:
+        graph: annotated. In a region types are not known: all counts there that goes with samples.
+    """
+    for op in graph.ops:
+        if is_requirement(op):
+            if not _follows(graph, op.call.args[0], True):
+                return op
+        elif isinstance(op.call, RegionCall):
+            inner = _of_region(graph, op.call)
+            if inner is not None:
+                return inner
+    return None
+
+
+def _of_region(graph: Graph, region: RegionCall) -> Op | None:
+    """The first requirement in a region that goes with samples."""
+    given = zip(region.body.inputs, region.args, strict=True)
+    found = {own for own, item in given if isinstance(item, Ref) and item.name in graph.batched}
+    for op in region.body.ops:
+        if not found.isdisjoint(op.inputs):
+            if is_requirement(op):
+                return op
+            found.update(op.outputs)
+    return None
+
+
+def _follows(graph: Graph, condition: Argument, truth: bool) -> bool:
+    """Whether a condition is so for a batch where it is so for each of its micro-batches."""
+    if not isinstance(condition, Ref) or condition.name not in graph.batched:
+        return True
+    op = graph.producer.get(condition.name)
+    if op is None or not op.call.args:
+        return False
+    name, first = name_of(graph, op), op.call.args[0]
+    if name in SAME or name in NOT:
+        return _follows(graph, first, truth is (name not in NOT))
+    if name in (AND if truth else OR):
+        return all(_follows(graph, part, truth) for part in op.call.args)
+    if name in AND | OR:
+        # Either holds of the batch where it holds of one micro-batch, or the other of all.
+        parts = op.call.args
+        spreading = [_spreads(graph, part, truth) for part in parts]
+        return sum(spreading) >= len(parts) - 1 and all(
+            spreads or _follows(graph, part, truth)
+            for spreads, part in zip(spreading, parts, strict=True)
+        )
+    if name in ("all", "any"):
+        return _is_of_samples(graph, first)
+    if name in FINITE:
+        return truth is (name == "isfinite")
+    if name in ORDER or name in ("eq", "ne"):
+        return _bound_follows(graph, op, name)
+    return False
+
+
+def _spreads(graph: Graph, condition: Argument, truth: bool) -> bool:
+    """Whether a condition is so for a batch where it is so for one of its micro-batches."""
+    op = graph.producer.get(condition.name) if isinstance(condition, Ref) else None
+    name = "" if op is None else name_of(graph, op)
+    return (
+        op is not None
+        and name == ("any" if truth else "all")
+        and (_is_of_samples(graph, op.call.args[0]))
+    )
+
+
+def _bound_follows(graph: Graph, op: Op, name: str) -> bool:
+    """The same of a comparison, whichever way it goes."""
+    left, right = op.call.args[:2]
+    if not isinstance(left, Ref) or left.name not in graph.batched:
+        left, right = right, left
+    if not isinstance(left, Ref) or (isinstance(right, Ref) and right.name in graph.batched):
+        return False
+    maker = graph.producer.get(left.name)
+    if maker is None or not maker.call.args or not _is_of_samples(graph, maker.call.args[0]):
+        return False
+    kind = name_of(graph, maker)
+    if kind in _COUNTS:
+        source = maker.call.args[0]
+        counts = isinstance(source, Ref) and graph.values[source.name].dtype is torch.bool
+        return counts and number_of(graph, right) == 0
+    return kind in _OF_EACH and name in ORDER
+
+
+def _is_of_samples(graph: Graph, value: Argument) -> bool:
+    """Whether each sample has its own part of a value, which goes with nothing of other samples."""
+    ways = (Unjoined.ROWS, Joined.SAME)
+    return isinstance(value, Ref) and ways_of(graph)[value.name] in ways

@@ -21,15 +21,10 @@ from gpipe_compiler.ir import (
     ops_within,
 )
 from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SMALLEST, SampleRule, asked, in_order
+from gpipe_compiler.passes.verbs import BOUNDING, ORDER
 
-_COMPARING = frozenset(
-    {
-        *("lt", "le", "gt", "ge", "eq", "ne", "less", "less_equal", "greater", "greater_equal"),
-        *("min", "max", "sym_min", "sym_max", "minimum", "maximum"),
-        *("clamp", "clamp_", "clamp_min", "clamp_max", "clip"),
-        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize"),
-    }
-)
+_COMPARING = ORDER | BOUNDING | {"eq", "ne", "min", "max", "sym_min", "sym_max"}
+_COMPARING |= {"less", "less_equal", "greater", "greater_equal"}
 
 _NUMBERING = frozenset({"arange", "cumsum", "linspace"})
 """What gives samples numbers."""
@@ -104,7 +99,7 @@ def _compared(graph: Graph, op: Op) -> Iterator[float]:
     numbers = [item for item in op.leaves if type(item) in (int, float)]
     if called(op.call) in ("getitem", "setitem"):
         yield from _sliced(graph, op)
-    elif numbers and called(op.call) in _COMPARING and _counts_samples(graph, op):
+    elif numbers and called(op.call).removesuffix("_") in _COMPARING and _counts_samples(graph, op):
         yield from numbers
 
 

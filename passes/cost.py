@@ -221,7 +221,6 @@ class OpKernels:
 
 
 def work_of(isolated: IsolatedOp) -> OpKernels:
-    """The kernels that one op runs."""
     run = isolated.run
     fakes = run.mode
     assert isinstance(fakes, HostFakes)
@@ -290,7 +289,6 @@ class KernelCount:
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
-        """Counts one kernel; views and allocations are none."""
         kind = _kind_of(func)
         if not kind.counts:
             return

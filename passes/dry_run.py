@@ -43,7 +43,6 @@ class DryRun:
     graph that name the meta device are taken to mean the host too.
 
     Attributes:
-        training: which mode of the model runs.
         mode: all tensors of the run belong to it.
         states: the fake parameters, buffers and constants, by canonical name.
     """

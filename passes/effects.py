@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch.nn.modules.dropout import _DropoutNd
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.observe import ObservedRun, Storage, in_all_modes, observed
@@ -45,7 +46,6 @@ class Effects:
 
     @property
     def written_states(self) -> frozenset[str]:
-        """The states that any op writes."""
         return _NOTHING.union(*self.state_writes.values())
 
     @property
@@ -69,12 +69,9 @@ class Effects:
         return frozenset(op.states(graph.modules)).union(*viewed)
 
 
+@found_once
 def effects(graph: Graph) -> Effects:
     """The effects of every op in its mode, found by watching a run on fake tensors."""
-    return graph.once("effects", lambda: _effects(graph))
-
-
-def _effects(graph: Graph) -> Effects:
     found = _Collected()
     for run in in_all_modes(graph):
         found.add(graph, run)

@@ -25,8 +25,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
-from gpipe_compiler.passes.simplify import without_idle
-from gpipe_compiler.passes.strides import VIEWS, takes_any_strides
+from gpipe_compiler.passes.simplify import VIEWS, takes_any_strides, without_idle
 
 _SAME_TYPE = VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous", "squeeze"}
 

@@ -213,23 +213,22 @@ def _by_identity(rule: Rule | None, *kernels: Any) -> Mapping[int, Rule | None]:
     return dict.fromkeys(map(id, kernels), rule)
 
 
+_UNARY = ["sigmoid", "tanh", "gelu", "silu", "relu", "exp", "neg", "rsqrt", "sqrt", "sin", "cos"]
+_BINARY = ["add", "sub", "mul", "div"]
+
 _RULES: Mapping[int, Rule | None] = {
     **_by_identity(
         _elementwise,
-        *(_aten.add.Tensor, _aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor),
-        *(_aten.sigmoid.default, _aten.sigmoid_backward.default, _aten.tanh.default),
-        *(_aten.tanh_backward.default, _aten.gelu.default, _aten.gelu_backward.default),
-        *(_aten.silu.default, _aten.silu_backward.default, _aten.relu.default),
-        *(_aten.threshold_backward.default, _aten.exp.default, _aten.neg.default),
-        *(_aten.rsqrt.default, _aten.sqrt.default, _aten.sin.default, _aten.cos.default),
-        *(_aten.pow.Tensor_Scalar, _aten.clone.default),
+        *(getattr(_aten, name).default for name in _UNARY),
+        *(getattr(_aten, name).Tensor for name in _BINARY),
+        *(_aten.sigmoid_backward.default, _aten.tanh_backward.default, _aten.clone.default),
+        *(_aten.gelu_backward.default, _aten.silu_backward.default),
+        *(_aten.threshold_backward.default, _aten.pow.Tensor_Scalar),
     ),
     **_by_identity(
         _in_place,
-        *(_aten.sigmoid_.default, _aten.tanh_.default, _aten.gelu_.default, _aten.silu_.default),
-        *(_aten.exp_.default, _aten.neg_.default, _aten.rsqrt_.default, _aten.sqrt_.default),
-        *(_aten.sin_.default, _aten.cos_.default, _aten.relu_.default),
-        *(_aten.add_.Tensor, _aten.sub_.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
+        *(getattr(_aten, f"{name}_").default for name in _UNARY),
+        *(getattr(_aten, f"{name}_").Tensor for name in _BINARY),
     ),
     **_by_identity(_reduced, _aten.sum.dim_IntList, _aten.mean.dim),
     **_by_identity(_product, _aten.mm.default),

@@ -41,7 +41,6 @@ def held_bytes(
 
 
 def updated_bytes(graph: Graph, state: State) -> int:
-    """Bytes of a parameter that training changes."""
     return state.bytes if graph.loss is not None and state.requires_grad else 0
 
 

@@ -33,9 +33,9 @@ from gpipe_compiler.ir import (
     Ref,
     StateRef,
     called,
-    ops_within,
 )
 from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.ir.interpret import bind
 from gpipe_compiler.ir.recurrent import recurrent_forms
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
@@ -50,10 +50,11 @@ from gpipe_compiler.ir.symbolic import (
 )
 from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, modes
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.positions import Cases, Positions
-from gpipe_compiler.passes.positions.coordinates import Affine
+from gpipe_compiler.passes.positions.coordinates import Affine, Cases
+from gpipe_compiler.passes.positions.known import Positions
 from gpipe_compiler.passes.repeats import ShortenedGraph
 from gpipe_compiler.passes.unknown_sizes import of_unknown_size
+from gpipe_compiler.passes.verbs import changes_forms
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Shape, Size, value_at
 
@@ -84,32 +85,20 @@ class FixedSizeError(GPipeCompilerError):
     """A graph does not run at all sizes that were to be free."""
 
 
+@found_once
 def symbolic(graph: Graph) -> SymbolicRun:
     """The symbolic run of a graph, kept with it.
 
     Raises:
         FixedSizeError: naming the op that does not run at other sizes, or hides what it does.
     """
-    return graph.once("symbolic", lambda: _run(graph)) if graph.sizes else _NOTHING
-
-
-def required(graph: Graph) -> tuple[Requirement, ...]:
-    """What a graph and the model that it was traced from demand of the sizes that are free."""
     if not graph.sizes:
-        return ()
-    known = [(graph.least.get(size.name, SMALLEST), size) for size in graph.sizes]
-    least = [Requirement(n, Relation.AT_MOST, size, _ONE) for n, size in known if n]
-    every = (*least, *within_tables(graph), *symbolic(graph).requires, *graph.requires)
-    return tuple({(item.left, item.relation, item.right): item for item in every}.values())
-
-
-def _run(graph: Graph) -> SymbolicRun:
+        return _NOTHING
     blocks = ShortenedGraph.of(graph)
     short = graph if blocks is None else blocks.short
-    told: SymbolicRun | None = None
-    for training in modes(graph):
-        told = _joined(told, _run_of(short, training).told(short))
-    assert told is not None
+    told = functools.reduce(
+        _joined, (_run_of(short, training).told(short) for training in modes(graph))
+    )
     if blocks is None:
         return told
     names = {source.name: source.name for source in graph.inputs}
@@ -123,9 +112,17 @@ def _run(graph: Graph) -> SymbolicRun:
     )
 
 
-def _joined(one: SymbolicRun | None, other: SymbolicRun) -> SymbolicRun:
-    if one is None:
-        return other
+def required(graph: Graph) -> tuple[Requirement, ...]:
+    """What a graph and the model that it was traced from demand of the sizes that are free."""
+    if not graph.sizes:
+        return ()
+    known = [(graph.least.get(size.name, SMALLEST), size) for size in graph.sizes]
+    least = [Requirement(n, Relation.AT_MOST, size, _ONE) for n, size in known if n]
+    every = (*least, *within_tables(graph), *symbolic(graph).requires, *graph.requires)
+    return tuple({(item.left, item.relation, item.right): item for item in every}.values())
+
+
+def _joined(one: SymbolicRun, other: SymbolicRun) -> SymbolicRun:
     return SymbolicRun(
         {**other.shapes, **one.shapes},
         {**other.plain, **one.plain},
@@ -144,18 +141,9 @@ def _with_symbolic_calls(graph: Graph) -> Graph:
     return graph.replace(ops=tuple(map(symbolic_of, graph.ops)))
 
 
-_RESHAPING = frozenset(
-    {
-        *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
-        *("resize_", "resize_as_", "set_"),
-    }
-)
-"""Methods that give another shape to the tensor that they are called on."""
-
-
 def _run_of(graph: Graph, training: bool) -> _Run:
     """The run in one mode that goes on from graph to graph, as passes change it."""
-    if any(called(o.call) in _RESHAPING for op in graph.ops for o in ops_within(op)):
+    if changes_forms(graph):
         return _Run(graph, training)
     key = ("symbolic", training, graph.precision, graph.inputs)
     if key not in graph.kept:

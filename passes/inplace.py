@@ -102,34 +102,8 @@ def undone(graph: Graph, plain: Graph, wrong: Collection[str]) -> Graph:
     return check(described, after="inplace")
 
 
-Chosen = Mapping[str, int]
-"""Op -> which of its variants takes its place."""
-
-
-def _variants(graph: Graph, name: str) -> list[Variant]:
-    return list(variants(graph, graph.op_of[name]))
-
-
-@dataclass(frozen=True)
-class _Readers:
-    """Who reads the content of each value, and how often."""
-
-    by_value: Mapping[str, tuple[str, ...]]
-    ends: frozenset[str]
-
-    @classmethod
-    def of(cls, graph: Graph) -> _Readers:
-        readers: dict[str, list[str]] = {}
-        for op in graph.ops:
-            if not _asks_for_shape(op):
-                for value in op.reads:
-                    readers.setdefault(value, []).append(op.name)
-        table = {value: tuple(names) for value, names in readers.items()}
-        return cls(table, frozenset(graph.ends))
-
-    def only(self, value: str, op: str) -> bool:
-        """Whether this op, once, is all that reads a value."""
-        return self.by_value.get(value) == (op,) and value not in self.ends
+Chosen = Mapping[str, Variant]
+"""By op, the variant that takes its place."""
 
 
 def _asks_for_shape(op: Op) -> bool:
@@ -150,15 +124,13 @@ def _choose(graph: Graph, refused: frozenset[str]) -> Chosen:
     by_mode = training and (False in modes(graph) or shares_by_mode(graph))
     seen = (True, False) if by_mode else (training,)
     runs = tuple(observed(graph, training=training) for training in seen)
-    legal = _Legal(graph, runs, _Readers.of(graph), half_precision(graph))
-    chosen: dict[str, int] = {}
+    legal = _Legal(graph, runs, half_precision(graph))
+    chosen: dict[str, Variant] = {}
     for op in graph.ops:
-        if op.mode is not Mode.ALWAYS or op.name in refused or op.name in graph.loss_only:
-            continue
-        for place, variant in enumerate(variants(graph, op)):
-            if legal.variant(op, variant):
-                chosen[op.name] = place
-                break
+        if op.mode is Mode.ALWAYS and op.name not in refused | graph.loss_only:
+            found = (item for item in variants(graph, op) if legal.variant(op, item))
+            if (variant := next(found, None)) is not None:
+                chosen[op.name] = variant
     return chosen
 
 
@@ -168,7 +140,6 @@ class _Legal:
 
     graph: Graph
     runs: tuple[ObservedRun, ...]
-    readers: _Readers
     half: frozenset[str]
 
     def variant(self, op: Op, variant: Variant) -> bool:
@@ -197,7 +168,7 @@ class _Legal:
             or maker.mode is not Mode.ALWAYS
             or maker.name in self.graph.loss_only
             or known.batch_dim is None
-            or not self.readers.only(value, reader)
+            or not self._is_read_by(value, reader)
         ):
             return []
         if makes_new(self.graph, maker):
@@ -206,6 +177,12 @@ class _Legal:
             before = self._chain(maker.name, maker.inputs[0])
             return [value, *before] if before else []
         return []
+
+    def _is_read_by(self, value: str, op: str) -> bool:
+        """Whether this op, once, is all that reads the content of a value."""
+        readers = [r for r in self.graph.consumers.get(value, ()) if not _asks_for_shape(r)]
+        once = [r.name for r in readers] == [op] and readers[0].reads.count(value) == 1
+        return once and value not in self.graph.ends
 
     def _same_type_in_any_precision(self, variant: Variant) -> bool:
         other = variant.other
@@ -249,11 +226,10 @@ def _written(graph: Graph, chosen: Chosen) -> Graph:
     modules = dict(graph.modules)
     ops = []
     for op in graph.ops:
-        place = chosen.get(op.name)
-        if place is None:
+        variant = chosen.get(op.name)
+        if variant is None:
             ops.append(op)
             continue
-        variant = _variants(graph, op.name)[place]
         call = variant.call
         if variant.spec is not None:
             if all(name in chosen for name in callers[variant.spec.path]):

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from gpipe_compiler.ir import Call, FunctionCall, Graph, MethodCall, ModuleCall, ModuleSpec, Op, Ref
+from gpipe_compiler.passes.verbs import verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,6 @@ class Variant:
     Attributes:
         operand: the value that it writes over.
         other: what it reads besides, where that decides the type of the result; None for numbers.
-        call: how it is called.
         spec: for a module, how it is made anew.
     """
 
@@ -70,51 +70,40 @@ _METHODS = frozenset({"exp", "masked_fill", "neg", "relu", "sigmoid", "sqrt", "t
 
 _METHODS_WITHOUT_GRADIENT = _METHODS | {"abs", "clamp", "clamp_max", "clamp_min", "square"}
 
-_METHOD_OF: Mapping[Callable[..., Any], str] = {
-    operator.neg: "neg",
-    F.sigmoid: "sigmoid",
-    F.tanh: "tanh",
-    **{getattr(torch, name): name for name in _METHODS_WITHOUT_GRADIENT},
-}
-
 _AUGMENTED: Mapping[str, Callable[..., Any]] = {
     "add": operator.iadd,
     "sub": operator.isub,
     "mul": operator.imul,
     "div": operator.itruediv,
-    "truediv": operator.itruediv,
 }
 _COMMUTE = frozenset({"add", "mul"})
-
-_BINARY: Mapping[Callable[..., Any], str] = {
-    **{getattr(operator, name): name for name in ("add", "sub", "mul", "truediv")},
-    **{getattr(torch, name): name for name in ("add", "sub", "mul", "div")},
-}
 
 
 def variants(graph: Graph, op: Op) -> Iterator[Variant]:
     """The variants of an op, the one that reads most like it first."""
     training = graph.loss is not None
     activations = _ACTIVATIONS if training else _ACTIVATIONS_WITHOUT_GRADIENT
-    made = op.call
-    name = _binary(made)
-    if name:
-        yield from _binary_variants(name, made.args)
-        return
+    methods = _METHODS if training else _METHODS_WITHOUT_GRADIENT
+    made, name = op.call, verb(op)
     match made:
+        case FunctionCall() | MethodCall() if name in _AUGMENTED:
+            if len(made.args) == 2 and not made.kwargs:
+                yield from _binary_variants(name, made.args)
         case ModuleCall(module=path, args=(Ref(name=operand),)) if not made.kwargs:
             spec = graph.modules[path]
             if spec.cls in activations and not _passes_inplace(spec.cls, spec.args, spec.kwargs):
                 kwargs = {**spec.kwargs, "inplace": True}
                 yield Variant(operand, made, spec=dataclasses.replace(spec, kwargs=kwargs))
-        case FunctionCall(function=function, args=(Ref(name=operand), *_)):
-            if function in activations and not _passes_inplace(function, made.args, made.kwargs):
+        case FunctionCall(function=function, args=(Ref(name=operand), *_)) if (
+            function in activations
+        ):
+            if not _passes_inplace(function, made.args, made.kwargs):
                 kwargs = {**made.kwargs, "inplace": True}
                 yield Variant(operand, dataclasses.replace(made, kwargs=kwargs))
-            elif function in _METHOD_OF:
-                yield from _method_variant(_METHOD_OF[function], made, operand, training=training)
-        case MethodCall(method=method, args=(Ref(name=operand), *_)):
-            yield from _method_variant(method, made, operand, training=training)
+        case (
+            FunctionCall(args=(Ref(name=operand), *_)) | MethodCall(args=(Ref(name=operand), *_))
+        ) if name in methods and "out" not in made.kwargs:
+            yield Variant(operand, MethodCall(f"{name}_", made.args, made.kwargs))
 
 
 def functional(call: Call, spec: ModuleSpec) -> FunctionCall | None:
@@ -128,26 +117,6 @@ def _passes_inplace(
     """Whether a call says already if it is to be in place."""
     parameters = list(inspect.signature(called).parameters)
     return "inplace" in kwargs or len(args) > parameters.index("inplace")
-
-
-def _method_variant(
-    method: str, made: FunctionCall | MethodCall, operand: str, *, training: bool
-) -> Iterator[Variant]:
-    methods = _METHODS if training else _METHODS_WITHOUT_GRADIENT
-    if method in methods and "out" not in made.kwargs:
-        yield Variant(operand, MethodCall(f"{method}_", made.args, made.kwargs))
-
-
-def _binary(made: Call) -> str:
-    """The name of an arithmetic op on two operands; "" for any other."""
-    if len(made.args) != 2 or made.kwargs:
-        return ""
-    match made:
-        case FunctionCall(function=function):
-            return _BINARY.get(function, "")
-        case MethodCall(method=method):
-            return method if method in _AUGMENTED else ""
-    return ""
 
 
 def _binary_variants(name: str, args: tuple[object, ...]) -> Iterator[Variant]:
@@ -174,9 +143,9 @@ _PRODUCTS: frozenset[object] = frozenset(
         *("matmul", "bmm", "mm", "addmm", "baddbmm"),
     }
 )
-_ARITHMETIC: frozenset[object] = frozenset(
-    {*_BINARY, *_AUGMENTED, operator.neg, torch.neg, "neg", torch.masked_fill, "masked_fill"}
-)
+_ARITHMETIC = frozenset({*_AUGMENTED, "neg", "masked_fill"})
+"""By what they do (`verb`)."""
+
 _TYPE_FOLLOWS: frozenset[object] = frozenset(
     {
         *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, F.batch_norm, torch.cat, torch.stack),
@@ -190,7 +159,6 @@ _NEW: frozenset[object] = frozenset(
     {
         *_CONVOLUTIONS,
         *_PRODUCTS,
-        *_ARITHMETIC,
         *_TYPE_FOLLOWS,
         *(nn.GroupNorm, nn.LayerNorm, F.group_norm, F.layer_norm),
         *(getattr(nn, f"InstanceNorm{n}d") for n in (1, 2, 3)),
@@ -205,8 +173,6 @@ _NEW: frozenset[object] = frozenset(
 _NEW_BUT_KEPT: frozenset[object] = frozenset(
     {
         *_ACTIVATIONS_WITHOUT_GRADIENT,
-        *_METHODS_WITHOUT_GRADIENT,
-        *_METHOD_OF,
         *(nn.GELU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax),
         *(F.gelu, F.softmax, torch.softmax, "softmax", F.log_softmax, "log_softmax"),
     }
@@ -220,8 +186,11 @@ _DROPOUTS: frozenset[object] = frozenset(
 
 def makes_new(graph: Graph, op: Op) -> bool:
     """Whether what an op returns is its own, and nobody's when its one reader has read it."""
-    called = _called(graph, op)
-    return called in _NEW or (graph.loss is None and called in _NEW_BUT_KEPT)
+    called, name = _called(graph, op), verb(op)
+    if called in _NEW or name in _ARITHMETIC:
+        return True
+    kept = called in _NEW_BUT_KEPT or name in _METHODS_WITHOUT_GRADIENT
+    return graph.loss is None and kept
 
 
 def may_return_its_argument(graph: Graph, op: Op) -> bool:
@@ -245,7 +214,7 @@ def half_precision(graph: Graph) -> frozenset[str]:
     for op in graph.ops:
         called = _called(graph, op)
         made = called in _CONVOLUTIONS or called in _PRODUCTS
-        if called in _ARITHMETIC:
+        if verb(op) in _ARITHMETIC:
             made = half(op.call.args)
         elif called in _TYPE_FOLLOWS or called in _ACTIVATIONS:
             made = half(op.call.args[:1])

@@ -27,11 +27,12 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.ir.sizes import BATCH, asked
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_functions import is_of_classes, loss_arguments
-from gpipe_compiler.passes.verbs import MOVES, verb
+from gpipe_compiler.passes.verbs import MOVES, number_of, verb
 from gpipe_compiler.runtime.sizes import sizes_in
 from gpipe_compiler.runtime.spec import Joined
 
@@ -77,8 +78,6 @@ _AGAIN: Mapping[Joined, frozenset[str]] = {
 _SAME = MOVES | {"unflatten", "narrow", "concat", "concatenate", "movedim", "alias", "type_convert"}
 """What moves elements, or changes their type."""
 
-_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
-
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow"})
 
 _RISING = frozenset({"exp", "log", "log1p", "sqrt", "relu", "sigmoid", "tanh"})
@@ -112,18 +111,15 @@ def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
     return {**joined, **dict.fromkeys(graph.output_terms, Joined.TERMS)}
 
 
+@found_once
 def ways_of(graph: Graph) -> Mapping[str, Way]:
     """Of every value of an annotated graph, how it depends on the samples."""
-    return graph.once("joined_outputs.ways", lambda: _Walk(graph, effects(graph).writes).ways())
+    return _Walk(graph, effects(graph).writes).ways()
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """One walk over an annotated graph.
-
-    Attributes:
-        written: for each op that writes in place, the values whose memory it writes.
-    """
+    """One walk over an annotated graph."""
 
     graph: Graph
     written: Mapping[str, frozenset[str]]
@@ -234,13 +230,14 @@ class _Walk:
         return way if exact else Joined.APART
 
     def _linear(self, op: Op, name: str, way: Joined, args: Sequence[Way]) -> Way:
-        """Sums and means."""
         match name:
             case "neg":
                 return way
             case "add" | "sub":
                 others = (x for x, arg in zip(op.call.args, args, strict=True) if arg is not way)
-                sums = way is Joined.MEAN or all(map(self._is_zero, others))
+                sums = way is Joined.MEAN or all(
+                    number_of(self.graph, other) == 0 for other in others
+                )
                 return way if sums else Joined.APART
             case "mul" | "matmul" | "mm":
                 return way if sorted(arg is way for arg in args) == [False, True] else Joined.APART
@@ -250,12 +247,7 @@ class _Walk:
             case _:
                 return Joined.APART
 
-    def _is_zero(self, item: Argument) -> bool:
-        maker = self.graph.producer.get(item.name) if isinstance(item, Ref) else None
-        return item == 0 or (maker is not None and verb(maker) in _ZEROS)
-
     def _ordered(self, op: Op, name: str, way: Joined, args: Sequence[Way]) -> Way:
-        """Maxima and minima."""
         if op.call.kwargs and name not in ("clamp", "clip"):
             return Joined.APART
         if name in ("neg", "logical_not"):

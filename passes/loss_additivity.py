@@ -9,29 +9,39 @@ function with a bend, such as a bound on the loss: examples lie on one side of i
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from gpipe_compiler.ir import (
     Argument,
-    FunctionCall,
     Graph,
-    ModuleCall,
     Op,
     Reduction,
     Ref,
     StateRef,
     ValueKind,
 )
-from gpipe_compiler.passes.loss_functions import loss_arguments, mean_over_targets, reduction_of
-from gpipe_compiler.passes.selections import mask_of_mean, takes_by_number
-from gpipe_compiler.passes.verbs import MOVES, number_of, verb
+from gpipe_compiler.passes.loss_functions import (
+    loss_arguments,
+    mask_of_mean,
+    mean_over_targets,
+    reduction_of,
+    takes_by_number,
+)
+from gpipe_compiler.passes.verbs import (
+    AND,
+    COMPARING,
+    FILLED,
+    MOVES,
+    NOT,
+    OR,
+    ORDER,
+    name_of,
+    number_of,
+)
 
 
 class SampleUse(Enum):
@@ -77,9 +87,6 @@ KINKED = frozenset(
 )
 """Functions that are straight but for a bend."""
 
-COMPARING = frozenset({"gt", "ge", "lt", "le", "eq", "ne", "sign", "round", "floor", "ceil"})
-"""Functions that are flat but for steps."""
-
 _NEVER_NEGATIVE = frozenset(
     {
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "softplus", "exp", "relu"),
@@ -105,14 +112,6 @@ _NEAR_ZERO = 1e-6
 
 _EXTREMES = frozenset({"amax", "amin", "std", "var", "logsumexp", "prod", "norm"})
 """What a reduction over the batch can be besides a sum or a mean."""
-
-FILLED = frozenset(
-    {
-        *("zeros_like", "ones_like", "full_like", "empty_like", "arange", "zeros", "ones", "full"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "rand_like"),
-    }
-)
-"""What asks a tensor for nothing but its size and type."""
 
 
 def never_additive(graph: Graph) -> Bent | None:
@@ -176,19 +175,6 @@ def _of(graph: Graph, op: Op, name: str, found: Mapping[str, Dependence]) -> Dep
     if all(item is SampleUse.ROWS for item in read):
         return _reduced(graph, op, name_of_call)
     return _combined(graph, op, name_of_call, found)
-
-
-def name_of(graph: Graph, op: Op) -> str:
-    """What an op does, also where it is written as `F.relu`, or as a module of torch's."""
-    match op.call:
-        case FunctionCall(function=function) if not verb(op):
-            name = getattr(function, "__name__", "")
-            known = getattr(F, name, None) is function or getattr(operator, name, None) is function
-            return name if known else ""
-        case ModuleCall(module=path):
-            cls = graph.modules[path].cls
-            return cls.__name__.lower() if getattr(nn, cls.__name__, None) is cls else ""
-    return verb(op)
 
 
 def _reduced(graph: Graph, op: Op, name: str) -> Dependence:
@@ -266,7 +252,6 @@ _DECIDED = "it is a mean over as many as exceed a bound, which the model decides
 _OF_MASKS = frozenset(
     {
         *("sum", "mean", "count_nonzero", "clamp", "clamp_min", "maximum", "add", "mul", "where"),
-        *("and_", "or_", "invert", "logical_and", "logical_or", "logical_not"),
     }
 )
 """What counts masks, or joins them."""
@@ -278,10 +263,10 @@ def _decided_by_the_model(graph: Graph, value: str) -> Op | None:
     if op is None:
         return None
     name = name_of(graph, op)
-    if name in ("gt", "ge", "lt", "le"):
+    if name in ORDER:
         bounded = any(number_of(graph, item) is not None for item in op.call.args)
         return op if bounded and _follows_from_trained(graph, value) else None
-    if name not in _OF_MASKS | MOVES:
+    if name not in _OF_MASKS | AND | OR | NOT | MOVES:
         return None
     found = (_decided_by_the_model(graph, source) for source in op.inputs)
     return next((deciding for deciding in found if deciding is not None), None)

@@ -20,9 +20,9 @@ from gpipe_compiler.passes.loss_functions import (
     Step,
     Targets,
     Term,
+    mask_behind,
 )
 from gpipe_compiler.passes.loss_terms import Terms
-from gpipe_compiler.passes.selections import mask_behind
 from gpipe_compiler.passes.verbs import (
     counted_above_zero,
     elements_of,
@@ -117,25 +117,6 @@ def _targets(graph: Graph, term: Targets) -> Count:
     return Count(term.op, f"{what}, each with the weight of its class", targets, steps)
 
 
-@dataclass
-class _Guard:
-    """A divisor as `factor * (max(sum, floor) + offset)`: what stands between it and the sum."""
-
-    factor: float = 1.0
-    floor: float = -math.inf
-    offset: float = 0.0
-
-    def then(self, step: str, number: float) -> None:
-        """Takes one more step in: `add`, `mul`, or `max`, the larger of the two."""
-        match step:
-            case "mul":
-                self.factor *= number
-            case "add":
-                self.offset += number / self.factor
-            case "max":
-                self.floor = max(self.floor, number / self.factor - self.offset)
-
-
 def _divisor(terms: Terms, term: Division) -> Count | None:
     """What a divisor adds up; None where it is no sum over samples."""
     value, steps = term.divisor, list[tuple[str, float]]()
@@ -147,21 +128,30 @@ def _divisor(terms: Terms, term: Division) -> Count | None:
         steps.append((name, number))
     if op is None or not _is_over_samples(terms, op):
         return None
-    guard = _Guard()
+    # The divisor is `factor * (max(sum, floor) + offset)`: what stands between it and the sum.
+    factor, floor, offset = 1.0, -math.inf, 0.0
     for name, number in reversed(steps):
-        if name == "mul" and not 0 < number < math.inf:
-            return None
-        guard.then(name, number)
+        if name == "mul":
+            if not 0 < number < math.inf:
+                return None
+            factor *= number
+        elif name == "add":
+            offset += number / factor
+        else:
+            floor = max(floor, number / factor - offset)
     if term.total not in (None, verb(op) != "mean"):
         return None
     what = "the sum by which it is divided"
     base, *options = op.call.args
     total = _as_sum(op, (LAST, *options))
-    return Count(term.op, what, base, (total,), guard.floor, guard.offset)
+    return Count(term.op, what, base, (total,), floor, offset)
 
 
 def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
-    """The scalar that an op takes, what it does to it, and with what number; None for others."""
+    """The scalar that an op takes, what it does to it, and with what number; None for others.
+
+    It adds (`add`), multiplies (`mul`), or takes the larger of both (`max`).
+    """
     args, kwargs = op.arguments
     if verb(op) == "where" and len(args) == 3:
         tested = counted_above_zero(terms.graph, args[0])

@@ -36,6 +36,7 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
+from gpipe_compiler.passes.joined_outputs import Way, ways_of
 from gpipe_compiler.passes.loss_functions import (
     LAST,
     ConstantTerm,
@@ -45,12 +46,14 @@ from gpipe_compiler.passes.loss_functions import (
     Selected,
     Step,
     Summand,
+    mask_of_mean,
     mean_over_targets,
-    reduction_of,
 )
-from gpipe_compiler.passes.selections import mask_of_mean
 from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb
 from gpipe_compiler.runtime.sizes import Expression
+from gpipe_compiler.runtime.spec import Joined
+
+_KINDS: Mapping[Way, Reduction] = {Joined.SUM: Reduction.SUM, Joined.MEAN: Reduction.MEAN}
 
 _Divisor: TypeAlias = tuple[str, tuple[tuple[str, Argument], ...]]
 
@@ -93,13 +96,11 @@ class Terms:
                 return False
 
     def _number(self, name: str) -> Argument:
-        """What a value that is a number is, as `shape_values` tells; None for any other."""
         known = self.graph.values.get(name)
         is_number = known is not None and known.kind is ValueKind.SCALAR
         return self._shapes.get(name) if is_number else None
 
     def value(self, argument: Argument) -> Value | None:
-        """What is known of an argument; None for anything but a value."""
         return self.graph.values.get(argument.name) if isinstance(argument, Ref) else None
 
     def keeps(self, op: Op) -> bool:
@@ -121,29 +122,7 @@ class Terms:
 
     def kind(self, value: str) -> Reduction | None:
         """Whether a scalar is a sum over samples or their mean; None where that is not known."""
-        op = self.graph.producer.get(value)
-        if op is None:
-            return None
-        name, args = verb(op), op.call.args
-        match name:
-            case _ if self.keeps(op):
-                return self.kind(args[0].name)
-            case "neg" if self.is_scalar(args[0]):
-                return self.kind(args[0].name)
-            case "mul" | "div" if len(args) == 2:
-                scaled, factor = args if self.is_scalar(args[0]) else args[::-1]
-                if not self.is_scalar(scaled) or (name == "div" and scaled is not args[0]):
-                    return None
-                return self._times(self.kind(scaled.name), name, factor)
-            case "sum" | "mean" if isinstance(args[0], Ref):
-                if self.is_scalar(args[0]):
-                    return self.kind(args[0].name)
-                known = self.value(args[0])
-                if known is None or known.batch_dim is None or not known.splittable:
-                    return None
-                return Reduction.SUM if name == "sum" else Reduction.MEAN
-            case _:
-                return reduction_of(self.graph, op)
+        return _KINDS.get(ways_of(self.graph)[value])
 
     def _times(self, kind: Reduction | None, name: str, factor: Argument) -> Reduction | None:
         """The kind of a scalar of some kind times a factor, or divided by it."""
@@ -170,7 +149,7 @@ class Terms:
                 yield from self._scaled(op, args[0])
             case "neg":
                 yield from self._scaled(op, args[0])
-            case "add" | "sub" if self._are_scalars(args) and not _tensor_options(op):
+            case "add" | "sub" if self._adds_scalars(op):
                 yield from self._added(op, *args)
             case "mul" if len(args) == 2 and self.same_for_all(args[1]):
                 yield from self._scaled(op, args[0])
@@ -229,10 +208,11 @@ class Terms:
         holds = holds is (verb(op) == "isfinite")
         return (None, holds) if op.call.args[0] == (one if holds else other) else None
 
-    def _are_scalars(self, args: tuple[Argument, ...]) -> bool:
-        return len(args) == 2 and all(
-            self.is_scalar(item) or not isinstance(item, Ref) for item in args
-        )
+    def _adds_scalars(self, op: Op) -> bool:
+        """Whether an op adds two scalars, without options that depend on tensors (`alpha=`)."""
+        numbers = not any(isinstance(item, Ref) for item in op.call.kwargs.values())
+        scalars = [self.is_scalar(x) or not isinstance(x, Ref) for x in op.call.args]
+        return numbers and scalars == [True, True]
 
     def _added(self, op: Op, left: Argument, right: Argument) -> Iterator[Summand]:
         self.adding.append(op)
@@ -417,8 +397,3 @@ def _elsewhere(op: Op, factor: Ref) -> Step:
         case FunctionCall(function=function):
             plain = _OUT_OF_PLACE.get(function, function)
             return dataclasses.replace(call, function=plain, args=args)
-
-
-def _tensor_options(op: Op) -> bool:
-    """Whether an op has options that depend on tensors (`alpha=`)."""
-    return any(isinstance(item, Ref) for item in op.call.kwargs.values())

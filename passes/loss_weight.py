@@ -28,6 +28,7 @@ from gpipe_compiler.ir import (
     called,
 )
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
+from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import (
@@ -79,17 +80,23 @@ def different_means(graph: Graph) -> tuple[Op, ...]:
     return tuple(ops) if len(ops) > 1 else ()
 
 
-def terms_of_loss(graph: Graph) -> tuple[list[TermGroup], tuple[Op, ...]]:
+def terms_of_loss(
+    graph: Graph, further: Iterable[str] = ()
+) -> tuple[list[TermGroup], tuple[Op, ...]]:
     """The terms of the loss, those together that are means over the same; and what adds them up.
 
     Recognised are torch's losses of class numbers with reduction "mean", and divisions by sums of
     what follows from the inputs alone. Anything else counts as a mean over samples, unless it is
     known to be a sum.
+
+    Args:
+        graph: annotated.
+        further: names that new ops cannot have, besides those in the graph.
     """
     terms, numbers, plain = Terms(graph), _Numbers(graph), _reading_no_forms(graph)
     found: dict[object, TermGroup] = {}
     constants = []
-    taken = {name for op in graph.ops for name in (op.name, *op.outputs)}
+    taken = {*further, *(name for op in graph.ops for name in (op.name, *op.outputs))}
     for written in terms.summands:
         if isinstance(written.term, ConstantTerm):
             constants.append(written)
@@ -161,7 +168,7 @@ class _Numbers:
 
     def sum_of(self, count: Count) -> tuple[str, ...]:
         """The same for the sum alone, whatever is done to it."""
-        steps = [repr(self._text(step)) for step in count.steps]
+        steps = [str(with_arguments(step, self._with)) for step in count.steps]
         return (repr(self._with(count.base)), *steps)
 
     def _with(self, argument: Argument) -> Argument:
@@ -170,21 +177,13 @@ class _Numbers:
 
         return map_argument(number, argument)
 
-    def _text(self, call: object) -> object:
-        match call:
-            case FunctionCall() | MethodCall():
-                return dataclasses.replace(
-                    call, args=self._with(call.args), kwargs=self._with(dict(call.kwargs))
-                )
-            case _:
-                return call
-
     def _value(self, name: str) -> object:
         op = self.graph.producer.get(name)
         if op is None:
             return name
-        key = f"{self._text(op.call)} {op.outputs.index(name)}"
-        return self._known.setdefault(key, len(self._known))
+        plain = isinstance(op.call, FunctionCall | MethodCall)
+        call = with_arguments(op.call, self._with) if plain else op.call
+        return self._known.setdefault(f"{call} {op.outputs.index(name)}", len(self._known))
 
 
 def _weight(graph: Graph, count: Count, taken: set[str]) -> LossWeight | None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from gpipe_compiler.cluster import Device, clock_of, is_here, this_machine
+from gpipe_compiler.cluster import Device, is_here, this_machine
+from gpipe_compiler.cluster.local import clocked
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
 from gpipe_compiler.ir.interpret import Interpreter, construct
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
@@ -60,8 +60,10 @@ def measure(
         for isolated, names in distinct(graph):
             cost = work_of(isolated).on(device)
             try:
-                times = _time(isolated, on, budget_s, backward=cost.backward_bytes > 0)
-                cost = replace(cost, **dataclasses.asdict(times))
+                forward_s, backward_s, weight_s = _time(
+                    isolated, on, budget_s, backward=cost.backward_bytes > 0
+                )
+                cost = replace(cost, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
             except _RAISED_BY_OPS:
                 estimated.update(names)
             costs.update((name, cost) for name in names)
@@ -69,17 +71,10 @@ def measure(
     return Costs(costs, source, graph.batch_size, frozenset(estimated))
 
 
-@dataclass(frozen=True, slots=True)
-class _Times:
-    """The times in an `OpCost`."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-
-
-def _time(isolated: IsolatedOp, on: torch.device, budget_s: float, *, backward: bool) -> _Times:
-    """Median seconds of the forward and of the backward of one op, and of a part of that."""
+def _time(
+    isolated: IsolatedOp, on: torch.device, budget_s: float, *, backward: bool
+) -> tuple[float, float, float]:
+    """Median seconds of the forward, the backward, and what of that makes parameters' gradients."""
     bound = _index_bound(isolated)
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +97,7 @@ def _time(isolated: IsolatedOp, on: torch.device, budget_s: float, *, backward: 
         # Anew every time, as the op may write in place.
         arguments = copies(isolated, originals, lambda tensor: tensor.detach().clone())
         with torch.set_grad_enabled(training), isolated.run.autocast(on):
-            seconds, returned = _clocked(partial(call, arguments.environment), on)
+            seconds, returned = clocked(partial(call, arguments.environment), on)
         forwards.append(seconds)
         results = differentiable(returned)
         leaves = (*arguments.leaves, *trained)
@@ -110,15 +105,15 @@ def _time(isolated: IsolatedOp, on: torch.device, budget_s: float, *, backward: 
             gradients = [torch.ones_like(result) for result in results]
             if trained and arguments.leaves:
                 work = partial(differentiate, results, arguments.leaves, gradients, again=True)
-                of_inputs.append(_clocked(work, on)[0])
-            backwards.append(_clocked(partial(differentiate, results, leaves, gradients), on)[0])
+                of_inputs.append(clocked(work, on)[0])
+            backwards.append(clocked(partial(differentiate, results, leaves, gradients), on)[0])
         del arguments, returned, results
         if len(forwards) > 1 and time.perf_counter() - started > budget_s:
             break
     forward_s, backward_s, inputs_s = (
         statistics.median(row[1:] or [0.0]) for row in (forwards, backwards, of_inputs)
     )
-    return _Times(forward_s, backward_s, max(0.0, backward_s - inputs_s) if trained else 0.0)
+    return forward_s, backward_s, max(0.0, backward_s - inputs_s) if trained else 0.0
 
 
 def _ready(
@@ -155,19 +150,6 @@ def _ready(
         return module(*args, **kwargs)
 
     return run_module, trained
-
-
-def _clocked(work: Callable[[], Any], on: torch.device) -> tuple[float, Any]:
-    def wait() -> None:
-        if on.type == "cuda":
-            torch.cuda.synchronize(on)
-
-    clock = clock_of(on)
-    wait()
-    start = clock()
-    result = work()
-    wait()
-    return clock() - start, result
 
 
 def _random_like(tensor: torch.Tensor, on: torch.device, bound: int) -> torch.Tensor:

@@ -85,7 +85,6 @@ class SeenValue:
 
     @property
     def storage(self) -> Storage | None:
-        """That of a tensor."""
         return self.storages[0] if self.form is not None else None
 
 
@@ -131,7 +130,6 @@ class ObservedRun:
 
     @property
     def tensors(self) -> Iterator[tuple[str, Form, Storage]]:
-        """The values that are tensors."""
         for name, value in self.values.items():
             if value.form is not None:
                 yield name, value.form, value.storages[0]

@@ -80,14 +80,12 @@ class OpWatch:
         self._notes = OpNotes(0)
 
     def begin(self, op: str) -> OpNotes:
-        """An op begins."""
         self._made.clear()
         self._op = op
         self._notes = OpNotes(self._held)
         return self._notes
 
     def end(self, returned: object) -> None:
-        """The op has returned this."""
         made = {storage_key(tensor) for tensor in tensors_in(returned)} & self._made
         values = sum(self._sizes[key] for key in made)
         self._notes.kept = self._held - self._notes.before - values
@@ -112,7 +110,6 @@ class OpWatch:
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
-        """Notes an aten op."""
         notes = self._notes
         results = tensors_in(returned)
         notes.written.update(map(storage_key, tensors_in(written_by(func, args, kwargs))))

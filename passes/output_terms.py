@@ -20,22 +20,16 @@ from gpipe_compiler.passes.split_loss import Tail, TermGroup, writes
 from gpipe_compiler.passes.verbs import verb
 from gpipe_compiler.runtime.spec import Joined, LossTerm, OutputTerm
 
-_KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
-
 
 def weigh_outputs(graph: Graph) -> Graph:
-    """The graph, with the terms of those of its outputs that are losses.
-
-    Args:
-        graph: annotated by `passes.shapes`.
-    """
+    """The graph, with the terms of those of its outputs that are losses."""
     made, found = graph, dict[str, tuple[OutputTerm, ...]]()
     for name, way in joined_outputs(graph).items():
         known = graph.values[name]
         fraction = known.dtype is not None and known.dtype.is_floating_point
         if way is not Joined.APART or known.shape or not fraction:
             continue
-        groups, adding = terms_of_loss(made.replace(loss=Loss(name)))
+        groups, adding = terms_of_loss(graph.replace(loss=Loss(name)), made.op_of)
         summands = [(group, summand) for group in groups for summand in group.summands]
         if not any(map(writes, adding)) and all(_is_proven(graph, *pair) for pair in summands):
             made, found[name] = _with_terms(made, name, groups)
@@ -63,8 +57,8 @@ def _is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:
             return False
         case Division(op=op):
             return group.weight is not None and _divides(graph, op, ways)
-        case Other() if isinstance(summand.value, str) and group.reduction is not None:
-            return ways[summand.value] is _KINDS[group.reduction]
+        case Other(kind=kind):
+            return kind is not None and kind is group.reduction
         case _:
             return False
 

@@ -13,7 +13,6 @@ class PassSetting:
 
     Attributes:
         samples: of a micro-batch.
-        precision: in which the analyses run the ops.
         kept: names of ops that constraints name, and that are to stay.
         in_place: whether ops may write over what nobody needs any more.
     """

@@ -17,7 +17,6 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.passes.atoms import atoms
 from gpipe_compiler.passes.attention import call_attention_plainly
 from gpipe_compiler.passes.attention_masks import narrow_masks, simplify_padding_masks
-from gpipe_compiler.passes.counting_regions import without_counting_regions
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
@@ -30,6 +29,7 @@ from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.saved_tensors import runs_of, saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import simplify
+from gpipe_compiler.passes.split_loss import without_counting_regions
 from gpipe_compiler.passes.stores import read_stores, without_unread_stores
 from gpipe_compiler.passes.written_once import freeze_followers
 from gpipe_compiler.runtime.wording import counted, printable_lines
@@ -116,7 +116,6 @@ class PassPipeline:
         """The same, as the command line asks for it.
 
         Args:
-            print_after: names of passes and analyses; `all` for every pass.
             options: `PASS.OPTION=VALUE`.
 
         Raises:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.passes.observe import SeenOp, SeenValue, Storage, observed
 
 _NOTHING: frozenset[int] = frozenset()
@@ -47,14 +48,11 @@ class SavedTensors:
         return sum(self.bytes[number] for number in kept)
 
 
+@found_once
 def saved_tensors(graph: Graph) -> SavedTensors:
     """What autograd keeps in one training forward; an empty table for inference."""
     if graph.loss is None:
         return SavedTensors()
-    return graph.once("saved tensors", lambda: _saved_tensors(graph))
-
-
-def _saved_tensors(graph: Graph) -> SavedTensors:
     run = observed(graph)
     numbers: dict[Storage, int] = {}
 
@@ -107,12 +105,9 @@ class OpRun:
     kept: int
 
 
+@found_once
 def runs_of(graph: Graph) -> Mapping[str, OpRun]:
     """Every op that runs in the graph's own mode, by name: training where there is a loss."""
-    return graph.once("op runs", lambda: _find_runs(graph))
-
-
-def _find_runs(graph: Graph) -> Mapping[str, OpRun]:
     run = observed(graph)
 
     def size(value: SeenValue) -> int:

@@ -38,7 +38,7 @@ from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.ops import reading, without_unread
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import SeenValue, in_the_other_mode
-from gpipe_compiler.passes.positions import Positions
+from gpipe_compiler.passes.positions.known import Positions
 from gpipe_compiler.passes.repeats import repeats
 
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
@@ -339,3 +339,43 @@ def _replaced(op: Op, body: RegionBody, ops: Sequence[Op], outputs: tuple[Argume
     assert isinstance(op.call, RegionCall)
     changed = dataclasses.replace(body, ops=tuple(ops), outputs=outputs)
     return dataclasses.replace(op, call=dataclasses.replace(op.call, body=changed))
+
+
+# --- who reads a tensor whatever its strides are --------------------------------------------------
+
+
+VIEWS = frozenset({"transpose", "permute", "unsqueeze", "expand", "getitem", "size", "getattr"})
+"""Functions and methods that take any strides and hand them on."""
+
+_OWN_STRIDES = frozenset({"scaled_dot_product_attention", "matmul"})
+"""Functions whose results have strides of their own."""
+
+
+def takes_any_strides(
+    graph: Graph, found: Effects, name: str, besides: Collection[str] = ()
+) -> bool:
+    """Whether all who read a tensor give the same whatever its strides are.
+
+    Args:
+        besides: functions and methods that hand strides on, as views do; with such, also the model
+            may return what has others.
+    """
+    if name in graph.ends and not besides:
+        return False
+    return all(_gives_same(graph, found, op, besides) for op in graph.consumers.get(name, ()))
+
+
+def _gives_same(graph: Graph, found: Effects, op: Op, besides: Collection[str]) -> bool:
+    does = called(op.call)
+    if does in _OWN_STRIDES:
+        return True
+    if does in ("contiguous", "reshape"):
+        # A copy or the tensor itself, as its strides are: a write would reach others or not.
+        shared = {name for output in op.outputs for name in found.alias_set(output)}
+        if not shared.isdisjoint(found.written_values):
+            return False
+    elif does not in VIEWS and does not in besides:
+        return False
+    return does == "contiguous" or all(
+        takes_any_strides(graph, found, name, besides) for name in op.outputs
+    )

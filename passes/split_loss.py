@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.ir import (
@@ -20,13 +21,14 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
+    RegionCall,
     StateRef,
-    Value,
 )
-from gpipe_compiler.ir.arguments import value_names
-from gpipe_compiler.ir.ops import without_unread
+from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.ir.ops import NoGrad, with_arguments, without_unread
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_functions import Summand, put
+from gpipe_compiler.passes.shapes import annotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class TermGroup:
 
 
 def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -> Graph | None:
-    """The graph with these terms of its loss; None where that cannot be.
+    """The graph with these terms of its loss, annotated; None where that cannot be.
 
     The ops that added them up are dropped where nothing else reads what they make: they may write
     in place, and then what something else reads is another number than that of the term.
@@ -87,20 +89,8 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     if len(terms) == 1:
         reduction, weight = terms[0].reduction, terms[0].weight
         loss = dataclasses.replace(loss, reduction=reduction, weight=weight, terms=())
-    known = tail.values if all(map(_is_scalar, summands)) else {}
-    made = graph.replace(ops=(*kept, *tail.made), values=known, loss=loss)
-    before = min(
-        (graph.ops.index(graph.op_of[name]) for name in adding | dropped), default=len(graph.ops)
-    )
-    if all(stretch.end <= before for stretch in graph.repeats):
-        made = dataclasses.replace(made, repeats=graph.repeats)
-    return made
-
-
-def _is_scalar(summand: Summand) -> bool:
-    """Whether a term is a scalar from the first step on, and no element of a tensor."""
-    elements = (getattr(step, "function", None) is operator.getitem for step in summand.scale)
-    return not isinstance(summand.value, StateRef) and not any(elements)
+    made = graph.replace(ops=(*kept, *tail.made), values={}, loss=loss)
+    return annotate(made, graph.batch_size, graph.precision)
 
 
 def writes(op: Op) -> bool:
@@ -141,13 +131,10 @@ class Tail:
     kept: Sequence[Op]
     like: Mapping[Mode, str]
     made: list[Op] = field(default_factory=list)
-    values: dict[str, Value] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        made = {name for op in self.kept for name in op.outputs}
-        made.update(source.name for source in self.graph.inputs)
-        self.values = {name: known for name, known in self.graph.values.items() if name in made}
-        self.storage = max((known.storage for known in self.graph.values.values()), default=0)
+        self.taken = {source.name for source in self.graph.inputs}
+        self.taken.update(name for op in self.kept for name in (op.name, *op.outputs))
         assert self.graph.loss is not None
         maker = self.graph.producer.get(self.graph.loss.value)
         self.source = maker.source if maker is not None else None
@@ -161,38 +148,83 @@ class Tail:
         if Mode.ALWAYS in sums:
             return sums[Mode.ALWAYS]
         choice = ByMode(Ref(sums[Mode.TRAIN]), Ref(sums[Mode.EVAL]))
-        return self._new(FunctionCall(operator.pos, (choice,)), "term", sums[Mode.TRAIN])
+        return self._new(FunctionCall(operator.pos, (choice,)), "term")
 
     def add_up(self, values: Sequence[str], mode: Mode = Mode.ALWAYS) -> str:
-        """The sum of some values."""
         total, *rest = values
         for value in rest:
             call = FunctionCall(operator.add, (Ref(total), Ref(value)))
-            total = self._new(call, "term", total, mode)
+            total = self._new(call, "term", mode)
         return total
 
     def _scaled(self, summand: Summand) -> str:
         value, mode = summand.value, summand.mode
         if isinstance(value, StateRef):
-            value = self._new(MethodCall("clone", (value,)), "number", self.like[mode], mode)
+            value = self._new(MethodCall("clone", (value,)), "number", mode)
         elif not isinstance(value, str):
             value = self._number(value, mode)
         for step in summand.scale:
             scaled = dataclasses.replace(step, args=put(step.args, Ref(value)))
-            value = self._new(scaled, "scaled", value, mode)
+            value = self._new(scaled, "scaled", mode)
         return value
 
     def _number(self, number: float, mode: Mode) -> str:
-        like = self.like[mode]
-        return self._new(MethodCall("new_full", (Ref(like), (), number)), "number", like, mode)
+        call = MethodCall("new_full", (Ref(self.like[mode]), (), number))
+        return self._new(call, "number", mode)
 
-    def _new(self, call: Call, wish: str, like: str, mode: Mode = Mode.ALWAYS) -> str:
-        taken = {*self.values, *(op.name for op in (*self.kept, *self.made))}
-        number = 0
-        while f"{wish}_{number}" in taken:
-            number += 1
-        name = f"{wish}_{number}"
+    def _new(self, call: Call, wish: str, mode: Mode = Mode.ALWAYS) -> str:
+        names = (f"{wish}_{number}" for number in itertools.count())
+        name = next(name for name in names if name not in self.taken)
+        self.taken.add(name)
         self.made.append(Op(name, call, name, source=self.source, mode=mode))
-        self.storage += 1
-        self.values[name] = dataclasses.replace(self.values[like], name=name, storage=self.storage)
         return name
+
+
+# --- blocks in which a loss counts ----------------------------------------------------------------
+
+
+def without_counting_regions(graph: Graph) -> Graph:
+    """The graph, its loss without blocks that switch off gradients and write nothing in place, so
+    that what the loss is divided by is seen: with their ops, and a `detach` of what they give.
+
+    Args:
+        graph: annotated; the result is not, where it is another one.
+    """
+    found = {op.name for op in graph.ops if op.name in graph.loss_only and _is_plain(graph, op)}
+    if graph.loss is None or not found:
+        return graph
+    ops = [part for op in graph.ops for part in (_inside(op) if op.name in found else (op,))]
+    return graph.replace(ops=tuple(ops), values={})
+
+
+def _is_plain(graph: Graph, op: Op) -> bool:
+    """Whether a block only computes on what it is given."""
+    call = op.call
+    if not isinstance(call, RegionCall) or call.context != NoGrad():
+        return False
+    return isinstance(op.result, tuple) and not any(
+        not isinstance(inner.call, FunctionCall | MethodCall)
+        or writes(inner)
+        or "out" in inner.call.kwargs
+        or any(True for _ in inner.states(graph.modules))
+        for inner in call.body.ops
+    )
+
+
+def _inside(op: Op) -> Iterator[Op]:
+    assert isinstance(op.call, RegionCall)
+    assert isinstance(op.result, tuple)
+    body = op.call.body
+    given = dict(zip(body.inputs, op.call.args, strict=True))
+
+    def outer(leaf: object) -> object:
+        return given.get(leaf.name, leaf) if isinstance(leaf, Ref) else leaf
+
+    for inner in body.ops:
+        call = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
+        yield dataclasses.replace(inner, call=call, module=op.module, mode=op.mode)
+    for name, made in zip(op.result, body.outputs, strict=True):
+        if isinstance(name, str):
+            yield dataclasses.replace(
+                op, name=name, result=name, call=MethodCall("detach", (outer(made),))
+            )

@@ -8,11 +8,10 @@ and only the stores stay together. Tensors that are only stored into go.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +19,11 @@ import torch
 
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref, called
 from gpipe_compiler.ir.ops import reading
-from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.observe import Form, Storage, observed
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import only_asks, without_idle
+from gpipe_compiler.passes.verbs import FILLED, changes_forms
 from gpipe_compiler.runtime.spec import Precision
 
 _MOST_ELEMENTS = 2**24
@@ -42,7 +42,7 @@ def read_stores(graph: Graph) -> Graph:
     Only where that is so for the graph's samples and for twice as many, in every precision that the
     graph is for. Where a value has another type in one of them, it is cast as by the store.
     """
-    if not any(map(_target, graph.ops)):
+    if not any(map(_target, graph.ops)) or changes_forms(graph):
         return graph
     found = effects(graph)
     same: dict[_Read, _Stored] | None = None
@@ -53,7 +53,7 @@ def read_stores(graph: Graph) -> Graph:
             reads = run.reads()
             known = reads if same is None else same
             same = {read: stored for read, stored in known.items() if reads.get(read) == stored}
-            cast |= {v for v, dtype in same.values() if run.tensors[v].dtype is not dtype}
+            cast |= {v for v, dtype in same.values() if run.final[v].dtype is not dtype}
     same = same or {}
     # A value that is cast before the store has its gradients added up in the type of the tensor.
     types = {value: dtype for value, dtype in same.values() if value in cast}
@@ -106,30 +106,32 @@ def _without_idle_views(graph: Graph, found: Effects, ops: list[Op]) -> Graph:
         ops = [op for op in ops if op.name not in idle]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A tensor as a part of its memory."""
+class _Part(NamedTuple):
+    """A tensor as a part of its memory: sizes, strides and offset in elements."""
 
-    key: int
-    offset: int
+    memory: Storage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    offset: int
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Part:
-        return cls(
-            storage_key(tensor),
-            int(tensor.storage_offset()),
-            tuple(map(int, tensor.shape)),
-            tuple(map(int, tensor.stride())),
-            tensor.dtype,
-        )
+    def of(cls, form: Form, memory: Storage) -> _Part:
+        return cls(memory, form.shape, form.stride, form.offset, form.dtype)
 
     def among(self, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """These of all elements of the memory."""
         strides = [step * elements.itemsize for step in self.stride]
         return np.lib.stride_tricks.as_strided(elements[self.offset :], self.shape, strides)
+
+    def at(self, index: object) -> _Part | None:
+        """What an index takes of it; None for a copy."""
+        if not all(item in (None, ...) or type(item) is int for item in _flat(index)):
+            return None
+        whole = torch.empty(self.memory.bytes // self.dtype.itemsize, device="meta")
+        part = whole.as_strided(self.shape, self.stride, self.offset)[index]  # type: ignore[index]  # as the model does
+        return self._replace(
+            shape=tuple(part.shape), stride=part.stride(), offset=int(part.storage_offset())
+        )
 
 
 class _Following:
@@ -137,70 +139,56 @@ class _Following:
 
     def __init__(self, graph: Graph, found: Effects, samples: int) -> None:
         self.graph, self.found = graph, found
-        self.run = DryRun.of(graph, training=graph.loss is not None)
-        self.parts: dict[str, _Part] = {}
-        self.stores: dict[str, _Part] = {}
-        self.alive: list[Any] = []
-        environment: dict[str, Any] = self.run.run(samples, self._observe)
-        self.tensors = {n: v for n, v in environment.items() if isinstance(v, torch.Tensor)}
-        self.final = {name: _Part.of(tensor) for name, tensor in self.tensors.items()}
+        seen = observed(graph, samples).tensors
+        self.final = {name: _Part.of(form, memory) for name, form, memory in seen}
         ops = (op for op in graph.ops if op.mode is Mode.ALWAYS)
         self.targets = {op.name: target for op in ops if (target := _target(op)) is not None}
-
-    def _observe(self, op: Op, execute: Callable[[], Any]) -> Any:
-        returned = execute()
-        if isinstance(op.result, str) and isinstance(returned, torch.Tensor):
-            self.parts[op.result] = _Part.of(returned)
-            self.alive.append(returned)
-        return returned
 
     def reads(self) -> Mapping[_Read, _Stored]:
         """For every read that a single store accounts for, what it stored."""
         found: dict[_Read, _Stored] = {}
-        owner: dict[int, npt.NDArray[np.int64]] = {}
+        owner: dict[Storage, npt.NDArray[np.int64]] = {}
         stores: list[tuple[_Part, str]] = []
         for op in self.graph.ops:
             written = self.found.writes.get(op.name, frozenset())
             for value in op.inputs if op.mode is Mode.ALWAYS else ():
                 part = self.final.get(value)
-                if part is None or part.key not in owner or value in written:
+                if part is None or part.memory not in owner or value in written:
                     continue
-                if any(self._key(name) == part.key for name in op.outputs):
+                if any(self._memory(name) == part.memory for name in op.outputs):
                     continue  # a view, which reads nothing yet
-                numbers = part.among(owner[part.key]).reshape(-1)
+                numbers = part.among(owner[part.memory]).reshape(-1)
                 number = int(numbers[0]) if len(numbers) else -1
                 if number >= 0 and bool((numbers == number).all()) and stores[number][0] == part:
                     found[op.name, value] = stores[number][1], part.dtype
-            keys = {self._key(name) for name in written} - {None}
+            keys = {self._memory(name) for name in written} - {None}
             stored = self._stored(op)
             for key in keys:
                 if key in owner:
-                    owner[key][:] = -1 if stored is None or stored[0].key != key else owner[key]
-            if stored is not None and stored[0].key in keys:
+                    owner[key][:] = -1 if stored is None or stored[0].memory != key else owner[key]
+            if stored is not None and stored[0].memory in keys:
                 part = stored[0]
-                elements = owner.get(part.key)
+                elements = owner.get(part.memory)
                 if elements is None:
-                    elements = self._elements(part.key)
+                    elements = self._elements(part.memory)
                 if elements is not None:
-                    owner[part.key] = elements
+                    owner[part.memory] = elements
                     part.among(elements)[...] = len(stores)
                     stores.append(stored)
         return found
 
-    def _key(self, value: str) -> int | None:
+    def _memory(self, value: str) -> Storage | None:
         part = self.final.get(value)
-        return None if part is None else part.key
+        return None if part is None else part.memory
 
-    def _elements(self, key: int) -> npt.NDArray[np.int64] | None:
+    def _elements(self, memory: Storage) -> npt.NDArray[np.int64] | None:
         """-1 for every element of a memory that may be followed: all see it as the same type."""
-        names = [name for name, part in self.final.items() if part.key == key]
-        dtypes = {self.final[name].dtype for name in names}
-        moved = any(self.parts.get(name, self.final[name]) != self.final[name] for name in names)
+        names = [name for name, part in self.final.items() if part.memory == memory]
+        dtype, *others = {self.final[name].dtype for name in names}
         makers = [self.graph.producer.get(name) for name in names]
         other = any(maker is None or maker.mode is not Mode.ALWAYS for maker in makers)
-        tensor = self.tensors[names[0]]
-        count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        if len(dtypes) > 1 or moved or other or count > _MOST_ELEMENTS:
+        count = memory.bytes // dtype.itemsize
+        if others or other or count > _MOST_ELEMENTS:
             return None
         return np.full(count, -1, dtype=np.int64)
 
@@ -210,17 +198,11 @@ class _Following:
         if target is None:
             return None
         name, index, value = target
-        tensor, given = self.tensors.get(name), self.tensors.get(value)
-        if tensor is None or given is None:
-            return None
-        if index is not None:
-            if any(isinstance(item, Ref) for item in _flat(index)):
-                return None
-            with self.run.mode:
-                tensor = tensor[index]  # type: ignore[index]  # as the model does
-        part = _Part.of(tensor)
+        part, given = self.final.get(name), self.final.get(value)
+        if part is not None and index is not None:
+            part = part.at(index)
         changes = self.found.alias_set(value) & self.found.written_values
-        if changes or part.key != self._key(name) or tuple(given.shape) != part.shape:
+        if part is None or given is None or changes or given.shape != part.shape:
             return None
         floating = given.dtype.is_floating_point and part.dtype.is_floating_point
         return (part, value) if floating or given.dtype is part.dtype else None
@@ -228,18 +210,11 @@ class _Following:
 
 def _flat(index: object) -> list[object]:
     match index:
-        case tuple() | list():
+        case tuple():
             return [leaf for item in index for leaf in _flat(item)]
         case slice():
             return [index.start, index.stop, index.step]
     return [index]
-
-
-_MAKERS = frozenset({
-    *("zeros", "ones", "empty", "full", "zeros_like", "ones_like", "empty_like", "full_like"),
-    *("new_zeros", "new_ones", "new_empty", "new_full"),
-})  # fmt: skip
-"""Functions and methods that make a tensor for others to write into."""
 
 
 def without_unread_stores(graph: Graph, kept: Collection[str] = ()) -> Graph:
@@ -252,7 +227,7 @@ def without_unread_stores(graph: Graph, kept: Collection[str] = ()) -> Graph:
     found = effects(graph)
     dead: set[str] = set()
     for op in graph.ops:
-        if called(op.call) in _MAKERS and len(op.outputs) == 1:
+        if called(op.call) in FILLED - {"rand_like"} and len(op.outputs) == 1:
             only_written = _only_written(graph, found, op.outputs[0])
             dead |= only_written if only_written.isdisjoint(kept) else set()
     if not dead:

@@ -1,40 +1,39 @@
-"""What the ops of a loss do, however they are written."""
+"""What ops do, however they are written, and what is done alike."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from gpipe_compiler.ir import (
     Argument,
     FunctionCall,
     Graph,
     MethodCall,
+    ModuleCall,
     Op,
     Ref,
     StateKind,
     StateRef,
     called,
+    ops_within,
 )
 
-_OPERATORS: Mapping[Callable[..., object], str] = {
-    operator.add: "add",
-    operator.iadd: "add",
-    operator.sub: "sub",
-    operator.isub: "sub",
-    operator.mul: "mul",
-    operator.imul: "mul",
-    operator.truediv: "div",
-    operator.itruediv: "div",
-    operator.neg: "neg",
-    operator.pos: "clone",
-    operator.pow: "pow",
-    operator.getitem: "getitem",
-    operator.matmul: "matmul",
-    torch.linalg.norm: "norm",
-    torch.linalg.vector_norm: "norm",
+_SYNONYMS = {
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "itruediv": "div",
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "multiply": "mul",
+    "subtract": "sub",
+    "pos": "clone",
 }
 
 SAME = frozenset(
@@ -48,24 +47,74 @@ SAME = frozenset(
 MOVES = SAME | {"expand", "permute", "transpose", "t", "getitem", "select", "stack", "cat"}
 """What moves elements, or changes their type."""
 
+ORDER = frozenset({"lt", "le", "gt", "ge"})
+
+COMPARING = ORDER | {"eq", "ne", "sign", "round", "floor", "ceil"}
+"""Functions that are flat but for steps."""
+
+BOUNDING = frozenset(
+    {
+        *("clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
+        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize"),
+    }
+)
+"""Functions of numbers and bounds."""
+
+FINITE = frozenset({"isfinite", "isinf", "isnan"})
+
+AND = frozenset({"and_", "__and__", "bitwise_and", "logical_and"})
+OR = frozenset({"or_", "__or__", "bitwise_or", "logical_or"})
+NOT = frozenset({"invert", "inv", "__invert__", "bitwise_not", "logical_not"})
+"""Of booleans; all but the logical ones are others of integers."""
+
+FILLED = frozenset(
+    {
+        *("zeros_like", "ones_like", "full_like", "empty_like", "arange", "zeros", "ones", "full"),
+        "empty",
+        *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "rand_like"),
+    }
+)
+"""What asks a tensor for nothing but its size and type."""
+
+
+_RESHAPING = frozenset(
+    {
+        *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("resize_", "resize_as_", "set_", "as_strided_"),
+    }
+)
+
+
+def changes_forms(graph: Graph) -> bool:
+    """Whether a method gives another shape to the tensor that it is called on."""
+    return any(called(o.call) in _RESHAPING for op in graph.ops for o in ops_within(op))
+
 
 def verb(op: Op) -> str:
-    """What an op does, however it is written: `add` for `a + b`, `a += b`, `torch.add(a, b)`."""
+    """What an op does, however it is written: `add` for `a + b`, `a += b`, `torch.add(a, b)`.
+
+    "" for modules, and functions that are not torch's.
+    """
     match op.call:
-        case FunctionCall(function=function) if function in _OPERATORS:
-            return _OPERATORS[function]
+        case FunctionCall(function=torch.linalg.norm | torch.linalg.vector_norm):
+            return "norm"
         case FunctionCall(function=function):
             name = getattr(function, "__name__", "")
-            return _plain(name) if getattr(torch, name, None) is function else ""
+            own = function in [getattr(home, name, None) for home in (torch, F, operator)]
+            return _SYNONYMS.get(name, name) if own else ""
         case MethodCall(method=method):
-            return _plain(method.removesuffix("_"))
+            name = method.removesuffix("_")
+            return _SYNONYMS.get(name, name)
         case _:
             return ""
 
 
-def _plain(name: str) -> str:
-    synonyms = {"true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
-    return synonyms.get(name, name)
+def name_of(graph: Graph, op: Op) -> str:
+    """What an op does, also where it is written as a module of torch's: the name of its class."""
+    if not isinstance(op.call, ModuleCall):
+        return verb(op)
+    cls = graph.modules[op.call.module].cls
+    return cls.__name__.lower() if getattr(nn, cls.__name__, None) is cls else ""
 
 
 _REARRANGED = frozenset(
@@ -145,7 +194,7 @@ def counted_above_zero(graph: Graph, condition: Argument) -> tuple[str, bool] | 
     first, *rest = op.call.args
     if called(op.call) == "any" and not rest and graph.values[first.name].dtype is torch.bool:
         return condition.name, True
-    if called(op.call) in ("invert", "logical_not", "bitwise_not"):
+    if called(op.call) in NOT:
         inner = counted_above_zero(graph, first)
         return None if inner is None else (inner[0], not inner[1])
     whole = is_number_of(graph, first)

@@ -8,16 +8,20 @@ each begin with that, and what they leave behind is what one forward of the mini
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph, Op, StateKind
 from gpipe_compiler.ir.arguments import tensors_in
+from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.fakes import HostFakes
@@ -28,23 +32,13 @@ _OF_BATCHNORM = "num_batches_tracked"
 """What `--batchnorm` decides about, with the running statistics."""
 
 
+@found_once
 def written_once(graph: Graph) -> frozenset[str]:
     """The buffers and frozen parameters that are written without looking at samples.
 
     Nor at how many there are: it runs at the graph's batch size and at twice that, and what a
     kernel is given besides tensors has to be the same. None where each micro-batch is a call.
     """
-    return graph.once("written_once", lambda: _written_once(graph))
-
-
-def sample_writers(graph: Graph) -> Mapping[str, frozenset[str]]:
-    """Op -> the states that each micro-batch makes it write to; ops without any are left out."""
-    once = written_once(graph)
-    writes = effects(graph).state_writes.items()
-    return {op: states - once for op, states in writes if not states <= once}
-
-
-def _written_once(graph: Graph) -> frozenset[str]:
     if graph.one_by_one:
         return frozenset()
     writes = effects(graph).state_writes
@@ -63,6 +57,13 @@ def _written_once(graph: Graph) -> frozenset[str]:
         if found:
             found &= _without_samples(graph, found, training=training)
     return frozenset(found)
+
+
+def sample_writers(graph: Graph) -> Mapping[str, frozenset[str]]:
+    """Op -> the states that each micro-batch makes it write to; ops without any are left out."""
+    once = written_once(graph)
+    writes = effects(graph).state_writes.items()
+    return {op: states - once for op, states in writes if not states <= once}
 
 
 def _without_samples(graph: Graph, names: Collection[str], *, training: bool) -> set[str]:
@@ -103,48 +104,49 @@ class _Run:
     views: bool
 
 
+@dataclass(frozen=True, slots=True)
 class _Kernels:
     """The kernels of a dry run.
 
     Attributes:
         inputs: the storages of what has samples.
         states: that of each state.
+        alive: tensors that are kept for the numbers of storages to stay their own.
     """
 
-    def __init__(self, states: Mapping[str, torch.Tensor]) -> None:
-        self.runs: list[_Run] = []
-        self.inputs: set[int] = set()
-        self.states = {name: storage_key(tensor) for name, tensor in states.items()}
-        self._alive: list[torch.UntypedStorage] = []  # for keys to stay their own
+    runs: list[_Run]
+    inputs: set[int]
+    states: Mapping[str, int]
+    alive: list[object]
 
     @classmethod
     def of(cls, graph: Graph, times: int, training: bool) -> _Kernels:
         """The kernels of a run of so many times the graph's batch."""
         fakes = HostFakes()
         run = DryRun.of(graph, training=training, mode=fakes)
-        kernels = cls(run.states)
-        with fakes.watched(kernels._saw):
-            values = run.run(times * graph.batch_size)
-        for source in graph.inputs:
-            if source.batched:
-                kernels.inputs.update(map(storage_key, tensors_in(values[source.name])))
-        return kernels
+        runs: list[_Run] = []
+        alive: list[object] = [run]
 
-    def _saw(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: object
-    ) -> None:
-        results = tensors_in(returned)
-        made = [*results, *tensors_in(written_by(func, args, kwargs))]
-        read = tensors_in((args, kwargs))
-        self._alive.extend(tensor.untyped_storage() for tensor in results)
-        self.runs.append(
-            _Run(
-                frozenset(map(storage_key, read)),
-                frozenset(map(storage_key, made)),
-                repr(tree_map_only(torch.Tensor, _shape, (func, args, kwargs, results))),
-                bool(func.is_view),
+        def saw(
+            func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], returned: object
+        ) -> None:
+            results = tensors_in(returned)
+            made = [*results, *tensors_in(written_by(func, args, kwargs))]
+            alive.extend(tensor.untyped_storage() for tensor in results)
+            runs.append(
+                _Run(
+                    frozenset(map(storage_key, tensors_in((args, kwargs)))),
+                    frozenset(map(storage_key, made)),
+                    repr(tree_map_only(torch.Tensor, _shape, (func, args, kwargs, results))),
+                    bool(func.is_view),
+                )
             )
-        )
+
+        with fakes.watched(saw):
+            values = run.run(times * graph.batch_size)
+        batched = [values[source.name] for source in graph.inputs if source.batched]
+        states = {name: storage_key(tensor) for name, tensor in run.states.items()}
+        return cls(runs, set(map(storage_key, tensors_in(batched))), states, alive)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -218,6 +220,80 @@ def refuse_written_in_eval(graph: Graph) -> None:
 
 
 def _written_by(graph: Graph, op: Op) -> frozenset[str]:
-    """The parameters that an op writes to."""
     written = effects(graph).state_writes.get(op.name, frozenset())
     return frozenset(n for n in written if graph.state[n].kind is StateKind.PARAMETER)
+
+
+# --- state that shares memory under several names -------------------------------------------------
+
+
+def refuse_overlaps(graph: Graph, model: nn.Module) -> None:
+    """Holds an annotated graph to it: what changes is in memory of its own.
+
+    Tied weights are one tensor under several names, which the graph knows as one. A buffer that is
+    a view of another, or a parameter that was given the `.data` of another, is a tensor of its own:
+    what is written to one shows in the other, and a package holds both apart.
+
+    Args:
+        model: as its author made it; the graph's tensors are copies.
+
+    Raises:
+        ModelError: naming both states, and the line of the op that writes to one.
+    """
+    by_memory: dict[int, list[str]] = {}
+    tensors = {name: tensor for name in graph.state if (tensor := _tensor(model, name)) is not None}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        by_memory.setdefault(storage.data_ptr() or storage._cdata, []).append(name)
+    shared = [
+        pair
+        for names in by_memory.values()
+        for pair in itertools.combinations(names, 2)
+        if _overlap(*(tensors[name] for name in pair))
+    ]
+    if not shared:
+        return
+    writers = effects(graph).state_writes
+    for one, other in shared:
+        pair = {one, other}
+        writing = [op for op in graph.ops if pair & writers.get(op.name, frozenset())]
+        trained = graph.loss is not None and any(graph.state[n].requires_grad for n in pair)
+        if writing or trained:
+            raise ModelError(
+                f"{one} and {other} are two tensors in the same memory, and "
+                f"{'one of them is written to' if writing else 'training changes it'}: a stage "
+                "holds each by itself, and would not see the other change",
+                location=writing[0].source if writing else None,
+                hint="hold one of them alone, and slice or reshape it in forward; weights are tied "
+                "by giving both modules the same nn.Parameter",
+            )
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor | None:
+    """A tensor with memory, by its name; None for what has none, or is no attribute."""
+    try:
+        found = operator.attrgetter(name)(model)
+    except (AttributeError, RuntimeError):
+        return None
+    plain = isinstance(found, torch.Tensor) and found.layout is torch.strided and found.numel()
+    return found if plain else None
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same storage have an element in common."""
+    if one.dtype != other.dtype:
+        (start, end), (from_, to) = _bytes(one), _bytes(other)
+        return start < to and from_ < end
+    count = max(_bytes(one)[1], _bytes(other)[1]) // one.itemsize
+    places = torch.zeros(count, dtype=torch.bool)
+    places.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(places.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in its storage, in bytes."""
+    first = int(tensor.storage_offset())
+    last = first + sum(
+        int((size - 1) * step) for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize

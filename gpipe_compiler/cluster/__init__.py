@@ -22,7 +22,6 @@ from gpipe_compiler.cluster.machines import NO_LINK, Arithmetic, Cluster, Device
 
 if TYPE_CHECKING:
     from gpipe_compiler.cluster.local import (
-        clock_of,
         core_count,
         is_here,
         local_cluster,
@@ -41,7 +40,6 @@ __all__ = [
     "Device",
     "Link",
     "built_in",
-    "clock_of",
     "core_count",
     "devices_named",
     "is_here",

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,8 @@ from gpipe_compiler.cluster.machines import Cluster, Device, Link
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.runtime.core.devices import gpu_count
 from gpipe_compiler.runtime.core.distributed import Network
+
+T = TypeVar("T")
 
 SMALL, LARGE = 4 * 2**10, 16 * 2**20
 """Bytes that latency and bandwidth are measured with."""
@@ -86,7 +89,6 @@ def this_machine() -> Device:
 
 
 def machine_name() -> str:
-    """What a device of this machine is called."""
     return torch.cuda.get_device_name(0) if gpu_count() else HOST_NAME
 
 
@@ -207,21 +209,23 @@ def typical_seconds(work: Callable[[], object], device: torch.device, tries: int
 
 
 def _runs(work: Callable[[], object], device: torch.device, tries: int) -> list[float]:
-    clock = clock_of(device)
+    work()
+    return [clocked(work, device)[0] for _ in range(tries)]
+
+
+def clocked(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """The seconds of a run, with all that it starts on the device, and what it returns."""
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    work()
-    found = []
-    for _ in range(tries):
-        wait()
-        start = clock()
-        work()
-        wait()
-        found.append(clock() - start)
-    return found
+    clock = clock_of(device)
+    wait()
+    start = clock()
+    returned = work()
+    wait()
+    return clock() - start, returned
 
 
 def _memory(device: torch.device) -> int:

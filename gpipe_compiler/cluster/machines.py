@@ -42,7 +42,6 @@ class Device:
     Attributes:
         flops: arithmetic it sustains on large fp32 matrix products, FLOP/s.
         memory_bandwidth: bytes/s it sustains reading and writing memory.
-        memory: bytes it holds.
         launch_s: seconds that any op costs, however small.
         half_flops: arithmetic on large matrix products in fp16 and bf16, FLOP/s; None where that
             is not known to be faster.

@@ -23,10 +23,10 @@ from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, State
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule, at_batch
+from gpipe_compiler.passes.atoms import types_left_open
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
-from gpipe_compiler.passes.left_out_types import types_left_open
 from gpipe_compiler.passes.loss_divisors import per_sample
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.limits import NO_GROUP

@@ -8,6 +8,7 @@ returns a new graph, an analysis returns a table keyed by name. What is legal st
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -317,3 +318,13 @@ class Graph:
             what = "term of the loss" if self.loss is not None and self.loss.terms else "loss"
             lines.append(f"  {what} {term.value} ({term.reduction.value} of micro-batches{over})")
         return "\n".join(lines)
+
+
+def found_once(find: Callable[[Graph], T]) -> Callable[[Graph], T]:
+    """An analysis that is run as `Graph.once` runs it."""
+
+    @functools.wraps(find)
+    def found(graph: Graph) -> T:
+        return graph.once(find.__qualname__, lambda: find(graph))
+
+    return found

@@ -25,9 +25,12 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
 from gpipe_compiler.passes.footprint import own_optimizer
-from gpipe_compiler.passes.overlaps import refuse_overlaps
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.written_once import refuse_written_in_eval, refuse_written_weights
+from gpipe_compiler.passes.written_once import (
+    refuse_overlaps,
+    refuse_written_in_eval,
+    refuse_written_weights,
+)
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart

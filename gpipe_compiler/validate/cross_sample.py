@@ -14,11 +14,10 @@ from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, double, with_other_weights
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, RegionCall, ops_within
-from gpipe_compiler.passes.batch_gates import first_gate
+from gpipe_compiler.passes.batch_gates import first_gate, first_of_batch
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.value_branches import first_of_batch
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.spec import BatchNorm

@@ -18,7 +18,7 @@ from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.left_out import with_all_layers
 from gpipe_compiler.ir.sizes import SampleRule
 from gpipe_compiler.passes.batch_rules import all_rules, counting_in_loss, taken_together
-from gpipe_compiler.passes.selections import takes_by_number
+from gpipe_compiler.passes.loss_functions import takes_by_number
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.inputs import even_sizes

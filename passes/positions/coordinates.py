@@ -31,7 +31,6 @@ class Affine:
 
     @property
     def constant(self) -> bool:
-        """Whether it is the same at all coordinates."""
         return not any(self.weights)
 
     def plus(self, other: Affine, times: int = 1) -> Affine:
@@ -66,10 +65,6 @@ class Compared:
     left: Affine
     equal: bool
 
-    def at(self, places: Sequence[Affine], rank: int) -> Condition:
-        """The same with other coordinates."""
-        return compared(self.left.at(places, rank), equal=self.equal)
-
 
 @dataclass(frozen=True, slots=True)
 class Every:
@@ -77,20 +72,12 @@ class Every:
 
     parts: tuple[Condition, ...]
 
-    def at(self, places: Sequence[Affine], rank: int) -> Condition:
-        """The same with other coordinates."""
-        return every(*(condition_at(part, places, rank) for part in self.parts))
-
 
 @dataclass(frozen=True, slots=True)
 class Negated:
     """A negation. Made by `negated`."""
 
     part: Condition
-
-    def at(self, places: Sequence[Affine], rank: int) -> Condition:
-        """The same with other coordinates."""
-        return negated(condition_at(self.part, places, rank))
 
 
 Condition: TypeAlias = bool | Compared | Every | Negated
@@ -105,12 +92,6 @@ class Cases:
     def __post_init__(self) -> None:
         if len(self.cases) > _MOST_CASES:
             raise UnknownError
-
-    def at(self, places: Sequence[Affine], rank: int) -> Cases:
-        """The same with other coordinates."""
-        return Cases(
-            tuple((condition_at(when, places, rank), a.at(places, rank)) for when, a in self.cases)
-        )
 
     @property
     def only(self) -> Affine:
@@ -129,12 +110,10 @@ Element: TypeAlias = Condition | Cases
 
 
 def number(value: float, rank: int) -> Affine:
-    """A constant."""
     return Affine((0,) * rank, value)
 
 
 def coordinate(dim: int, rank: int) -> Affine:
-    """The coordinate of a dimension."""
     return Affine(tuple(int(index == dim) for index in range(rank)))
 
 
@@ -151,7 +130,6 @@ def compared(left: Affine, *, equal: bool) -> Condition:
 
 
 def every(*parts: Condition) -> Condition:
-    """The conjunction of these."""
     left = tuple(dict.fromkeys(part for part in parts if part is not True))
     if False in left:
         return False
@@ -159,20 +137,13 @@ def every(*parts: Condition) -> Condition:
 
 
 def negated(part: Condition) -> Condition:
-    """The negation of this."""
     if isinstance(part, bool):
         return not part
     return part.part if isinstance(part, Negated) else Negated(part)
 
 
 def some(*parts: Condition) -> Condition:
-    """The disjunction of these."""
     return negated(every(*map(negated, parts)))
-
-
-def condition_at(condition: Condition, places: Sequence[Affine], rank: int) -> Condition:
-    """A condition with other coordinates."""
-    return condition if isinstance(condition, bool) else condition.at(places, rank)
 
 
 def distances(condition: Condition, rank: int, length: int | None = None) -> dict[int, bool]:
@@ -259,7 +230,6 @@ class Reading:
 
     @property
     def rank(self) -> int:
-        """The number of dimensions of the result."""
         return len(self.shape)
 
     def wide(self, argument: Argument) -> Element:
@@ -289,10 +259,24 @@ Rule = Callable[[Reading, Given, Mapping[str, Argument]], Element]
 
 
 def moved(element: Element, places: Sequence[Affine], rank: int) -> Element:
-    """An element with other coordinates."""
-    if isinstance(element, Cases):
-        return element.at(places, rank)
-    return condition_at(element, places, rank)
+    """An element with other coordinates, as `Affine.at`."""
+    if not isinstance(element, Cases):
+        return _moved_condition(element, places, rank)
+    cases = (
+        (_moved_condition(when, places, rank), a.at(places, rank)) for when, a in element.cases
+    )
+    return Cases(tuple(cases))
+
+
+def _moved_condition(condition: Condition, places: Sequence[Affine], rank: int) -> Condition:
+    match condition:
+        case Compared(left=left, equal=equal):
+            return compared(left.at(places, rank), equal=equal)
+        case Every(parts=parts):
+            return every(*(_moved_condition(part, places, rank) for part in parts))
+        case Negated(part=part):
+            return negated(_moved_condition(part, places, rank))
+    return condition
 
 
 def as_cases(element: Element, rank: int) -> Cases:

@@ -31,6 +31,7 @@ from gpipe_compiler.passes.positions.coordinates import (
     some,
     up_to,
 )
+from gpipe_compiler.passes.verbs import AND, NOT, OR
 
 
 def _without_place(kwargs: Mapping[str, Argument]) -> dict[str, Argument]:
@@ -146,20 +147,10 @@ def _related(name: str, left: Affine, right: Affine) -> Condition:
         return bool(getattr(operator, name)(left.offset, right.offset))
     if not isinstance(left.offset, int) or not isinstance(right.offset, int):
         raise UnknownError
-    less, more = left.plus(right, -1), right.plus(left, -1)
-    match name:
-        case "le":
-            return compared(less, equal=False)
-        case "ge":
-            return compared(more, equal=False)
-        case "lt":
-            return negated(compared(more, equal=False))
-        case "gt":
-            return negated(compared(less, equal=False))
-        case "eq":
-            return compared(less, equal=True)
-        case _:
-            return negated(compared(less, equal=True))
+    if name in ("ge", "lt"):
+        left, right = right, left
+    found = compared(left.plus(right, -1), equal=name in ("eq", "ne"))
+    return negated(found) if name in ("lt", "gt", "ne") else found
 
 
 def _logic(join: Callable[..., Condition], *, of_bools: bool) -> Rule:
@@ -210,15 +201,6 @@ def _triangle(*, lower: bool) -> Rule:
     return rule
 
 
-_LOGIC: Mapping[str, tuple[Callable[..., Condition], bool]] = {
-    **dict.fromkeys(("and_", "__and__", "bitwise_and"), (every, True)),
-    **dict.fromkeys(("or_", "__or__", "bitwise_or"), (some, True)),
-    **dict.fromkeys(("invert", "inv", "__invert__", "bitwise_not"), (negated, True)),
-    "logical_and": (every, False),
-    "logical_or": (some, False),
-    "logical_not": (negated, False),
-}
-
 COMPUTING: Mapping[str, Rule] = {
     "arange": _arange,
     **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(1)),
@@ -230,7 +212,11 @@ COMPUTING: Mapping[str, Rule] = {
     "sub": _arithmetic(lambda left, right: left.plus(right, -1)),
     "mul": _arithmetic(_product),
     **{name: _comparison(name) for name in ("le", "lt", "ge", "gt", "eq", "ne")},
-    **{name: _logic(join, of_bools=of_bools) for name, (join, of_bools) in _LOGIC.items()},
+    **{
+        name: _logic(join, of_bools=not name.startswith("logical_"))
+        for names, join in ((AND, every), (OR, some), (NOT, negated))
+        for name in names
+    },
     "where": _where,
     "masked_fill": _masked_fill,
     "tril": _triangle(lower=True),

@@ -216,7 +216,7 @@ class Work:
 def test_measured_times_are_those_of_the_op(builder, monkeypatch):
     """A function that takes a known time, forward and backward, is measured to take it."""
     clock = Work()
-    monkeypatch.setattr("gpipe_compiler.passes.measure.clock_of", lambda device: clock.seconds)
+    monkeypatch.setattr("gpipe_compiler.cluster.local.clock_of", lambda device: clock.seconds)
 
     class Slow(torch.autograd.Function):
         @staticmethod

@@ -16,8 +16,15 @@ from gpipe_compiler.cluster.cache import folder, kept
 from gpipe_compiler.compile import trace
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.cost import KernelCost, rooflines
-from gpipe_compiler.passes.kernel_probes import _PROBES, _Points, _started_s, _time
-from gpipe_compiler.passes.kernel_times import KernelTimes, kernel_times, reference
+from gpipe_compiler.passes.kernel_times import (
+    _PROBES,
+    KernelTimes,
+    _Points,
+    _started_s,
+    _time,
+    kernel_times,
+    reference,
+)
 
 HERE = reference(flops=1e9, bandwidth=1e9)
 TIMES = KernelTimes.of(

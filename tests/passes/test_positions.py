@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from gpipe_compiler.ir import Ref
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.positions import Positions
 from gpipe_compiler.passes.positions.coordinates import (
     Affine,
     Cases,
@@ -25,6 +24,7 @@ from gpipe_compiler.passes.positions.coordinates import (
     distances,
     is_causal,
 )
+from gpipe_compiler.passes.positions.known import Positions
 from gpipe_compiler.passes.shapes import annotate
 
 COMPARES = (operator.le, operator.lt, operator.ge, operator.gt, operator.eq, operator.ne)

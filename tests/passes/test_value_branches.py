@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gpipe_compiler as gpc
+from gpipe_compiler.passes.batch_gates import first_of_batch
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.value_branches import first_of_batch
 
 FOLLOWS: dict[str, Callable[[Tensor], Tensor]] = {
     "all": lambda x: (x < 100).all(),
