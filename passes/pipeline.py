@@ -22,6 +22,7 @@ from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.empty_parts import without_empty_parts
 from gpipe_compiler.passes.inplace import write_in_place
+from gpipe_compiler.passes.liveness import liveness
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.output_terms import weigh_outputs
 from gpipe_compiler.passes.pass_setting import PassSetting
@@ -83,6 +84,7 @@ PASSES: tuple[Pass, ...] = (
 ANALYSES: tuple[Analysis, ...] = (
     Analysis("effects", effects),
     Analysis("saved_tensors", saved_tensors),
+    Analysis("liveness", liveness),
     Analysis("op_runs", runs_of),
     Analysis("random_ops", random_ops),
     Analysis("cross_sample_ops", mixing_ops),

@@ -12,6 +12,7 @@ from gpipe_compiler.errors import UsageError
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, MemoryPoint
 from gpipe_compiler.plan.plan import timeline
+from gpipe_compiler.report.activations import HEIGHT, WIDTH, activations
 from gpipe_compiler.report.facts import (
     boundaries,
     device_bytes,
@@ -73,6 +74,8 @@ def format_report(plan: Plan, validation: ValidationResult | None = None) -> str
         memory=memory_rows(plan),
         categories=categories(plan),
         curve=(CURVE_WIDTH, CURVE_HEIGHT),
+        activations=activations(plan),
+        activations_size=(WIDTH, HEIGHT),
         slowest=slowest,
         recomputes=any(stage.remat is not Remat.NONE for stage in plan.stages),
         boundaries=boundaries(plan),
