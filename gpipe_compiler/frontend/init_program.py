@@ -42,10 +42,6 @@ class _UnknownError(Exception):
     """The steps cannot be told."""
 
 
-class _UntouchedError(Exception):
-    """Nobody has written to the tensor."""
-
-
 def init_programs(events: Iterable[InitOp], targets: Mapping[str, Operand]) -> dict[str, Steps]:
     """The steps of each tensor, by name; () where it is memory that nobody wrote to."""
     history = _History(events)
@@ -54,8 +50,8 @@ def init_programs(events: Iterable[InitOp], targets: Mapping[str, Operand]) -> d
     for name, target in targets.items():
         try:
             steps, random = history.steps(target, len(history.events))
-        except (_UnknownError, _UntouchedError) as error:
-            found[name] = UNKNOWN if isinstance(error, _UnknownError) else ()
+        except _UnknownError:
+            found[name] = UNKNOWN
             continue
         first = {drawn.setdefault(event, (name, place)) for place, event in enumerate(random)}
         owners = {owner for owner, _ in first}
@@ -98,18 +94,18 @@ class _History:
                 self.birth.setdefault(made.storage, made)
 
     def steps(self, target: Operand, before: int) -> tuple[Steps, tuple[int, ...]]:
-        """The steps of a tensor as it was before an event, and the events that draw numbers.
+        """The steps of a tensor as it was before an event, and the events that draw numbers; none
+        where nobody has written to it.
 
         Raises:
             _UnknownError: when they cannot be told.
-            _UntouchedError: when there are none.
         """
         needed = self._needed(target.storage, before)
         events = [self.events[number] for number in needed]
         if not events or not all(event.understood for event in events):
             raise _UnknownError
         if all(event.op in EMPTY for event in events):
-            raise _UntouchedError
+            return (), ()
         random = tuple(number for number in needed if self.events[number].random)
         copied = self._copied(target, needed)
         if copied is not None:
@@ -170,7 +166,7 @@ class _History:
         if (made.size, made.size) != (target.size, source.size) or not target.whole:
             return None
         steps, random = self.steps(source, number)
-        if source.dtype != target.dtype:
+        if steps and source.dtype != target.dtype:
             castable = len(steps) == 1 and steps[0][0] in _CASTABLE
             if not (castable and source.dtype.is_floating_point and target.dtype.is_floating_point):
                 return None

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ModelError, TraceError
+from gpipe_compiler.frontend.comparable_runs import different
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.own_code import is_installed
 from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -181,7 +181,7 @@ def refuse_remembered(
         states.append(python_state(model, loss_fn))
         later = again()
         counters = [key for key in states[2] if _counts([state.get(key) for state in states])]
-        if _alike(first, later) and counters:
+        if counters and not any(different(first, later)):
             for key in counters:
                 places[key].put(states[2][key] + _FAR)  # type: ignore[operator]  # an integer
             later = again()
@@ -190,7 +190,7 @@ def refuse_remembered(
     finally:
         for key in counters:
             places[key].put(states[0][key])
-    if not _alike(first, later):
+    if any(different(first, later)):
         keys = counters or changed(states[1], states[2]) or changed(states[0], states[1])
         raise _remembers(keys, places, type(model).forward)
 
@@ -201,14 +201,6 @@ def _counts(values: Sequence[object]) -> bool:
         return False
     first, second, third = numbers
     return third - second == second - first != 0
-
-
-def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    if one.keys() != other.keys() or any(one[n].shape != other[n].shape for n in one):
-        return False
-    return all(
-        row.passed for row in compare({ComparedKind.OUTPUT: other}, {ComparedKind.OUTPUT: one})
-    )
 
 
 def _remembers(keys: Sequence[str], places: Mapping[str, _Place], forward: object) -> ModelError:
