@@ -56,7 +56,7 @@ class Activations:
 
         What the stage is given lives from the beginning, and what it hands on to the end.
         """
-        events = (*traces.forward.events, *(traces.first_backward.events if training else ()))
+        events = (*traces.forward, *(traces.first_backward if training else ()))
         sizes = {
             event.block: traces.blocks[event.block].bytes
             for event in events

@@ -9,9 +9,11 @@ Ops are positions in the stage, so that stages of equal structure share their tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import TypeAlias
 
 NO_OP = -1
 """The position of what no op of the stage is at work for."""
@@ -68,16 +70,9 @@ class StorageEvent:
     op: int
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationTrace:
-    """What one action allocates and frees, in order.
-
-    Attributes:
-        events: of blocks that the stage itself allocates or frees. Blocks with other holders (what
-            was received, what is sent on) are freed by the last of them.
-    """
-
-    events: tuple[StorageEvent, ...]
+AllocationTrace: TypeAlias = tuple[StorageEvent, ...]
+"""What a stage itself allocates and frees in one action, in order. Blocks with other holders (what
+was received, what is sent on) are freed by the last of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +108,6 @@ class StageTraces:
         sent_back: block of the gradient of each input that has one.
         forward: with everything kept that the backward needs. In inference: with nothing kept.
         kept: the blocks that autograd, and who asks it for gradients, hold after the forward.
-        forward_again: a forward of which nothing is kept (the first one, where it is recomputed).
-            It runs with gradients on: what autograd keeps is freed when it ends.
         first_backward: that of the first micro-batch of a step, whose parameter gradients stay.
         backward: that of a later one, whose parameter gradients are added to those.
         first_weight, weight: where the backward is split, the second part of each; the two before
@@ -130,25 +123,25 @@ class StageTraces:
     sent_back: Mapping[str, int]
     forward: AllocationTrace
     kept: frozenset[int]
-    forward_again: AllocationTrace
     first_backward: AllocationTrace
     backward: AllocationTrace
     first_weight: AllocationTrace | None = None
     weight: AllocationTrace | None = None
     growth: Growth | None = None
 
+    @cached_property
+    def forward_again(self) -> AllocationTrace:
+        """A forward of which nothing is kept (the first one, where it is recomputed).
+
+        It runs with gradients on: what autograd keeps is freed when it ends.
+        """
+        ended = (
+            StorageEvent(number, False, NO_OP)
+            for number in sorted(self.kept)
+            if self.blocks[number].kind is BlockKind.ACTIVATION
+        )
+        return (*self.forward, *ended)
+
     def op(self, position: int) -> str:
         """The name of the op at a position; empty for `NO_OP`."""
         return "" if position == NO_OP else self.ops[position]
-
-
-def forward_alone(
-    forward: AllocationTrace, kept: Iterable[int], blocks: Mapping[int, StorageLife]
-) -> AllocationTrace:
-    """A forward of which nothing is kept, from one of which something is."""
-    again = [
-        StorageEvent(number, False, NO_OP)
-        for number in sorted(kept)
-        if blocks[number].kind is BlockKind.ACTIVATION
-    ]
-    return AllocationTrace((*forward.events, *again))

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.forms import OpForms
+from gpipe_compiler.ir.repeats import ShortenedGraph, shortest
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.observe import Form, SeenValue, Storage, observed
-from gpipe_compiler.passes.repeats import ShortenedGraph, shortest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.graph import found_once
+from gpipe_compiler.ir.repeats import NameKind
 from gpipe_compiler.passes.disjoint import DisjointSets
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.observe import ObservedRun, Storage, in_all_modes, observed
-from gpipe_compiler.passes.repeats import NameKind
 
 _NOTHING: frozenset[str] = frozenset()
 

@@ -38,6 +38,7 @@ from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.ir.interpret import bind
 from gpipe_compiler.ir.recurrent import recurrent_forms
+from gpipe_compiler.ir.repeats import ShortenedGraph
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (
     AT_SYMBOLS,
@@ -52,7 +53,6 @@ from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, mode
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.positions.coordinates import Affine, Cases
 from gpipe_compiler.passes.positions.known import Positions
-from gpipe_compiler.passes.repeats import ShortenedGraph
 from gpipe_compiler.passes.unknown_sizes import of_unknown_size
 from gpipe_compiler.passes.verbs import changes_forms
 from gpipe_compiler.quiet import quiet

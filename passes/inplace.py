@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.ir.repeats import NameKind
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects, shares_by_mode, written_memory
 from gpipe_compiler.passes.inplace_variants import (
@@ -25,7 +26,6 @@ from gpipe_compiler.passes.inplace_variants import (
     variants,
 )
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, observed
-from gpipe_compiler.passes.repeats import NameKind
 from gpipe_compiler.passes.shapes import annotate
 
 _NOBODY: frozenset[str] = frozenset()

@@ -2,7 +2,7 @@
 
 What an op reads and makes, writes in place, keeps for its backward, draws and allocates is seen in
 one forward, not guessed. A run of a number of samples that the graph cannot run on raises a
-ModelError that names the op. Of a block that repeats five calls are run (`passes.repeats`), and
+ModelError that names the op. Of a block that repeats four calls are run (`ir.repeats`), and
 what is observed of them is carried over to all others.
 """
 
@@ -19,10 +19,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gpipe_compiler.ir import Graph, Op, Ref
 from gpipe_compiler.ir.arguments import choices, tensors_in
+from gpipe_compiler.ir.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.op_watch import KernelRun, OpNotes, OpWatch
-from gpipe_compiler.passes.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 
 
 class Storage(NamedTuple):
@@ -325,15 +325,14 @@ def _of_all_blocks(blocks: ShortenedGraph, known: ObservedRun) -> ObservedRun:
 
 
 def _hold_alike(blocks: ShortenedGraph, known: ObservedRun) -> None:
-    """Holds the second block against the third, and that against the last but one.
+    """Holds the second block against the third.
 
     What the third is given is then like what the second is, and so it goes on: fake tensors of
     equal forms that share memory in the same way.
     """
     for names in blocks.names:
         further = blocks.further(names)
-        second, third, fourth = (names.ops(block) for block in (1, 2, names.stretch.count - 2))
-        for one, other in (*zip(second, third, strict=True), *zip(third, fourth, strict=True)):
+        for one, other in zip(names.ops(1), names.ops(names.short.all_kept[2]), strict=True):
             ops = known.ops.get(one.name), known.ops.get(other.name)
             if ops[0] is not None and _op_as(ops[0], further) != ops[1]:
                 raise IrregularError(one.name)

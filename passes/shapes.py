@@ -11,11 +11,11 @@ from gpipe_compiler.ir import Graph, MethodCall, Op, Ref, Value, ValueKind
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import reading
+from gpipe_compiler.ir.repeats import repeats
 from gpipe_compiler.ir.sizes import is_free
 from gpipe_compiler.passes.effects import Effects, effects, must_run_in_place
 from gpipe_compiler.passes.free_sizes import symbolic
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
-from gpipe_compiler.passes.repeats import repeats
 from gpipe_compiler.runtime.spec import Precision
 
 

@@ -36,10 +36,10 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.ops import reading, without_unread
+from gpipe_compiler.ir.repeats import repeats
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import SeenValue, in_the_other_mode
 from gpipe_compiler.passes.positions.known import Positions
-from gpipe_compiler.passes.repeats import repeats
 
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 

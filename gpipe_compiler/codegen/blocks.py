@@ -46,9 +46,10 @@ from gpipe_compiler.ir.blocks import (
     calls_in,
     is_chain,
     outer_states,
+    turns_around,
 )
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
-from gpipe_compiler.ir.contents import Contents, is_under, prefixes
+from gpipe_compiler.ir.contents import Contents, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.plan import Stage
 
@@ -131,8 +132,7 @@ class StageBlocks:
         methods = self.own.methods.values()
         calls = (c for parts in self.blocks.bodies for c in calls_in(parts) if c.again)
         counts = Counter(call.path for call in calls if call.outputs)
-        ops = [op for method in methods for op in method.ops]
-        turns = {(path, op.turn(path)) for op in ops for path in prefixes(op.module)}
+        turns = {*turns_around(op for method in methods for op in method.ops)}
         called = Counter(path for path, _ in turns)
         return frozenset(path for path, count in counts.items() if count == called[path] == 1)
 

@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.names import RESERVED, Identifiers, class_name
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.ir.blocks import BlockClass, Body
+from gpipe_compiler.ir.blocks import BlockClass, Body, turns_around
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents, prefixes
 
@@ -54,12 +54,7 @@ def _methods(graph: Graph, own: StageMethods, helpers: dict[str, HelperCall]) ->
     ]
     states = tuple(name for name in own.state.places if name not in own.state.unread)
     here = frozenset(own.stage.ops)
-    parted = {
-        (path, op.turn(path))
-        for op in graph.ops
-        if op.name not in here
-        for path in prefixes(op.module)
-    }
+    parted = {*turns_around(op for op in graph.ops if op.name not in here)}
     displaced = {prefix for path in own.state.displaced for prefix in prefixes(path)}
     kept = {holder.prefix[:-1] for holder in own.state.root.all()} - displaced
     return Methods(

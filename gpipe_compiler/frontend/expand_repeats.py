@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from gpipe_compiler.frontend.naming import rename
-from gpipe_compiler.frontend.shorten import KEPT, EqualRun, Shortened
+from gpipe_compiler.frontend.shorten import EqualRun, Shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Argument, Graph, ModuleCall, ModuleSpec, Op, Ref, RegionCall, StateRef
@@ -23,6 +23,7 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import called, map_result, ops_within, with_arguments
 from gpipe_compiler.ir.own_functions import OwnFunction
+from gpipe_compiler.ir.stretches import KEPT
 
 ToName = Callable[[str], str]
 
@@ -105,7 +106,7 @@ def _starts(graph: Graph, runs: Sequence[EqualRun]) -> list[dict[int, int]]:
         for path in _paths(graph, op):
             for run, starts in zip(runs, found, strict=True):
                 place = run.place(path)
-                number = None if place is None else run.repetition(place)
+                number = None if place is None else run.short.stretch.block(place)
                 if number is not None:
                     starts.setdefault(number, index)
     return found
@@ -199,7 +200,7 @@ class _Writer:
             def path(old: str, number: int = number) -> str:
                 for run in self.runs:
                     own = run in piece.runs
-                    old = run.moved(old, number * run.period) if own else run.in_full(old)
+                    old = run.moved(old, number) if own else run.in_full(old)
                 return old
 
             def value(old: str, known: Mapping[str, str] = known) -> str:

@@ -15,11 +15,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import types
+import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -28,9 +27,7 @@ from torch import nn
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
-
-KEPT = 4
-"""Repetitions that a shortened run has: its first, two in the middle, its last."""
+from gpipe_compiler.ir.stretches import KEPT, ShortStretch, Stretch, alike_in_a_row
 
 _LEAST = 3 * KEPT
 """Repetitions from which on a run is shortened: with fewer the whole model is traced as fast."""
@@ -48,30 +45,18 @@ class EqualRun:
 
     Attributes:
         path: of the list; empty where the model is one.
-        first: the place in the list where the run begins.
-        period: modules after which it repeats.
-        count: repetitions.
-        kept: those that the shortened list has: the first, some in the middle, the last.
+        short: where they lie in the list, by repetitions, and which of these stay.
         places: the paths, below a module of the list, of attributes that hold its own place.
     """
 
     path: str
-    first: int
-    period: int
-    count: int
-    kept: int = KEPT
+    short: ShortStretch
     places: frozenset[str] = frozenset()
 
     @property
-    def removed(self) -> int:
-        """Modules that the shortened list lacks."""
-        return (self.count - self.kept) * self.period
-
-    def repetition(self, place: int) -> int | None:
-        """The repetition that a place in the shortened list belongs to; None for what is no part
-        of the run."""
-        number = (place - self.first) // self.period
-        return number if 0 <= number < self.kept else None
+    def count(self) -> int:
+        """All repetitions."""
+        return self.short.whole.count
 
     def place(self, path: str) -> int | None:
         """The place in the list of what stands under a path; None for anything else."""
@@ -84,20 +69,25 @@ class EqualRun:
     def _prefix(self) -> str:
         return self.path and f"{self.path}."
 
-    def moved(self, path: str, places: int) -> str:
-        """A path in the list as it is called a number of places further on."""
+    def _at(self, path: str, new: Callable[[int], int]) -> str:
+        """A path in the list as it is called at another place."""
         place = self.place(path)
-        if place is None or not places:
+        if place is None:
             return path
         _, dot, rest = path[len(self._prefix) :].partition(".")
-        return f"{self._prefix}{place + places}{dot}{rest}"
+        return f"{self._prefix}{new(place)}{dot}{rest}"
+
+    def moved(self, path: str, repetitions: int) -> str:
+        """A path in the list as it is called a number of repetitions further on."""
+        return self._at(path, lambda place: place + repetitions * self.short.whole.period)
 
     def in_full(self, path: str) -> str:
         """A path of the shortened model as the whole model calls it."""
-        place = self.place(path)
-        if place is None or place < self.first + 2 * self.period:
-            return path
-        return self.moved(path, self.removed)
+        return self._at(path, self.short.in_full)
+
+    def in_short(self, path: str) -> str:
+        """The other way round, for what is kept."""
+        return self._at(path, self.short.in_short)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -121,7 +111,9 @@ def shortened(
     """
     shared = _shared_tensors(subject.model)
     found = _runs("", subject.model, shared, least, placeless)
-    runs = tuple(dataclasses.replace(run, kept=kept) for run in found)
+    runs = tuple(
+        dataclasses.replace(run, short=dataclasses.replace(run.short, kept=kept)) for run in found
+    )
     if not runs:
         return None
     model = subject.model
@@ -130,22 +122,15 @@ def shortened(
     initial = {
         _in_short(runs, name): steps
         for name, steps in subject.initial.items()
-        if not any(_is_removed(run, name) for run in runs)
+        if not any(run.place(name) in run.short.gap for run in runs)
     }
     return Shortened(dataclasses.replace(subject, model=model, initial=initial), runs)
-
-
-def _is_removed(run: EqualRun, name: str) -> bool:
-    place = run.place(name)
-    return place is not None and 0 <= place - run.first - 2 * run.period < run.removed
 
 
 def _in_short(runs: Sequence[EqualRun], name: str) -> str:
     """A name of the whole model, of what is kept, as the shortened one has it."""
     for run in runs:
-        place = run.place(name)
-        if place is not None and place >= run.first + 2 * run.period:
-            name = run.moved(name, -run.removed)
+        name = run.in_short(name)
     return name
 
 
@@ -159,15 +144,14 @@ def _runs(
     path: str, module: nn.Module, shared: frozenset[int], least: int, placeless: bool
 ) -> Iterator[EqualRun]:
     """The longest run of every list, lists inside of runs left out."""
-    run = None
     items = _items(module)
     if len(items) >= least:
         places = _places(items) if placeless else frozenset()
-        run = _longest([_description(item, shared, places) for item in items], path, least)
+        run = _longest([_description(item, shared, places) for item in items], least)
         if run is not None:
-            end = run.first + run.period
-            held = {name for item in items[run.first : end] for name, _ in _numbers(item)}
-            yield dataclasses.replace(run, places=places & held)
+            block = items[run.start : run.start + run.period]
+            held = {name for item in block for name, _ in _numbers(item)}
+            yield EqualRun(path, ShortStretch(run), places & held)
             return
     for name, child in module._modules.items():
         if child is not None:
@@ -183,7 +167,10 @@ def _items(module: nn.Module) -> list[nn.Module | torch.Tensor | None]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     children = module._modules
-    return [children[name] for name in takewhile(children.__contains__, map(str, count()))]
+    return [
+        children[name]
+        for name in itertools.takewhile(children.__contains__, map(str, itertools.count()))
+    ]
 
 
 def _places(items: Sequence[nn.Module | torch.Tensor | None]) -> frozenset[str]:
@@ -206,20 +193,18 @@ def _numbers(item: nn.Module | torch.Tensor | None) -> Iterator[tuple[str, int]]
                     yield f"{path}.{name}", value
 
 
-def _longest(kinds: Sequence[Hashable], path: str, least: int) -> EqualRun | None:
-    """The run with the most modules, among equals that with the shortest period."""
-    best: EqualRun | None = None
-    for period in range(1, _LONGEST_PERIOD + 1):
-        start = period
-        for place in range(period, len(kinds) + 1):
-            if place < len(kinds) and kinds[place] == kinds[place - period]:
-                continue
-            run = EqualRun(path, start - period, period, (place - start) // period + 1)
-            size = run.count * period
-            if run.count >= least and (best is None or size > best.count * best.period):
-                best = run
-            start = place + 1
-    return best
+def _longest(kinds: Sequence[Hashable], least: int) -> Stretch | None:
+    """The stretch with the most modules, among equals that with the shortest period."""
+
+    def found(period: int) -> Iterator[Stretch]:
+        def is_alike(place: int) -> bool:
+            return kinds[place] == kinds[place - period]
+
+        for row in alike_in_a_row(len(kinds), period, is_alike, least):
+            yield Stretch(row.start, period, len(row) // period)
+
+    every = itertools.chain.from_iterable(map(found, range(1, _LONGEST_PERIOD + 1)))
+    return max(every, key=lambda stretch: stretch.size, default=None)
 
 
 def _description(
@@ -280,31 +265,25 @@ def _frozen(value: object) -> Hashable:
         return (type(value), frozenset(map(_frozen, value)))
     if isinstance(value, dict):
         return (type(value), tuple((_frozen(key), _frozen(item)) for key, item in value.items()))
-    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return _Alone(value) if getattr(value, "__closure__", None) else value  # of no built-in
     return _Alone(value)
 
 
 class _Alone:
-    """Equal only to what stands for the very same object."""
+    """Equal only to what stands for the very same object, where modules may share that.
+
+    A function or a configuration that all blocks share they may; no tensor and no module, which the
+    rest of the model may have as well.
+    """
 
     def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Alone) and self.value is other.value and _is_shareable(self.value)
+        same = isinstance(other, _Alone) and self.value is other.value
+        return same and not isinstance(self.value, torch.Tensor | nn.Module)
 
     def __hash__(self) -> int:
         return id(self.value)
-
-
-def _is_shareable(value: object) -> bool:
-    """Whether modules that hold the same object of this kind may still be equal.
-
-    A configuration that all blocks share is; a tensor or a module, which may be shared with the
-    rest of the model, is not.
-    """
-    return not isinstance(value, torch.Tensor | nn.Module)
 
 
 def _with_list(module: nn.Module, path: Sequence[str], run: EqualRun) -> nn.Module:
@@ -315,13 +294,11 @@ def _with_list(module: nn.Module, path: Sequence[str], run: EqualRun) -> nn.Modu
         assert child is not None  # the list was found there
         vars(twin)["_modules"] = {**module._modules, path[0]: _with_list(child, path[1:], run)}
         return twin
-    items = _items(module)
+    items, whole, gap = _items(module), run.short.whole, run.short.gap
     if run.places:
-        end = run.first + run.count * run.period
-        for place in range(run.first, end):
+        for place in range(whole.start, whole.end):
             items[place] = _placeless(items[place], run.places)
-    end = run.first + 2 * run.period
-    kept = items[:end] + items[end + run.removed :]
+    kept = items[: gap.start] + items[gap.stop :]
     if isinstance(twin, nn.ParameterList):
         twin._size = len(kept)
     table = "_parameters" if isinstance(twin, nn.ParameterList) else "_modules"

@@ -70,6 +70,11 @@ def ops_of(parts: Iterable[Part]) -> Iterator[Op]:
             yield part
 
 
+def turns_around(ops: Iterable[Op]) -> Iterator[Turn]:
+    """The calls of modules around each op, outer ones first."""
+    return ((path, op.turn(path)) for op in ops for path in prefixes(op.module))
+
+
 def calls_in(parts: Iterable[Part]) -> Iterator[BlockCall]:
     """All calls in parts of a call, inner ones first."""
     for part in parts:

@@ -19,7 +19,7 @@ import torch
 from gpipe_compiler.ir.arguments import Argument, at_place, value_names
 from gpipe_compiler.ir.branches import is_requirement
 from gpipe_compiler.ir.losses import Loss
-from gpipe_compiler.ir.ops import ModuleSpec, Op
+from gpipe_compiler.ir.ops import ModuleCall, ModuleSpec, Op, ops_within
 from gpipe_compiler.ir.printing import format_argument, format_op
 from gpipe_compiler.ir.sizes import SampleRule, named
 from gpipe_compiler.ir.stretches import Stretch
@@ -91,7 +91,7 @@ class Graph:
         given: the values of Python's in the example call.
         one_by_one: whether each micro-batch is accepted as a call of the model by itself.
         keeps: what Python is told where it decides by a draw, for a layer to run (`ir.left_out`).
-        repeats: where a block repeats (`passes.repeats`); filled in by `passes.shapes`. Other ops
+        repeats: where a block repeats (`ir.repeats`); filled in by `passes.shapes`. Other ops
             have other stretches: to replace them is to forget these.
         kept: one for all graphs that are made of one another.
     """
@@ -301,6 +301,18 @@ class Graph:
         if changes.keys() <= _DESCRIPTIONS:
             object.__setattr__(made, "_found", self._found)
         return made
+
+    def only(self, ops: tuple[Op, ...]) -> Graph:
+        """The graph of these ops, with no more state and modules than they have."""
+        states = {name for op in ops for name in op.states(self.modules)}
+        calls = (inner.call for op in ops for inner in ops_within(op))
+        modules = {call.module for call in calls if isinstance(call, ModuleCall)}
+        return self.replace(
+            ops=ops,
+            state={n: s for n, s in self.state.items() if n in states},
+            tensors={n: t for n, t in self.tensors.items() if n in states},
+            modules={n: m for n, m in self.modules.items() if n in modules},
+        )
 
     def __str__(self) -> str:
         """The whole graph, one op a line, with types where they are known and source lines."""

@@ -1,12 +1,20 @@
-"""Ops in which a block repeats: each of its ops is like the one a period before."""
+"""Where a block repeats: things in a row, each like the one a period before.
+
+The things are the ops of a graph, those of a stage, or what a list of modules holds. What is asked
+of all blocks is asked of four of them: the first, two in the middle and the last. Where the two in
+the middle are found to be alike, so is every block that was left out between them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
-from gpipe_compiler.ir.ops import ModuleSpec, Op, reading
+FIRST = 2
+"""The blocks that stay before those left out."""
+
+KEPT = 4
+"""The blocks that stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +22,8 @@ class Stretch:
     """Where a block repeats.
 
     Attributes:
-        start: the position of the first op.
-        period: ops in a block.
+        start: the position of the first thing.
+        period: things in a block.
         count: blocks.
     """
 
@@ -25,72 +33,74 @@ class Stretch:
 
     @property
     def size(self) -> int:
-        """All ops of the blocks."""
+        """All things in the blocks."""
         return self.period * self.count
 
     @property
     def end(self) -> int:
-        """The position after the last op."""
+        """The position after the last."""
         return self.start + self.size
 
+    def block(self, position: int) -> int | None:
+        """The block that a position is in."""
+        number = (position - self.start) // self.period
+        return number if 0 <= number < self.count else None
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """The blocks of a stretch, by number.
+
+@dataclass(frozen=True, slots=True)
+class ShortStretch:
+    """A stretch without some of its blocks, which are those after the first two.
 
     Attributes:
-        all_ops: those of the stretch, and those before and after it.
-        modules: the modules that the ops call.
+        whole: the stretch with all blocks.
+        kept: how many stay, two or more.
     """
 
-    stretch: Stretch
-    all_ops: Sequence[Op]
-    modules: Mapping[str, ModuleSpec]
+    whole: Stretch
+    kept: int = KEPT
 
-    def end(self, block: int) -> int:
-        """The position after the last op of a block."""
-        return self.stretch.start + (block + 1) * self.stretch.period
+    @property
+    def stretch(self) -> Stretch:
+        """Where those that stay lie once the others are left out."""
+        return Stretch(self.whole.start, self.whole.period, self.kept)
 
-    def ops(self, block: int) -> Sequence[Op]:
-        return self.all_ops[self.end(block - 1) : self.end(block)]
+    @property
+    def left_out(self) -> range:
+        return range(FIRST, FIRST + self.whole.count - self.kept)
 
-    def values(self, block: int) -> list[str]:
-        """The values that a block makes."""
-        return [name for op in self.ops(block) for name in op.outputs]
+    @property
+    def all_kept(self) -> tuple[int, ...]:
+        return (*range(FIRST), *range(self.left_out.stop, self.whole.count))
 
-    @cached_property
-    def states(self) -> Sequence[Sequence[str]]:
-        """For every block the states that it names, as often as it does."""
-        return [
-            [state for op in self.ops(block) for state in op.states(self.modules)]
-            for block in range(self.stretch.count)
-        ]
+    @property
+    def gap(self) -> range:
+        """The positions of those that are left out."""
+        start, period = self.whole.start, self.whole.period
+        return range(start + self.left_out.start * period, start + self.left_out.stop * period)
 
-    def is_closed(self, ends: Collection[str]) -> bool:
-        """Whether values of the blocks between the first and the last two are read in the block
-        itself and the next one only: then all but the first of these can be left out.
+    def in_full(self, position: int) -> int:
+        """The position in the whole of what is at one once they are left out."""
+        return position if position < self.gap.start else position + len(self.gap)
 
-        Args:
-            ends: the values that are read after the last op.
-        """
-        inner = range(1, self.stretch.count - 2)
-        block_of = {name: block for block in inner for name in self.values(block)}
-        if any(name in block_of for name in ends):
-            return False
-        for position, op in enumerate(self.all_ops):
-            block = (position - self.stretch.start) // self.stretch.period
-            for name in op.inputs:
-                made = block_of.get(name)
-                if made is not None and block not in (made, made + 1):
-                    return False
-        return True
+    def in_short(self, position: int) -> int:
+        """The other way round, for what stays."""
+        return position if position <= self.gap.start else position - len(self.gap)
 
-    def without(self, left_out: range) -> tuple[Op, ...]:
-        """All ops but those of some blocks: the block behind them reads of the one before them."""
-        before, behind = left_out.start - 1, left_out.stop
-        seam = dict(zip(self.values(behind - 1), self.values(before), strict=True))
-        return (
-            *self.all_ops[: self.end(before)],
-            *(reading(op, seam) for op in self.ops(behind)),
-            *self.all_ops[self.end(behind) :],
-        )
+
+def alike_in_a_row(
+    count: int, period: int, is_alike: Callable[[int], bool], least: int
+) -> Iterator[range]:
+    """The longest rows of things that are each like the one a period before.
+
+    Args:
+        count: of all things.
+        is_alike: whether the thing at a position is; asked in order.
+        least: blocks of the shortest row.
+    """
+    start = period
+    for position in range(period, count + 1):
+        if position < count and is_alike(position):
+            continue
+        if position - start >= (least - 1) * period:
+            yield range(start - period, position)
+        start = position + 1

@@ -59,7 +59,7 @@ def _shorter(subject: Subject) -> tuple[Subject, str] | None:
         while found := shortened(short, least=kept + 1, kept=kept):
             short = found.subject
             what += (
-                f"{run.kept} of the {run.count} repetitions in {run.path or 'it'}"
+                f"{run.short.kept} of the {run.count} repetitions in {run.path or 'it'}"
                 for run in found.runs
             )
             if _bytes(short.model) <= LARGEST_MATERIALISED:

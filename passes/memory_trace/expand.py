@@ -14,22 +14,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from gpipe_compiler.ir.stretches import FIRST, KEPT, ShortStretch
 from gpipe_compiler.passes.allocation_trace import (
     NO_OP,
     AllocationTrace,
-    BlockKind,
     StageTraces,
     StorageEvent,
     StorageLife,
-    forward_alone,
 )
-from gpipe_compiler.passes.memory_trace.shorten import FIRST, KEPT, Gap
 
 _FEW = 2
 """Storages that no op made, at most: of more, one might belong to every block."""
 
-_RECEIVED, _FORWARD, _ARRIVING, _LATER = 0, 1, 2, 5
-"""Phases: of what is received, of the forward, of what arrives, of a later backward."""
+_RECEIVED, _FORWARD, _ARRIVING, _BACKWARD = range(4)
+"""Phases: of what is received, of the forward, of what arrives, of the first of the others."""
+
+_MIDDLE = (FIRST - 1, FIRST)
+"""The two blocks between which others are left out."""
 
 _OUTSIDE = -1
 """In place of the number of a block, for what is outside of all."""
@@ -52,8 +53,9 @@ class Label(NamedTuple):
 
 
 class _Sight(NamedTuple):
-    """An event, by labels."""
+    """An event, by labels; block and op as there."""
 
+    block: int
     op: int
     alive: bool
     label: Label
@@ -63,31 +65,25 @@ _Visit: TypeAlias = tuple[int, list[_Sight]]
 """What happens in a row in one block, or outside of all."""
 
 
-def expanded(traces: StageTraces, gap: Gap, ops: Sequence[str]) -> StageTraces | None:
+def expanded(traces: StageTraces, short: ShortStretch, ops: Sequence[str]) -> StageTraces | None:
     """The traces of the whole part.
 
     Returns:
         None where the blocks in the middle are not seen to be alike.
     """
-    short = _Short.of(traces, gap)
-    if traces.growth is not None or not short.is_regular():
+    known = _Short.of(traces, short)
+    if traces.growth is not None or not known.is_regular():
         return None
-    actions = _actions(traces)
-    longer = [None if trace is None else short.longer(trace) for trace in actions]
-    if longer.count(None) > actions.count(None):
-        return None
-    return _Long(short, longer, ops).traces()
+    longer = [known.longer(trace) for trace in _actions(traces)]
+    actions = [sights for sights in longer if sights is not None]
+    return known.whole(actions, ops) if len(actions) == len(longer) else None
 
 
-def _actions(traces: StageTraces) -> list[AllocationTrace | None]:
-    """The traces in the order in which they are made, those that there are not None."""
-    return [
-        traces.forward,
-        traces.first_backward,
-        traces.first_weight,
-        traces.backward,
-        traces.weight,
-    ]
+def _actions(traces: StageTraces) -> Iterator[AllocationTrace]:
+    """The traces in the order in which they are made, those that there are not empty."""
+    order = (traces.first_backward, traces.first_weight, traces.backward, traces.weight)
+    yield traces.forward
+    yield from (trace or () for trace in order)
 
 
 @dataclass(frozen=True)
@@ -100,54 +96,52 @@ class _Short:
     """
 
     traces: StageTraces
-    gap: Gap
+    short: ShortStretch
     labels: Mapping[int, Label]
     numbers: Mapping[Label, int]
 
     @classmethod
-    def of(cls, traces: StageTraces, gap: Gap) -> _Short:
+    def of(cls, traces: StageTraces, short: ShortStretch) -> _Short:
         counts: Counter[tuple[int, int]] = Counter()
         labels: dict[int, Label] = {}
 
         def label(number: int, op: int, phase: int) -> None:
             if number not in labels:
-                block = _block(gap, op)
-                at = op if block == _OUTSIDE else op - gap.start - block * gap.period
-                labels[number] = Label(block, at, phase, counts[op, phase])
+                labels[number] = Label(*_placed(short, op), phase, counts[op, phase])
                 counts[op, phase] += 1
 
         for number in traces.received.values():
             label(number, NO_OP, _RECEIVED)
         for number in traces.arriving.values():
             label(number, NO_OP, _ARRIVING)
-        phases = (_FORWARD, *range(_ARRIVING + 1, _LATER + 2))
-        for phase, trace in zip(phases, _actions(traces), strict=True):
-            for event in () if trace is None else trace.events:
+        for phase, trace in zip(
+            (_FORWARD, *range(_BACKWARD, _BACKWARD + 4)), _actions(traces), strict=True
+        ):
+            for event in trace:
                 if event.alive:
                     label(event.block, event.op, phase)
-        return cls(traces, gap, labels, {label: number for number, label in labels.items()})
+        return cls(traces, short, labels, {label: number for number, label in labels.items()})
 
     def is_regular(self) -> bool:
         """Whether storages of the second block are like those of the third, and none is of all."""
-        traces, period = self.traces, self.gap.period
-        rows: list[set[object]] = [set(), set()]
+        traces = self.traces
+        rows: dict[int, set[object]] = {block: set() for block in _MIDDLE}
         for number, label in self.labels.items():
-            if label.block in (FIRST - 1, FIRST):
-                found = traces.blocks[number]
-                at = found.op - label.block * period
-                row = label[1:], dataclasses.replace(found, op=at), number in traces.kept
-                rows[label.block - FIRST + 1].add(row)
+            if label.block in rows:
+                found = dataclasses.replace(traces.blocks[number], op=label.op)
+                rows[label.block].add((label[1:], found, number in traces.kept))
         handed = (*traces.returned.values(), *traces.sent_back.values())
         of_none = Counter(
             label.phase
             for label in self.labels.values()
             if label.op == NO_OP and label.phase not in (_RECEIVED, _ARRIVING)
         )
+        one, other = rows.values()
         # A loss has a gradient of its own, which is made in two steps.
         return (
-            rows[0] == rows[1]
+            one == other
             and all(count <= _FEW for count in of_none.values())
-            and not any(self.labels[number].block in (FIRST - 1, FIRST) for number in handed)
+            and not any(self.labels[number].block in _MIDDLE for number in handed)
         )
 
     def longer(self, trace: AllocationTrace) -> list[_Sight] | None:
@@ -155,167 +149,132 @@ class _Short:
         visits = list(self._visits(trace))
         if not all(_is_near(sight, block) for block, sights in visits for sight in sights):
             return None
+        removed = len(self.short.left_out)
         found: list[_Sight] = []
         between: Iterable[int] | None = None
         for index, (block, sights) in enumerate(visits):
-            if block in (FIRST - 1, FIRST):
+            if block in _MIDDLE:
                 if between is None:
-                    if not self._alike(visits[index : index + 2]):
+                    if not _are_alike(visits[index : index + 2]):
                         return None
-                    further = range(1, self.gap.removed + 1)
+                    further = range(1, removed + 1)
                     between = further if block < FIRST else reversed(further)
                 else:
                     second = sights if block < FIRST else visits[index - 1][1]
                     for by in between:
                         found.extend(self._moved(second, by))
                     between = None
-            found.extend(self._moved(sights, self.gap.removed if block >= FIRST else 0))
+            found.extend(self._moved(sights, removed if block >= FIRST else 0))
         return found
-
-    def in_full(self, label: Label) -> Label:
-        """What stays of the shortened part, as it is called in the whole."""
-        return _further(label, self.gap.removed) if label.block >= FIRST else label
 
     def _visits(self, trace: AllocationTrace) -> Iterator[_Visit]:
         """The events of a trace, block by block; what ends together in the order of its blocks."""
-        sights: list[tuple[int, _Sight]] = []
-        for (op, alive), group in itertools.groupby(trace.events, lambda e: (e.op, e.alive)):
+        sights: list[_Sight] = []
+        for (op, alive), group in itertools.groupby(trace, lambda e: (e.op, e.alive)):
             labels = [self.labels[event.block] for event in group]
-            at = _block(self.gap, op)
+            place = _placed(self.short, op)
             sights.extend(
-                (label.block if at == _OUTSIDE else at, _Sight(op, alive, label))
-                for label in (labels if alive else sorted(labels))
+                _Sight(*place, alive, label) for label in (labels if alive else sorted(labels))
             )
-        for block, visit in itertools.groupby(sights, lambda sight: sight[0]):
-            yield block, [sight for _, sight in visit]
-
-    def _alike(self, visits: Sequence[_Visit]) -> bool:
-        """Whether these are of the two blocks in the middle, in which the same happens."""
-        if {block for block, _ in visits} != {FIRST - 1, FIRST}:
-            return False
-        (one, sights), (other, others) = visits
-        return list(self._placed(sights, other - one)) == others
-
-    def _placed(self, sights: Iterable[_Sight], by: int) -> Iterator[_Sight]:
-        """The same, some blocks further in the shortened part."""
-        for op, alive, label in sights:
-            inside = _block(self.gap, op) != _OUTSIDE
-            yield _Sight(op + by * self.gap.period if inside else op, alive, _further(label, by))
+        for block, visit in itertools.groupby(
+            sights, lambda sight: sight.label.block if sight.block == _OUTSIDE else sight.block
+        ):
+            yield block, list(visit)
 
     def _moved(self, sights: Iterable[_Sight], by: int) -> Iterator[_Sight]:
         """The same, some blocks further in the whole part."""
-        for op, alive, label in sights:
-            inside = _block(self.gap, op) != _OUTSIDE
-            at = op + by * self.gap.period if inside else self.gap.in_full(op)
+        for sight in sights:
             # What the first and the last have in common they have whatever is between them.
-            common = inside and abs(_block(self.gap, op) - label.block) == KEPT - 1
-            yield _Sight(at, alive, self.in_full(label) if common else _further(label, by))
+            common = sight.block != _OUTSIDE and abs(sight.block - sight.label.block) == KEPT - 1
+            moved = _further(sight, by)
+            yield moved._replace(label=self._in_full(sight.label)) if common else moved
+
+    def _in_full(self, label: Label) -> Label:
+        """What stays of the shortened part, as it is called in the whole."""
+        further = len(self.short.left_out) if label.block >= FIRST else 0
+        return label._replace(block=label.block + further)
+
+    def _source(self, label: Label) -> int:
+        """The number that the shortened part has for what stands for a storage of the whole."""
+        back = min(len(self.short.left_out), label.block - FIRST + 1)
+        return self.numbers[label if back < 0 else label._replace(block=label.block - back)]
+
+    def whole(self, actions: Sequence[list[_Sight]], ops: Sequence[str]) -> StageTraces:
+        """The traces of the whole part.
+
+        Args:
+            actions: the events of every trace.
+        """
+        old = self.traces
+        given = [
+            [self.labels[number] for number in table.values()]
+            for table in (old.received, old.arriving)
+        ]
+        made = [[sight.label for sight in sights if sight.alive] for sights in actions]
+        order = itertools.chain(given[0], made[0], given[1], *made[1:])
+        numbers = {label: number for number, label in enumerate(dict.fromkeys(order))}
+        blocks = {number: self._life(label) for label, number in numbers.items()}
+        kept = frozenset(n for label, n in numbers.items() if self._source(label) in old.kept)
+        forward, first, first_weight, later, weight = (
+            tuple(
+                StorageEvent(numbers[s.label], s.alive, self._position(s.block, s.op))
+                for s in sights
+            )
+            for sights in actions
+        )
+
+        def renumbered(table: Mapping[str, int]) -> Mapping[str, int]:
+            return {name: numbers[self._in_full(self.labels[n])] for name, n in table.items()}
+
+        return StageTraces(
+            ops=tuple(ops),
+            blocks=blocks,
+            received=renumbered(old.received),
+            returned=renumbered(old.returned),
+            arriving=renumbered(old.arriving),
+            sent_back=renumbered(old.sent_back),
+            forward=forward,
+            kept=kept,
+            first_backward=first,
+            backward=later,
+            first_weight=None if old.first_weight is None else first_weight,
+            weight=None if old.weight is None else weight,
+        )
+
+    def _life(self, label: Label) -> StorageLife:
+        life = self.traces.blocks[self._source(label)]
+        return dataclasses.replace(life, op=self._position(label.block, label.op))
+
+    def _position(self, block: int, op: int) -> int:
+        """The position of an op in the whole part."""
+        if block == _OUTSIDE:
+            return self.short.in_full(op)
+        return self.short.whole.start + block * self.short.whole.period + op
 
 
-def _block(gap: Gap, op: int) -> int:
-    block = None if op == NO_OP else gap.block(op)
-    return _OUTSIDE if block is None else block
+def _placed(short: ShortStretch, op: int) -> tuple[int, int]:
+    """The block of an op at a position of the shortened part, and its position there."""
+    stretch = short.stretch
+    block = stretch.block(op)
+    return (_OUTSIDE, op) if block is None else (block, op - stretch.start - block * stretch.period)
 
 
-def _further(label: Label, by: int) -> Label:
-    if label.block == _OUTSIDE:
-        return label
-    return label._replace(block=label.block + by)
+def _are_alike(visits: Sequence[_Visit]) -> bool:
+    """Whether these are of the two blocks in the middle, in which the same happens."""
+    if {block for block, _ in visits} != {*_MIDDLE}:
+        return False
+    (one, sights), (other, others) = visits
+    return [_further(sight, other - one) for sight in sights] == others
+
+
+def _further(sight: _Sight, by: int) -> _Sight:
+    """The same, some blocks further."""
+    label = sight.label
+    if label.block != _OUTSIDE:
+        label = label._replace(block=label.block + by)
+    return sight._replace(block=sight.block + by * (sight.block != _OUTSIDE), label=label)
 
 
 def _is_near(sight: _Sight, block: int) -> bool:
     """Whether an event is of a storage of the same block, of a neighbour, or of the other end."""
     return sight.label.block == _OUTSIDE or abs(sight.label.block - block) in (0, 1, KEPT - 1)
-
-
-class _Long:
-    """Puts together the traces of the whole part.
-
-    Args:
-        actions: the events of every trace that there is, in the order of `_actions`.
-    """
-
-    def __init__(
-        self, short: _Short, actions: Sequence[list[_Sight] | None], ops: Sequence[str]
-    ) -> None:
-        self._short = short
-        self._actions = actions
-        self._ops = ops
-        self._numbers = self._numbered()
-
-    def traces(self) -> StageTraces:
-        old = self._short.traces
-        blocks = {number: self._storage_life(label) for label, number in self._numbers.items()}
-        forward, first, first_weight, later, weight = map(self._trace, self._actions)
-        assert forward is not None
-        assert first is not None
-        assert later is not None
-        kept = frozenset(
-            number
-            for label, number in self._numbers.items()
-            if self._short.numbers[self._source(label)] in old.kept
-        )
-        return StageTraces(
-            ops=tuple(self._ops),
-            blocks=dict(sorted(blocks.items())),
-            received=self._renumbered(old.received),
-            returned=self._renumbered(old.returned),
-            arriving=self._renumbered(old.arriving),
-            sent_back=self._renumbered(old.sent_back),
-            forward=forward,
-            kept=kept,
-            forward_again=forward_alone(forward, kept, blocks),
-            first_backward=first,
-            backward=later,
-            first_weight=first_weight,
-            weight=weight,
-        )
-
-    def _numbered(self) -> dict[Label, int]:
-        """Every storage with its number: they come one after another, in two micro-batches."""
-        short = self._short
-        received = [short.labels[number] for number in short.traces.received.values()]
-        arriving = [short.labels[number] for number in short.traces.arriving.values()]
-        forward, *backward = (
-            [sight.label for sight in sights or () if sight.alive] for sights in self._actions
-        )
-        first = [*received, *forward, *arriving, *backward[0], *backward[1]]
-        numbers = {label: number for number, label in enumerate(first)}
-        casts = sum(
-            short.traces.blocks[short.numbers[self._source(label)]].kind is BlockKind.CAST
-            for label in forward
-        )
-        again = len(received) + len(forward) - casts + len(arriving)
-        for number, label in enumerate((*backward[2], *backward[3]), len(first) + again):
-            numbers.setdefault(label, number)
-        return numbers
-
-    def _source(self, label: Label) -> Label:
-        removed = self._short.gap.removed
-        if label.block < FIRST:
-            return label
-        return _further(label, -min(removed, label.block - FIRST + 1))
-
-    def _storage_life(self, label: Label) -> StorageLife:
-        short = self._short
-        source = self._source(label)
-        block = short.traces.blocks[short.numbers[source]]
-        if label.block == _OUTSIDE:
-            op = short.gap.in_full(block.op)
-        else:
-            op = block.op + (label.block - source.block) * short.gap.period
-        return dataclasses.replace(block, op=op)
-
-    def _trace(self, sights: Sequence[_Sight] | None) -> AllocationTrace | None:
-        if sights is None:
-            return None
-        return AllocationTrace(
-            tuple(StorageEvent(self._numbers[s.label], s.alive, s.op) for s in sights)
-        )
-
-    def _renumbered(self, table: Mapping[str, int]) -> Mapping[str, int]:
-        short = self._short
-        return {
-            name: self._numbers[short.in_full(short.labels[number])]
-            for name, number in table.items()
-        }

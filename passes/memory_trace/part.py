@@ -60,6 +60,13 @@ class GraphPart:
         loss = () if self.loss is None or self.loss in self.outputs else (self.loss,)
         return (*self.outputs, *loss)
 
+    @property
+    def unreceived(self) -> frozenset[str]:
+        """What it reads of others and does not receive: numbers, and what it asks for its sizes."""
+        made = {name for op in self.ops for name in op.outputs}
+        read = {name for op in self.ops for name in op.inputs}.union(self.outputs)
+        return frozenset(read.difference(made, self.inputs))
+
     @cached_property
     def states(self) -> tuple[str, ...]:
         """The parameters, buffers and constants that its ops read."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -13,8 +15,6 @@ from gpipe_compiler.passes.allocation_trace import (
     Growth,
     StageTraces,
     StorageEvent,
-    StorageLife,
-    forward_alone,
 )
 from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.memory_trace.part import GraphPart, part_module, stage_run
@@ -23,19 +23,6 @@ from gpipe_compiler.passes.memory_trace.watch import StorageWatch
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import run_of_device, run_of_devices
 from gpipe_compiler.runtime.core.stage_run import StageRun
-
-
-@dataclass(frozen=True)
-class PartInputs:
-    """What a part reads of others.
-
-    Attributes:
-        tensors: fake tensors like those it receives, by name.
-        sizes: values that it does not receive, and asks for their sizes alone; numbers.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    sizes: Mapping[str, object]
 
 
 @dataclass(slots=True)
@@ -57,13 +44,14 @@ class _Round:
     weight: tuple[StorageEvent, ...] = ()
 
 
-def record(part: GraphPart, given: PartInputs, *, split: bool) -> StageTraces:
+def record(part: GraphPart, value: Callable[[str], Any], *, split: bool) -> StageTraces:
     """The traces of a part.
 
     Args:
+        value: makes a fake tensor like one that others make, or gives a number that they make.
         split: whether the backward is in two parts.
     """
-    stage = _Stage(part, given, split=split)
+    stage = _Stage(part, value, split=split)
     with (
         stage.watch,
         torch.set_grad_enabled(part.training),
@@ -83,16 +71,17 @@ def record(part: GraphPart, given: PartInputs, *, split: bool) -> StageTraces:
 class _Stage:
     """A part at work under a watch."""
 
-    def __init__(self, part: GraphPart, given: PartInputs, *, split: bool) -> None:
+    def __init__(self, part: GraphPart, value: Callable[[str], Any], *, split: bool) -> None:
         self.watch = StorageWatch()
         run = DryRun.of(part.graph, training=part.training, mode=self.watch)
         # Constants that name the meta device mean the host in a dry run.
         self.part = part = replace(part, graph=run.graph, ops=run.graph.ops)
-        self.given = given
+        self.given: Mapping[str, torch.Tensor] = {name: value(name) for name in part.inputs}
         self.states = [run.states[name] for name in part.states]
         self.watch.begin(self.states)
-        self.module = part_module(part, run.interpreter, given.sizes, self._started)
-        needs = {name for name, tensor in given.tensors.items() if tensor.requires_grad}
+        sizes = {name: value(name) for name in part.unreceived}
+        self.module = part_module(part, run.interpreter, sizes, self._started)
+        needs = {name for name, tensor in self.given.items() if tensor.requires_grad}
         self.wiring = part.wiring(needs, split=split)
         self._adds = [adds_in_place(part.graph, op, draws=part.draws) for op in part.ops]
         self._forwards = False
@@ -113,8 +102,9 @@ class _Stage:
 
     def casts(self, made: _Round) -> frozenset[int]:
         """The casts of weights that a first micro-batch has made: they stay."""
+        born = self.watch.born
         stay = self.watch.alive().intersection(made.born) - self.parameter_gradients()
-        return frozenset(number for number in stay if self.watch.born[number].for_op)
+        return frozenset(number for number in stay if born[number].kind is BlockKind.ACTIVATION)
 
     def sparse_gradients(self) -> list[torch.Tensor]:
         """The gradients of parameters that are sparse, as the first micro-batch leaves them."""
@@ -124,7 +114,7 @@ class _Stage:
     def round(self) -> _Round:
         run = stage_run(self.part, self.module, self.wiring)
         first = len(self.watch.born)
-        received = [self.watch.adopt(self.given.tensors[name]) for name in self.part.inputs]
+        received = [self.watch.adopt(self.given[name]) for name in self.part.inputs]
         names = self._numbers(dict(zip(self.part.inputs, received, strict=True)))
         self._forwards = True
         found = run.forward(0, received, waits=True)
@@ -185,24 +175,23 @@ class _Traces:
         self._later = later or first
         self._casts = casts
         self._copied = stage.parameter_gradients()
-        self._born = dict(enumerate(stage.watch.born))
-        if later is None:
-            self._numbers = self._numbers_of_later()
-            self._born.update({new: self._born[old] for old, new in self._numbers.items()})
-        else:
-            self._numbers = self._numbers_of_first(later)
+        born = stage.watch.born
+        end = len(born) if later is None else later.born.start
+        self._numbers = self._numbered(end)
+        self._born = {new: born[old] for old, new in self._numbers.items()}
+        self._born.update(enumerate(born[:end]))
 
     def made(self) -> StageTraces:
         first, later = self._first, self._later
         split = self._stage.wiring.split
-        forward = AllocationTrace(first.forward)
+        forward = first.forward
         traces = [forward, self._of_first(first.backward), self._of_later(later.backward)]
         weights = (
             [self._of_first(first.weight), self._of_later(later.weight)] if split else [None, None]
         )
-        seen = {event.block for trace in (*traces, *weights) if trace for event in trace.events}
+        seen = {event.block for trace in (*traces, *weights) if trace for event in trace}
         seen.update(first.received.values(), first.arriving.values())
-        blocks = {number: self._block(number) for number in sorted(seen)}
+        blocks = {n: replace(self._born[n], kind=self._kind(n)) for n in sorted(seen)}
         kept = frozenset(n for n in first.kept if self._kind(n) is not BlockKind.CAST)
         return StageTraces(
             ops=tuple(op.name for op in self._stage.part.ops),
@@ -213,7 +202,6 @@ class _Traces:
             sent_back=first.sent_back,
             forward=forward,
             kept=kept,
-            forward_again=forward_alone(forward, kept, blocks),
             first_backward=traces[1],
             backward=traces[2],
             first_weight=weights[0],
@@ -221,37 +209,33 @@ class _Traces:
             growth=self._growth(),
         )
 
-    def _numbers_of_later(self) -> dict[int, int]:
-        """Of blocks that the first backward makes: their numbers in a later one that was not run,
-        as if it had been. What is sent back has the same in both."""
-        first = self._first
-        before = len(self._born) + len(first.born) + len({*first.arriving.values()})
-        events = (*first.backward, *first.weight)
-        born = [e.block for e in events if e.alive and e.block not in self._copied]
-        numbers = {old: new for new, old in enumerate(born, before)}
-        return {n: new for n, new in numbers.items() if n not in first.sent_back.values()}
+    def _numbered(self, end: int) -> dict[int, int]:
+        """Of blocks of the later micro-batch: their numbers in the first, which has them too, but
+        for what its backward makes, which have others.
 
-    def _numbers_of_first(self, later: _Round) -> dict[int, int]:
-        """Of blocks of the later micro-batch that the first has, too: their numbers there."""
-        first = self._first
+        Args:
+            end: the number of blocks of the first.
+        """
+        first, later = self._first, self._later
         one = [number for number in first.born if number not in self._casts]
-        pairs = list(zip(later.born, one, strict=True))
+        numbers = dict(zip(later.born, one, strict=True))
         for new, old in ((later.arriving, first.arriving), (later.sent_back, first.sent_back)):
-            pairs.extend((number, old[name]) for name, number in new.items())
-        return dict(pairs)
+            numbers.update((number, old[name]) for name, number in new.items())
+        events = (*later.backward, *later.weight)
+        born = (e.block for e in events if e.alive and e.block not in self._copied)
+        further = itertools.count(end)
+        return numbers | {number: next(further) for number in born if number not in numbers}
 
     def _of_first(self, events: Sequence[StorageEvent]) -> AllocationTrace:
         """With the gradients that stay."""
         stay = self._stage.watch.taken_over
-        return AllocationTrace(tuple(e for e in events if e.alive or e.block not in stay))
+        return tuple(e for e in events if e.alive or e.block not in stay)
 
     def _of_later(self, events: Sequence[StorageEvent]) -> AllocationTrace:
         """With the gradients neither copied nor kept."""
         numbers = self._numbers
         added = (event for event in events if event.block not in self._copied)
-        return AllocationTrace(
-            tuple(replace(e, block=numbers.get(e.block, e.block)) for e in added)
-        )
+        return tuple(replace(e, block=numbers.get(e.block, e.block)) for e in added)
 
     def _growth(self) -> Growth | None:
         found = [part for grad in self._stage.sparse_gradients() for part in parts(grad)]
@@ -271,10 +255,6 @@ class _Traces:
             return BlockKind.PARAMETER_GRADIENT
         if number in self._casts:
             return BlockKind.CAST
-        if self._born[number].for_op:
-            return BlockKind.ACTIVATION
-        return BlockKind.BUFFER if number in first.born else BlockKind.GRADIENT
-
-    def _block(self, number: int) -> StorageLife:
-        born = self._born[number]
-        return StorageLife(born.bytes, self._kind(number), born.op, born.shape, born.dtype)
+        kind = self._born[number].kind
+        made = kind is BlockKind.ACTIVATION or number not in first.born
+        return kind if made else BlockKind.BUFFER

@@ -1,8 +1,8 @@
 """Leaves out what a part repeats, so that it is traced with four of the blocks.
 
-A first block, two in the middle and a last one stay. The two in the middle must take memory in the
-same way, which `expand` sees; every block left out is like these then: it calls the same on state
-of its own, or on state that all blocks have in common, and is read by itself and the next one only.
+The two blocks in the middle must take memory in the same way, which `expand` sees; every block left
+out is like these then: it calls the same on state of its own, or on state that all blocks have in
+common, and is read by itself and the next one only.
 """
 
 from __future__ import annotations
@@ -14,78 +14,45 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gpipe_compiler.ir import Graph, Stretch
-from gpipe_compiler.ir.stretches import Blocks
+from gpipe_compiler.ir.repeats import Blocks
+from gpipe_compiler.ir.stretches import FIRST, KEPT, ShortStretch
 from gpipe_compiler.passes.memory_trace.part import GraphPart
-
-FIRST = 2
-"""The blocks that stay before those left out."""
-
-KEPT = 4
-"""The blocks that stay."""
 
 _LEAST = 2
 """Blocks left out from which on it is worth while."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
-    """Blocks that are left out of a part.
-
-    Attributes:
-        start: the position of the first of the blocks that stay.
-        removed: how many are left out, after the first two.
-    """
-
-    start: int
-    period: int
-    removed: int
-
-    def block(self, position: int) -> int | None:
-        """Which of the blocks that stay has the op at a position of the shortened part."""
-        block = (position - self.start) // self.period
-        return block if 0 <= block < KEPT else None
-
-    def in_full(self, position: int) -> int:
-        """The position in the whole part of what is at one of the shortened part."""
-        behind = position >= self.start + FIRST * self.period
-        return position + self.removed * self.period if behind else position
+def shortened(part: GraphPart) -> tuple[GraphPart, ShortStretch] | None:
+    """A part without the blocks that are left out; None where there are none to be."""
+    runs = (run.aligned() for run in _runs(part))
+    for run in sorted(runs, key=lambda run: run.stretch.size, reverse=True):
+        if run.is_regular():
+            return run.shortened(), run.blocks.short
+    return None
 
 
-class Shortening:
-    """Shortens the parts of one graph."""
+def _runs(part: GraphPart) -> Iterator[_Run]:
+    """Where the ops of a part go through many blocks."""
+    place = part.graph.once(("places in blocks", part.graph.repeats), lambda: _places(part.graph))
+    rows = [(*place.get(op.name, (-1, -1)), at) for at, op in enumerate(part.ops)]
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def key(row: tuple[int, int, int]) -> tuple[int, int]:
+        return row[0], row[1] - row[2]
 
-    def of(self, part: GraphPart) -> tuple[GraphPart, Gap] | None:
-        """A part without the blocks that are left out; None where there are none to be."""
-        runs = (run.aligned() for run in self._runs(part))
-        for run in sorted(runs, key=lambda run: run.stretch.size, reverse=True):
-            if run.is_regular():
-                return run.shortened()
-        return None
+    for (stretch, _), group in itertools.groupby(rows, key):
+        ops = list(group)
+        if stretch >= 0:
+            period = part.graph.repeats[stretch].period
+            yield _Run(part, Stretch(ops[0][2], period, len(ops) // period))
 
-    def _runs(self, part: GraphPart) -> Iterator[_Run]:
-        """Where the ops of a part go through many blocks."""
-        rows = [(*self._place.get(op.name, (-1, -1)), at) for at, op in enumerate(part.ops)]
 
-        def key(row: tuple[int, int, int]) -> tuple[int, int]:
-            return row[0], row[1] - row[2]
-
-        for (stretch, _), group in itertools.groupby(rows, key):
-            ops = list(group)
-            if stretch >= 0:
-                period = self._graph.repeats[stretch].period
-                yield _Run(part, Stretch(ops[0][2], period, len(ops) // period))
-
-    @cached_property
-    def _place(self) -> Mapping[str, tuple[int, int]]:
-        """The stretch and the position of every op that is in one."""
-        return {
-            self._graph.ops[position].name: (number, position)
-            for number, stretch in enumerate(self._graph.repeats)
-            for position in range(stretch.start, stretch.end)
-        }
+def _places(graph: Graph) -> Mapping[str, tuple[int, int]]:
+    """The stretch and the position of every op that is in one."""
+    return {
+        graph.ops[position].name: (number, position)
+        for number, stretch in enumerate(graph.repeats)
+        for position in range(stretch.start, stretch.end)
+    }
 
 
 @dataclass(frozen=True)
@@ -102,33 +69,29 @@ class _Run:
         shift = next((shift for shift in range(period) if shift not in within), size)
         return _Run(self.part, Stretch(start + shift, period, (size - shift) // period))
 
-    def shortened(self) -> tuple[GraphPart, Gap]:
+    def shortened(self) -> GraphPart:
         """The part without the third block and those after it, up to the last but two."""
-        part, period, removed = self.part, self.stretch.period, self.stretch.count - KEPT
-        ops = self._blocks.without(range(FIRST, FIRST + removed))
-        start = self.stretch.start + FIRST * period
-        left_out = range(start, start + removed * period)
+        part, ops = self.part, self.blocks.shortened()
         read = {name for op in ops for name in op.states(part.graph.modules)}
-        short = dataclasses.replace(
+        return dataclasses.replace(
             part,
             ops=ops,
-            segments=_without(part.segments, left_out),
+            segments=_without(part.segments, self.blocks.short),
             writes=tuple(name for name in part.writes if name in read),
-            calls=_without(part.calls, left_out),
+            calls=_without(part.calls, self.blocks.short),
         )
-        return short, Gap(self.stretch.start, period, removed)
 
     def is_regular(self) -> bool:
         """Whether all blocks but the last are alike in what the ops do not tell."""
         return (
             self.stretch.count >= KEPT + _LEAST
-            and self._blocks.is_closed(self.part.results)
+            and self.blocks.is_closed(self.part.results)
             and self._has_states_alike()
             and self._has_ranges_alike()
         )
 
     @cached_property
-    def _blocks(self) -> Blocks:
+    def blocks(self) -> Blocks:
         return Blocks(self.stretch, self.part.ops, self.part.graph.modules)
 
     def _has_states_alike(self) -> bool:
@@ -136,21 +99,17 @@ class _Run:
 
         What is written is of none: the runtime keeps it for all of the part.
         """
-        rows = self._blocks.states
-        if len({len(row) for row in rows}) > 1:
-            return False
+        rows = self.blocks.states
         common = [len(set(column)) == 1 for column in zip(*rows, strict=True)]
         own = [{n for n, all_ in zip(row, common, strict=True) if not all_} for row in rows]
         shared = {name for name, all_ in zip(rows[0], common, strict=True) if all_}
         names = set().union(*own)
         outside = (*self.part.ops[: self.stretch.start], *self.part.ops[self.stretch.end :])
         others = {name for op in outside for name in op.states(self.part.graph.modules)}
-        places = {tuple(row.index(name) for name in row) for row in rows}
         return (
             len(names) == sum(map(len, own))
             and names.isdisjoint(others | shared)
             and (names | shared).isdisjoint(self.part.writes)
-            and len(places) == 1
         )
 
     @property
@@ -174,9 +133,6 @@ class _Run:
         return all(row == found[FIRST] for row in found[1:-1])
 
 
-def _without(ranges: Iterable[range], left_out: range) -> tuple[range, ...]:
-    def at(position: int) -> int:
-        return position if position <= left_out.start else position - len(left_out)
-
-    kept = (one for one in ranges if one.start < left_out.start or one.start >= left_out.stop)
-    return tuple(range(at(one.start), at(one.stop)) for one in kept)
+def _without(ranges: Iterable[range], short: ShortStretch) -> tuple[range, ...]:
+    kept = (one for one in ranges if one.start not in short.gap)
+    return tuple(range(short.in_short(one.start), short.in_short(one.stop)) for one in kept)

@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
-from gpipe_compiler.ir.blocks import Body, Turn, calls_in
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref
+from gpipe_compiler.ir.blocks import Body, Turn, calls_in, turns_around
 from gpipe_compiler.ir.classes import Methods, find_blocks
-from gpipe_compiler.ir.contents import Contents, prefixes
+from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.cuda_autocast import cuda_autocast
 from gpipe_compiler.passes.duplicate import shape_values
-from gpipe_compiler.passes.effects import Effects, effects
+from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.memory_trace.expand import expanded
 from gpipe_compiler.passes.memory_trace.part import GraphPart
-from gpipe_compiler.passes.memory_trace.record import PartInputs, record
-from gpipe_compiler.passes.memory_trace.shorten import Shortening
+from gpipe_compiler.passes.memory_trace.record import record
+from gpipe_compiler.passes.memory_trace.shorten import shortened
 from gpipe_compiler.passes.observe import Form, ObservedRun, observed
-from gpipe_compiler.passes.random_ops import random_ops
 
 
 class MemoryTraces:
@@ -48,7 +46,6 @@ class MemoryTraces:
         self._forms = OpForms(graph)
         self._mode = HostFakes()
         self._known: dict[Hashable, tuple[GraphPart, StageTraces]] = {}
-        self._shortening = Shortening(graph)
 
     def of(
         self,
@@ -83,17 +80,17 @@ class MemoryTraces:
         return _renamed(traces, known, part)
 
     def _expanded(self, part: GraphPart, *, split: bool) -> StageTraces | None:
-        shorter = self._shortening.of(part)
-        if shorter is None:
+        found = shortened(part)
+        if found is None:
             return None
-        short, gap = shorter
-        traces = self._traces(short, split=split)
-        return expanded(traces, gap, tuple(op.name for op in part.ops))
+        shorter, short = found
+        traces = self._traces(shorter, split=split)
+        return expanded(traces, short, tuple(op.name for op in part.ops))
 
     def _performed(self, part: GraphPart, *, split: bool) -> StageTraces:
-        alone = dataclasses.replace(part, graph=self._alone(part))
+        alone = dataclasses.replace(part, graph=part.graph.only(part.ops))
         with contextlib.nullcontext() if self.on_host else cuda_autocast(part.graph.precision):
-            return record(alone, self._given(part), split=split)
+            return record(alone, self._value, split=split)
 
     def _part(
         self,
@@ -112,7 +109,9 @@ class MemoryTraces:
         if returned is None:
             returned = [name for name in handed if values[name].requires_grad]
         position = {name: index for index, name in enumerate(ops)}
-        written = [n for name in ops for n in self._effects.state_writes.get(name, ())]
+        writes = effects(graph).state_writes if graph.loss is not None else {}
+        written = [n for name in ops for n in writes.get(name, ())]
+        seen = self._observed.ops
         part = GraphPart(
             graph=graph,
             ops=tuple(graph.op_of[name] for name in ops),
@@ -124,7 +123,7 @@ class MemoryTraces:
                 dict.fromkeys(name for name in written if not graph.state[name].requires_grad)
             ),
             loss=loss,
-            draws=any(name in self._random_ops for name in ops),
+            draws=any(name in seen and seen[name].drawn for name in ops),
         )
         return dataclasses.replace(part, calls=_calls(part, self._call_sizes))
 
@@ -154,29 +153,6 @@ class MemoryTraces:
         handed = tuple(tuple(map(read, names)) for names in ends)
         return ops, received, handed, part.segments, part.calls, writes, part.draws
 
-    def _alone(self, part: GraphPart) -> Graph:
-        """The graph with no more state and modules than the part has."""
-        graph = self.graph
-        states = part.states
-        calls = (op.call for op in itertools.chain.from_iterable(map(ops_within, part.ops)))
-        modules = {call.module for call in calls if isinstance(call, ModuleCall)}
-        return graph.replace(
-            ops=part.ops,
-            modules={name: graph.modules[name] for name in modules},
-            state={name: graph.state[name] for name in states},
-            tensors={name: graph.tensors[name] for name in states if name in graph.tensors},
-            repeats=(),
-        )
-
-    def _given(self, part: GraphPart) -> PartInputs:
-        made = {name for op in part.ops for name in op.outputs}
-        read = {name for op in part.ops for name in op.inputs}.union(part.outputs)
-        missing = read.difference(made, part.inputs)
-        return PartInputs(
-            {name: self._value(name) for name in part.inputs},
-            {name: self._value(name) for name in missing},
-        )
-
     def _value(self, name: str) -> Any:
         seen = self._observed.values[name]
         form = seen.form
@@ -196,19 +172,11 @@ class MemoryTraces:
 
     @cached_property
     def _call_sizes(self) -> Mapping[Turn, int]:
-        return Counter(_turns(self.graph.ops))
+        return Counter(turns_around(self.graph.ops))
 
     @cached_property
     def _observed(self) -> ObservedRun:
         return observed(self.graph, self.batch_size)
-
-    @cached_property
-    def _random_ops(self) -> Mapping[str, int]:
-        return random_ops(self.graph)
-
-    @cached_property
-    def _effects(self) -> Effects:
-        return effects(self.graph) if self.graph.loss is not None else Effects()
 
 
 def _names(part: GraphPart) -> tuple[str, ...]:
@@ -254,7 +222,7 @@ def _calls(part: GraphPart, sizes: Mapping[Turn, int]) -> tuple[range, ...]:
     graph = part.graph
     if not graph.module_classes:
         return ()
-    here = Counter(_turns(part.ops))
+    here = Counter(turns_around(part.ops))
     parted = {call for call, count in here.items() if count < sizes[call]}
     modules = dict.fromkeys(op.call.module for op in part.ops if isinstance(op.call, ModuleCall))
     contents = Contents(graph, tuple(modules), part.states)
@@ -265,11 +233,6 @@ def _calls(part: GraphPart, sizes: Mapping[Turn, int]) -> tuple[range, ...]:
     calls = (call for parts in found.bodies for call in calls_in(parts))
     places = ([place[op.name] for op in call.ops] for call in calls)
     return tuple(range(ops[0], ops[-1] + 1) for ops in places)
-
-
-def _turns(ops: Iterable[Op]) -> Iterator[Turn]:
-    """The calls of modules around each op."""
-    return ((path, op.turn(path)) for op in ops for path in prefixes(op.module))
 
 
 def _bodies(part: GraphPart) -> Iterator[Body]:

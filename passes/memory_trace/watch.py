@@ -6,14 +6,13 @@ import bisect
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from gpipe_compiler.passes.allocation_trace import NO_OP, StorageEvent
+from gpipe_compiler.passes.allocation_trace import NO_OP, BlockKind, StorageEvent, StorageLife
 from gpipe_compiler.passes.fakes import DEVICE, HostFakes
 from gpipe_compiler.passes.memory_trace.unwatched import (
     REPLAYED,
@@ -31,21 +30,6 @@ _NO_BLOCK = -1
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 
 
-@dataclass(frozen=True, slots=True)
-class Born:
-    """What is known of a storage from when it came to life.
-
-    Attributes:
-        for_op: whether an op of the forward made it, for the first time or again.
-    """
-
-    bytes: int
-    op: int
-    shape: str
-    dtype: str
-    for_op: bool
-
-
 class StorageWatch(HostFakes):
     """A mode of fake tensors in which every storage that an aten op makes, once it has begun, is a
     block, and its end is seen too.
@@ -59,6 +43,8 @@ class StorageWatch(HostFakes):
     that it is added to.
 
     Attributes:
+        born: all blocks, by number: activations where an op of the forward made them, for the first
+            time or again.
         op: position of the running op; None in a backward, where it follows from the node.
         taken_over: the blocks that parameters have taken over as their gradients.
         sparse: those of them that lie in sparse gradients.
@@ -69,7 +55,7 @@ class StorageWatch(HostFakes):
         self.taken_over: set[int] = set()
         self.sparse: set[int] = set()
         self.events: list[StorageEvent] = []
-        self.born: list[Born] = []
+        self.born: list[StorageLife] = []
         self.op: int | None = NO_OP
         self.sums = EngineSums()
         self._numbers: dict[int, int] = {}
@@ -264,7 +250,8 @@ class StorageWatch(HostFakes):
         shape = "x".join(map(str, tensor.shape))
         dtype = str(tensor.dtype).removeprefix("torch.")
         for_op = self.op is not None and self.op != NO_OP
-        self.born.append(Born(size, self._now, shape, dtype, for_op))
+        kind = BlockKind.ACTIVATION if for_op else BlockKind.GRADIENT
+        self.born.append(StorageLife(size, kind, self._now, shape, dtype))
         key = storage._cdata
         self._numbers[key] = number
         self._ends[number] = weakref.ref(storage, partial(self._end, key, number))

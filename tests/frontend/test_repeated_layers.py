@@ -27,6 +27,7 @@ from gpipe_compiler.frontend.tracing import trace, trace_whole, unchecked
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.own_functions import own_functions_of
+from gpipe_compiler.ir.stretches import ShortStretch, Stretch
 from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.spec import Precision
 
@@ -668,7 +669,7 @@ def test_a_layer_that_differs_stays_in_its_place(lengths: list[int]) -> None:
     graph = trace(subject)
 
     assert short is not None
-    assert short.runs == (EqualRun("layers", 6, 1, 14),)
+    assert short.runs == (EqualRun("layers", ShortStretch(Stretch(6, 1, 14))),)
     assert len(lengths) == 1
     assert text_of(graph) == text_of(trace_whole(subject))
 
@@ -703,7 +704,7 @@ def test_layers_with_something_of_their_own_are_not_equal(
     stack[0], stack[23] = stack[23], stack[0]  # no alternating run either
     short = shortened(subject_of(Stack(stack)))
 
-    period = None if short is None else short.runs[0].period
+    period = None if short is None else short.runs[0].short.whole.period
     assert period in (None, 2)
 
 

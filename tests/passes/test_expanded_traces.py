@@ -137,7 +137,7 @@ def told(
             go of what it needs no more in the order in which it lies in memory.
     """
     found = []
-    for alive, group in itertools.groupby(trace.events if trace else (), lambda event: event.alive):
+    for alive, group in itertools.groupby(trace or (), lambda event: event.alive):
         pairs = [(event.block, event.op) for event in group]
         if not alive:
             pairs = sorted((block, 0 if anyhow else op) for block, op in pairs)
@@ -146,10 +146,8 @@ def told(
 
 
 def assert_equal(one: StageTraces, other: StageTraces, *, split: bool) -> None:
-    traces = [
-        *("forward", "forward_again", "first_backward", "backward", "first_weight", "weight"),
-    ]
-    for name in traces:
+    traces = ("forward", "first_backward", "backward", "first_weight", "weight")
+    for name in (*traces, "forward_again"):
         a, b = getattr(one, name), getattr(other, name)
         assert told(a, anyhow=split) == told(b, anyhow=split), name
     nothing: dict[str, Any] = dict.fromkeys(traces)

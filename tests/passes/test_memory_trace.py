@@ -43,9 +43,10 @@ class Real:
     """A stage on real tensors, one action after another, as the engine asks for them."""
 
     def __init__(self, memory_traces: MemoryTraces, part: GraphPart, *, split: bool) -> None:
-        given_ = memory_traces._given(part)
+        value = memory_traces._value
         self.part = part
-        self.forms = given_.tensors
+        self.forms = {name: value(name) for name in part.inputs}
+        sizes = {name: value(name) for name in part.unreceived}
         state = part.graph.state
         self.states = {
             name: like(part.graph.tensors[name]).requires_grad_(
@@ -54,8 +55,8 @@ class Real:
             for name in part.states
         }
         interpreter = Interpreter(part.graph, self.states, part.training)
-        self.module = part_module(part, interpreter, given_.sizes, lambda position: None)
-        needs = {name for name, tensor in given_.tensors.items() if tensor.requires_grad}
+        self.module = part_module(part, interpreter, sizes, lambda position: None)
+        needs = {name for name, tensor in self.forms.items() if tensor.requires_grad}
         wiring = part.wiring(needs, split=split)
         numbers = tuple(range(100)) if part.draws else ()
         spec = dataclasses.replace(wiring.spec, random_ops=numbers)
@@ -121,7 +122,7 @@ def really(real: Real) -> dict[str, list[Delta]]:
 
 
 def told(traces: StageTraces, expected: AllocationTrace) -> list[Delta]:
-    sizes = ((traces.blocks[event.block].bytes, event.alive) for event in expected.events)
+    sizes = ((traces.blocks[event.block].bytes, event.alive) for event in expected)
     return grouped([size if alive else -size for size, alive in sizes])
 
 
@@ -317,7 +318,7 @@ def test_inference_keeps_nothing(convnet: Graph) -> None:
     traces = hold(annotate(convnet.replace(loss=None), 2))
 
     assert not traces.kept
-    assert not traces.backward.events
+    assert not traces.backward
 
 
 def test_what_is_kept_is_what_autograd_saves(convnet: Graph) -> None:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST
 from gpipe_compiler.ir import Graph, Ref, Stretch
+from gpipe_compiler.ir.repeats import ShortenedGraph, repeats
 from gpipe_compiler.passes import shapes
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -27,7 +28,6 @@ from gpipe_compiler.passes.distinct import distinct
 from gpipe_compiler.passes.duplicate import duplicable, shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.random_ops import random_ops
-from gpipe_compiler.passes.repeats import ShortenedGraph, repeats
 from gpipe_compiler.passes.saved_tensors import saved_tensors
 from gpipe_compiler.passes.shapes import annotate
 

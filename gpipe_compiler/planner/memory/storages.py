@@ -211,7 +211,7 @@ class ActionDeltas:
     @cached_property
     def _ends(self) -> Mapping[int, tuple[int, ...]]:
         return {
-            id(trace): tuple(self.shared.intersection(e.block for e in trace.events if not e.alive))
+            id(trace): tuple(self.shared.intersection(e.block for e in trace if not e.alive))
             for trace in self._traces
         }
 
@@ -249,7 +249,7 @@ class ActionDeltas:
         blocks = self.traces.blocks
         return [
             event
-            for event in trace.events
+            for event in trace
             if blocks[event.block].kind not in without and (event.alive or event.block not in held)
         ]
 

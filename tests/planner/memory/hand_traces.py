@@ -73,7 +73,6 @@ def chain_traces(first: bool, last: bool, x: int = VALUE, *, split: bool = False
         sent_back={} if first else {"x": GX},
         forward=_tape(forward),
         kept=frozenset({A}),
-        forward_again=_tape([*forward, (A, 0)]),
         first_backward=_tape([*backward, *ends]),
         backward=_tape([*later, *([] if split else [(W, 1), (W, 0)]), *ends]),
         first_weight=_tape(weight) if split else None,
@@ -82,7 +81,7 @@ def chain_traces(first: bool, last: bool, x: int = VALUE, *, split: bool = False
 
 
 def _tape(pairs: Sequence[tuple[int, int]]) -> AllocationTrace:
-    return AllocationTrace(tuple(StorageEvent(block, bool(alive), 0) for block, alive in pairs))
+    return tuple(StorageEvent(block, bool(alive), 0) for block, alive in pairs)
 
 
 def players(
