@@ -9,7 +9,6 @@ from typing import Any
 from gpipe_compiler.ir.arguments import Argument, Ref, StateRef, leaves, parts
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import (
-    Call,
     FunctionCall,
     MethodCall,
     ModuleCall,
@@ -89,11 +88,15 @@ class Former:
         local = self.local(self._places[name])
         return ("outer", self.number(name)) if local is None else ("state", local)
 
+    def module(self, path: str) -> Hashable:
+        """The form of a module of torch that the block calls."""
+        return self.local(path) or path
+
     def op(self, op: Op, *, inside: bool = False) -> Hashable:
         """The form of an op.
 
         Args:
-            inside: whether it stands in a region, whose numbers are part of the form.
+            inside: whether its numbers are part of the form, as those in a region are.
         """
         call = op.call
         match call:
@@ -102,7 +105,7 @@ class Former:
             case MethodCall(method=method):
                 called = ("method", method)
             case ModuleCall(module=module):
-                called = ("module", self.local(module) or module)
+                called = ("module", self.module(module))
             case RegionCall():
                 return self._region(op, call)
         made = [
@@ -147,44 +150,28 @@ class OpForms:
 
     def key(self, op: Op) -> int:
         """A number, the same for ops that are equal but for names."""
-        key = (op.mode, self._called(op.call), _nest(op.result))
-        return self._numbers.setdefault(key, len(self._numbers))
+        form = _LoneFormer(self._graph).op(op, inside=True)
+        return self._numbers.setdefault(form, len(self._numbers))
 
-    def _called(self, call: Call) -> Hashable:
-        arguments = self._form((call.args, dict(call.kwargs)))
-        match call:
-            case FunctionCall(function=function):
-                return ("function", id(function), arguments)
-            case MethodCall(method=method):
-                return ("method", method, arguments)
-            case ModuleCall(module=module):
-                spec = self._graph.modules[module]
-                state = tuple((local, self._state(name)) for local, name in spec.state.items())
-                own = self._form((spec.args, dict(spec.kwargs)))
-                return ("module", spec.cls, own, state, arguments)
-            case RegionCall():
-                # The names inside are the region's own; two regions are never taken to be equal.
-                return ("region", id(call))
 
-    def _form(self, argument: Argument) -> Hashable:
-        return structure(argument), tuple(map(self._leaf, leaves(argument)))
+class _LoneFormer(Former):
+    """The form of an op alone: its modules and states are what they are, wherever they stand."""
 
-    def _leaf(self, leaf: object) -> Hashable:
-        match leaf:
-            case Ref():
-                return Ref
-            case StateRef(name=name):
-                return self._state(name)
-        return ("constant", type(leaf), repr(leaf))
+    def __init__(self, graph: Graph) -> None:
+        super().__init__("", {})
+        self._graph = graph
 
-    def _state(self, name: str) -> Hashable:
+    def state(self, name: str) -> Hashable:
         state, tensor = self._graph.state[name], self._graph.tensors.get(name)
         stride = None if tensor is None else tensor.stride()
         return (state.kind, state.shape, stride, state.dtype, state.requires_grad)
 
-
-def _nest(result: Result) -> Hashable:
-    return tuple(map(_nest, result)) if isinstance(result, tuple) else result is None
+    def module(self, path: str) -> Hashable:
+        spec = self._graph.modules[path]
+        given: Any = (spec.args, dict(spec.kwargs))
+        made = tuple((type(leaf), repr(leaf)) for leaf in leaves(given))
+        state = tuple((local, self.state(name)) for local, name in spec.state.items())
+        return (spec.cls, structure(given), made, state)
 
 
 def _named_leaves(call: FunctionCall | MethodCall | ModuleCall) -> Iterator[tuple[object, str]]:

@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import DEFAULT_HOST
-from gpipe_compiler.ir import Graph, Ref, Stretch
+from gpipe_compiler.compile import trace
+from gpipe_compiler.ir import Graph, Ref, RegionCall, Stretch
 from gpipe_compiler.ir.repeats import ShortenedGraph, repeats
 from gpipe_compiler.passes import shapes
 from gpipe_compiler.passes.cost import roofline
@@ -172,6 +173,30 @@ def test_values_that_all_blocks_read_are_no_hindrance(builder: type) -> None:
     graph = chain(builder, [[*RESIDUAL, ("mask", -1, 0), ("scale", -1, 0)]] * 12)
 
     assert len(hold_all_passes(graph, 2)) == 1
+
+
+class Guarded(nn.Module):
+    """A layer, part of which is not cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = torch.sin(x * 2.0) * self.gain
+        return self.linear(y) + x
+
+
+def test_blocks_with_regions_of_their_own_repeat() -> None:
+    model = nn.Sequential(*(Guarded() for _ in range(10)))
+    x = torch.randn(4, WIDTH)
+    graph = trace(model, x, target=x, loss_fn=F.mse_loss)
+
+    assert sum(isinstance(op.call, RegionCall) for op in graph.ops) == 10
+    (found,) = hold_all_passes(graph.replace(repeats=()), 2)
+    assert found.count >= 9
 
 
 def test_blocks_whose_results_are_all_read_at_the_end_are_left_alone(builder: type) -> None:
