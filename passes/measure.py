@@ -241,21 +241,18 @@ def on_kinds(times: Costs, estimated: Sequence[Costs], kinds: Sequence[Device]) 
 
 def scaled(times: Costs, at_home: Costs, there: Costs) -> Costs:
     """Measured times, op by op as much longer or shorter as on the roofline of another device."""
-    ops = {
-        name: _scaled_op(cost, at_home.ops[name], there.ops[name])
-        for name, cost in times.ops.items()
-    }
-    return replace(times, ops=ops)
 
-
-def _scaled_op(cost: OpCost, at_home: OpCost, there: OpCost) -> OpCost:
     def ratio(far_s: float, near_s: float) -> float:
         return far_s / near_s if near_s > 0 else 1.0
 
-    back = ratio(there.backward_s, at_home.backward_s)
-    return replace(
-        cost,
-        forward_s=cost.forward_s * ratio(there.forward_s, at_home.forward_s),
-        backward_s=cost.backward_s * back,
-        weight_s=cost.weight_s * back,
-    )
+    ops = {}
+    for name, cost in times.ops.items():
+        far, near = there.ops[name], at_home.ops[name]
+        back = ratio(far.backward_s, near.backward_s)
+        ops[name] = replace(
+            cost,
+            forward_s=cost.forward_s * ratio(far.forward_s, near.forward_s),
+            backward_s=cost.backward_s * back,
+            weight_s=cost.weight_s * back,
+        )
+    return replace(times, ops=ops)

@@ -170,21 +170,28 @@ def transform(graph: Graph, setting: PassSetting, pipeline: PassPipeline | None 
 
 
 def _with_option(passes: Sequence[Pass], text: str) -> tuple[Pass, ...]:
-    """The passes, one of them with an option: `PASS.OPTION=VALUE`."""
+    """The passes, one of them with an option, parsed as the type of its value:
+    `PASS.OPTION=VALUE`."""
     place, _, value = text.partition("=")
-    name, _, option = place.partition(".")
-    known = [f"{step.name}.{key}" for step in passes for key in options_of(step)]
+    known = {f"{step.name}.{key}": (step, key) for step in passes for key in options_of(step)}
     if place not in known:
         raise UsageError(
             f"--pass-option {text}: there is no such option",
             hint=f"PASS.OPTION=VALUE with one of {', '.join(known) or 'none'}",
         )
-    return tuple(
-        dataclasses.replace(step, run=_with_value(step, option, value, text))
-        if step.name == name
-        else step
-        for step in passes
-    )
+    step, option = known[place]
+    before = options_of(step)[option]
+    words = {"true": True, "false": False}
+    try:
+        found = words[value] if isinstance(before, bool) else type(before)(value)  # type: ignore[call-arg]  # a number or a word
+    except (KeyError, ValueError):
+        raise UsageError(
+            f"--pass-option {text}: {value!r} is no {type(before).__name__}",
+            hint=f"such as {place}={str(before).lower()}",
+        ) from None
+    run = dataclasses.replace(step.run, **{option: found})  # type: ignore[type-var]  # a dataclass, as it has options
+    changed = dataclasses.replace(step, run=run)
+    return tuple(changed if item is step else item for item in passes)
 
 
 def options_of(step: Pass) -> Mapping[str, object]:
@@ -193,22 +200,6 @@ def options_of(step: Pass) -> Mapping[str, object]:
     if not dataclasses.is_dataclass(run) or isinstance(run, type):
         return {}
     return {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-
-
-def _with_value(
-    step: Pass, option: str, value: str, text: str
-) -> Callable[[Graph, PassSetting], Graph]:
-    """What a pass runs, with an option parsed as the type of its value."""
-    before = options_of(step)[option]
-    words = {"true": True, "false": False}
-    try:
-        found = words[value] if isinstance(before, bool) else type(before)(value)  # type: ignore[call-arg]  # a number or a word
-    except (KeyError, ValueError):
-        raise UsageError(
-            f"--pass-option {text}: {value!r} is no {type(before).__name__}",
-            hint=f"such as {step.name}.{option}={str(before).lower()}",
-        ) from None
-    return dataclasses.replace(step.run, **{option: found})  # type: ignore[type-var]  # a dataclass, as it has options
 
 
 def _lines(table: object, indent: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.ir.repeats import repeats
 from gpipe_compiler.ir.sizes import is_free
-from gpipe_compiler.passes.effects import Effects, effects, must_run_in_place
+from gpipe_compiler.passes.effects import effects, must_run_in_place
 from gpipe_compiler.passes.free_sizes import symbolic
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
 from gpipe_compiler.runtime.spec import Precision
@@ -72,7 +72,7 @@ def annotate(
     if not all(run.by_blocks for run in runs):
         annotated = annotated.replace(repeats=())
     found = effects(annotated)
-    written = written_inputs(annotated, found)
+    written = [s.name for s in graph.inputs if s.name in found.written_values]
     if written:
         return annotate(copy_written_inputs(graph, written), batch_size, precision)
     held = must_run_in_place(annotated, found)
@@ -160,11 +160,6 @@ def _batch_dim(
 
 
 # --- inputs that are written ----------------------------------------------------------------------
-
-
-def written_inputs(graph: Graph, effects: Effects) -> tuple[str, ...]:
-    """The inputs of the graph that some op writes in place."""
-    return tuple(s.name for s in graph.inputs if s.name in effects.written_values)
 
 
 def copy_written_inputs(graph: Graph, names: Collection[str]) -> Graph:

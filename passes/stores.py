@@ -75,7 +75,8 @@ def read_stores(graph: Graph) -> Graph:
             renamed[value] = value
         renamed = {old: casts.get(new, new) for old, new in renamed.items()}
         ops.append(reading(op, renamed))
-    return annotate(_without_idle_views(graph, found, ops), graph.batch_size, graph.precision)
+    left = without_idle(graph, ops, lambda op: _is_view(found, op))
+    return annotate(graph.replace(ops=left, values={}), graph.batch_size, graph.precision)
 
 
 def _target(op: Op) -> tuple[str, object, str] | None:
@@ -86,24 +87,6 @@ def _target(op: Op) -> tuple[str, object, str] | None:
         case FunctionCall(function=operator.setitem, args=(Ref(name=base), index, Ref(name=value))):
             return base, index, value
     return None
-
-
-def _without_idle_views(graph: Graph, found: Effects, ops: list[Op]) -> Graph:
-    """The graph of these ops, without those whose view of written memory nobody reads any more."""
-    while True:
-        read = {name for op in ops for name in op.inputs}.union(graph.ends)
-        idle = {
-            op.name
-            for op in ops
-            if op.outputs
-            and read.isdisjoint(op.outputs)
-            and op.name not in found.writes
-            and not found.written_values.isdisjoint(op.outputs)
-            and any(value in found.alias_set(op.outputs[0]) for value in op.inputs)
-        }
-        if not idle:
-            return graph.replace(ops=tuple(ops), values={})
-        ops = [op for op in ops if op.name not in idle]
 
 
 class _Part(NamedTuple):
