@@ -19,9 +19,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from classic import block_ends, cut_at, equal_ends
+
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import Cut, cut
-from gpipe_compiler.passes.cut.classic import block_ends, cut_at, equal_ends
 from gpipe_compiler.passes.cut.contract import Contracted, contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT, CutProblem

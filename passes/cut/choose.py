@@ -15,12 +15,11 @@ import numpy as np
 
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.options import Objective
-from gpipe_compiler.passes.cut.classic import classic_cuts
 from gpipe_compiler.passes.cut.contract import Contracted
 from gpipe_compiler.passes.cut.device_order import DeviceOrder, ideal, slot_orders
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator
 from gpipe_compiler.passes.cut.ground import Ground, Known
-from gpipe_compiler.passes.cut.orders import down_sets, masks_between, prefixes, topological_orders
+from gpipe_compiler.passes.cut.orders import down_sets, masks_between
 from gpipe_compiler.passes.cut.problem import CutProblem
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
@@ -159,7 +158,7 @@ class _Cutter:
     def __init__(self, ground: Ground, setting: CutSetting, work: int) -> None:
         problem, graph = ground.problem, ground.graph
         self.ground, self.problem, self.graph = ground, problem, graph
-        self.setting, self.work = setting, work
+        self.setting = setting
         timing = ground.known.timing(setting)
         repeats, held, again = timing.repeats, timing.held, timing.again
         m, shared = setting.microbatches, len(set(setting.placement)) < setting.stages
@@ -181,14 +180,11 @@ class _Cutter:
         self.solver = Solver(setting, evaluator, device_orders, repeats, total_s, work)
 
     def best(self, hint: Sequence[int], *, prove: bool, search: bool) -> Cut:
-        solver, stages = self.solver, self.setting.stages
+        solver = self.solver
         if hint:
             solver.consider(hint)
             if solver.found and not search:
                 return self._cut(_Looked(0.0, 1), prove=False)
-        if solver.brief:
-            for stage_of in classic_cuts(self.graph, stages):
-                solver.consider(stage_of)  # unless a constraint rules it out
         found = self._quick(solver.device_orders[0])
         if prove and not solver.reaches(max(found.bound_s, self.simple_s)):
             found = self._proof(found)
@@ -246,36 +242,7 @@ class _Cutter:
         masks = down_sets(self.graph, MOST_DOWN_SETS)
         if masks is None:
             return _Looked(0.0, found.looked)
-        bound = solver.search(self._whole(masks), last=True)
-        if not solver.reaches(max(bound, self.simple_s)):
-            self._rows()
-        return _Looked(bound, len(masks))
-
-    def _rows(self) -> None:
-        """Cuts along single orders of the nodes: where the search of all gave up, these may not.
-
-        What the least excess of all cuts is, was found before: that of a row may be more.
-        """
-        solver = self.solver
-        limited = any(device_order.limited for device_order in solver.device_orders)
-        room, least_excess = solver.room, solver.least_excess
-        solver.work = self.work
-        for order in topological_orders(self.graph):
-            solver.search(Space(self.graph, set(prefixes(order))), last=not limited)
-        if limited and solver.found:
-            solver.room = min(room, max(solver.score.excess))
-            solver.least_excess = least_excess
-
-    def _whole(self, masks: Sequence[int]) -> Space:
-        """The family of all down-sets; where they are many, a good cut limits its stages first."""
-        graph = self.graph
-        linear = {mask for order in topological_orders(graph) for mask in prefixes(order)}
-        if len(linear) * 3 < len(masks):
-            self.solver.begin(Space(graph, linear))
-        space = Space(graph, masks)
-        if self.solver.found and not self.solver.room:
-            space.limit(self.solver.longest_stage())
-        return space
+        return _Looked(self._family(Space(self.graph, masks), whole=True), len(masks))
 
     def _nothing(self) -> PlanError:
         constrained = sorted({node for node, _ in self.problem.pinned})

@@ -9,7 +9,7 @@ upper bound. Stages that no node may lie in are seen too; that no other is empty
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gpipe_compiler.passes.cut.problem import CutProblem
@@ -83,7 +83,12 @@ class StageRanges:
         self.faults = [*self._of_pins(), *self._of_pairs()]
         for before, after in self.split:
             self.after[before].add(after)
-        self.order = list(_in_order(self.after))
+        sources: dict[int, list[int]] = {leader: [] for leader in self.after}
+        pairs = [(source, target) for source in self.after for target in sorted(self.after[source])]
+        for source, target in pairs:
+            sources[target].append(source)
+        order = topological(len(self.leader), pairs)
+        self.order = [(leader, sources[leader]) for leader in order if leader in sources]
         self.least: dict[int, _Least] = {}
         self.faults += self._too_early()
         self.most = self._latest()
@@ -226,19 +231,21 @@ class StageRanges:
         return found
 
 
-def _in_order(after: Mapping[int, Collection[int]]) -> Iterator[tuple[int, list[int]]]:
-    """Every leader with those before it, after all of them."""
-    before: dict[int, list[int]] = {leader: [] for leader in after}
-    for source, targets in after.items():
-        for target in sorted(targets):
-            before[target].append(source)
-    waiting = {leader: len(sources) for leader, sources in before.items()}
-    ready = [leader for leader, count in waiting.items() if not count]
+def topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Nodes after all that precede them, the smallest index first; nodes on cycles left out."""
+    after: list[list[int]] = [[] for _ in range(size)]
+    waiting = [0] * size
+    for source, target in set(edges):
+        after[source].append(target)
+        waiting[target] += 1
+    ready = [node for node in range(size) if not waiting[node]]
     heapq.heapify(ready)
+    order: list[int] = []
     while ready:
-        leader = heapq.heappop(ready)
-        yield leader, before[leader]
-        for target in after[leader]:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for target in after[node]:
             waiting[target] -= 1
             if not waiting[target]:
                 heapq.heappush(ready, target)
+    return order

@@ -6,8 +6,7 @@ constraints put into one and the same stage.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +14,12 @@ import numpy.typing as npt
 
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut.constraints import ConstraintWords, Ranges, StageRanges
+from gpipe_compiler.passes.cut.constraints import (
+    ConstraintWords,
+    Ranges,
+    StageRanges,
+    topological,
+)
 from gpipe_compiler.passes.cut.problem import (
     GRAPH_INPUT,
     CutProblem,
@@ -216,26 +220,6 @@ def _kept_together(kept: Sequence[Resident], place: Sequence[int]) -> tuple[Resi
         )
         for users, group in sorted(groups.items())
     )
-
-
-def topological(size: int, edges: Iterable[tuple[int, int]]) -> list[int]:
-    """Nodes after all that precede them, the smallest index first; nodes on cycles left out."""
-    after: list[list[int]] = [[] for _ in range(size)]
-    waiting = [0] * size
-    for source, target in set(edges):
-        after[source].append(target)
-        waiting[target] += 1
-    ready = [node for node in range(size) if not waiting[node]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        node = heapq.heappop(ready)
-        order.append(node)
-        for target in after[node]:
-            waiting[target] -= 1
-            if not waiting[target]:
-                heapq.heappush(ready, target)
-    return order
 
 
 def relevant(problem: CutProblem, *, memory: bool, updates: bool) -> CutProblem:

@@ -12,7 +12,7 @@ from gpipe_compiler.cluster import Link
 from gpipe_compiler.passes.cut.contract import Movable
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.search import Criterion, Extensions
-from gpipe_compiler.passes.cut.space import SEND, Booleans, Floats, Integers, Space
+from gpipe_compiler.passes.cut.space import Booleans, Floats, Integers, Space
 from gpipe_compiler.passes.cut.tables import BoundTables
 
 TIE = 1e-10
@@ -58,16 +58,17 @@ class FillDrain(Criterion):
         return np.asarray(tables.way_s[stage] + rest[0] + rest[1] + self._repeats * slowest)
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
+        forward, backward, receive, gradient, _, update, _ = new.times
         extended = np.empty_like(labels)
-        np.maximum(labels[:, 0], np.maximum(new.forward_s, new.receive_s), out=extended[:, 0])
-        slowest = np.maximum(labels[:, 1], new.backward_s + self.again[stage] * new.forward_s)
-        np.maximum(slowest, new.gradient_s, out=extended[:, 1])
-        machines = new.receive_s + new.forward_s + new.backward_s + new.gradient_s
+        np.maximum(labels[:, 0], np.maximum(forward, receive), out=extended[:, 0])
+        slowest = np.maximum(labels[:, 1], backward + self.again[stage] * forward)
+        np.maximum(slowest, gradient, out=extended[:, 1])
+        machines = receive + forward + backward + gradient
         np.add(labels[:, 2], machines, out=extended[:, 2])
         if self.updates:
-            ended = labels[:, 3] + new.backward_s
-            extended[:, 3] = ended + new.gradient_s
-            updated = ended + self._repeats * slowest + new.update_s
+            ended = labels[:, 3] + backward
+            extended[:, 3] = ended + gradient
+            updated = ended + self._repeats * slowest + update
             np.maximum(labels[:, 4], updated, out=extended[:, 4])
         return extended
 
@@ -112,7 +113,7 @@ class Rounds(Criterion):
 
     def extend(self, stage: int, new: Extensions, labels: Floats) -> Floats:
         m, warm = self.microbatches, min(self.microbatches, self.stages - stage)
-        forward, backward = new.forward_s, new.backward_s
+        forward, backward, receive, gradient, *_ = new.times
         own, rest = forward + backward, labels[:, 0]
         again = self.again[stage] * forward
         both = backward + again
@@ -122,9 +123,9 @@ class Rounds(Criterion):
             phases = start + (m - warm) * (own + again) - again + end
         else:
             phases = np.maximum(start + warm * both - again, warm * forward + end)
-        machine = np.maximum(np.maximum(forward, both), np.maximum(new.receive_s, new.gradient_s))
+        machine = np.maximum(np.maximum(forward, both), np.maximum(receive, gradient))
         asked = np.maximum(phases, own + rest + (m - 1) * machine)
-        moved = new.receive_s + new.gradient_s
+        moved = receive + gradient
         return np.stack((own + rest + moved, moved + np.maximum(asked, own + labels[:, 1])), axis=1)
 
     def bound(
@@ -239,9 +240,9 @@ class Sends(Criterion):
         return np.asarray(np.maximum(labels[:, 0], tables.stage_s[stage, start]))
 
     def _plain(self, stage: int, new: Extensions) -> Floats:
-        again = self.device_order.again[stage] * new.forward_s
-        moved = new.receive_s + new.gradient_s + new.times[SEND]
-        return np.asarray(new.forward_s + new.backward_s + again + moved)
+        forward, backward, receive, gradient, _, _, send = new.times
+        again = self.device_order.again[stage] * forward
+        return np.asarray(forward + backward + again + (receive + gradient + send))
 
     def _seconds(self, link: Link) -> Floats:
         """Of every value, there and back."""

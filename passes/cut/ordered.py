@@ -9,7 +9,7 @@ import numpy as np
 
 from gpipe_compiler.passes.cut.criteria import promise
 from gpipe_compiler.passes.cut.search import Criterion, Extensions
-from gpipe_compiler.passes.cut.space import WEIGHT, Floats, Integers, Space
+from gpipe_compiler.passes.cut.space import Floats, Integers, Space
 from gpipe_compiler.passes.cut.tables import BoundTables
 from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 
@@ -103,22 +103,23 @@ class Ordered(Criterion):
         m = self.microbatches
         matrix = labels.reshape(-1, m + 1, m)
         shape = self._shapes[stage]
-        first = new.backward_s - new.times[WEIGHT] * self.split
-        own = new.forward_s + first
-        again = self.again[stage] * new.forward_s
+        ahead, whole, receive, gradient, weight, update, _ = new.times
+        first = whole - weight * self.split
+        own = ahead + first
+        again = self.again[stage] * ahead
         both = first + again
-        way = tables.way_s[stage, new.start] + new.receive_s + new.gradient_s
+        way = tables.way_s[stage, new.start] + receive + gradient
         last_round = matrix[new.label, shape.last_in, shape.last_in]
         first_round = matrix[new.label, shape.first_out, shape.first_out]
-        forward = last_round + (m - 1) * np.maximum(new.forward_s, new.receive_s)
-        backward = first_round + (m - 1) * np.maximum(both, new.gradient_s)
+        forward = last_round + (m - 1) * np.maximum(ahead, receive)
+        backward = first_round + (m - 1) * np.maximum(both, gradient)
         bound = way + np.maximum(own + np.maximum(forward, backward), m * (own + again))
         if shape.in_turn and shape.warm < m:
-            start = np.maximum(shape.warm * new.forward_s + again, new.forward_s + first_round)
+            start = np.maximum(shape.warm * ahead + again, ahead + first_round)
             end = np.maximum(shape.cool * both, first + last_round)
-            inner = (m - shape.warm) * new.forward_s + (m - shape.cool) * both - again
+            inner = (m - shape.warm) * ahead + (m - shape.cool) * both - again
             bound = np.maximum(bound, way + start + inner + end)
-        busy = m * (new.forward_s + new.backward_s + again) + new.update_s
+        busy = m * (ahead + whole + again) + update
         bound = np.maximum(bound, busy)
         return np.asarray(np.maximum(bound, m * tables.device_s[stage, new.start]))
 
@@ -129,9 +130,8 @@ class Ordered(Criterion):
         later = labels.reshape(-1, size + 1, size)
         reaches = np.isfinite(later[0])  # the same for all labels of a stage
         extended = np.full_like(later, -np.inf)
-        weight = new.times[WEIGHT][:, None]
-        first = new.backward_s[:, None] - weight * self.split
-        again = new.forward_s[:, None]
+        forward, whole, receive, gradient, weight, update, _ = new.times[:, :, None]
+        first = whole - weight * self.split
         idle = np.full((len(later), size), -np.inf)
         device = received = returned = idle
         ends = np.full((len(later), size, size), -np.inf)  # [extension, micro-batch, arrival]
@@ -140,19 +140,19 @@ class Ordered(Criterion):
             if action.phase is Phase.FORWARD:
                 arrival = received.copy()
                 arrival[:, m] = np.maximum(arrival[:, m], 0.0)
-                received = arrival + new.receive_s[:, None]
-                device = np.maximum(received, device) + new.forward_s[:, None]
+                received = arrival + receive
+                device = np.maximum(received, device) + forward
                 ends[:, m] = device
             elif action.phase is Phase.WEIGHT:
                 device = device + weight
             else:
                 sources = np.flatnonzero(reaches[m])
                 back = (later[:, m, sources, None] + ends[:, sources]).max(axis=1)
-                ready = device + again if action in self.redone else device
+                ready = device + forward if action in self.redone else device
                 device = np.maximum(back, ready) + first
-                returned = np.maximum(device, returned) + new.gradient_s[:, None]
+                returned = np.maximum(device, returned) + gradient
                 extended[:, m] = returned
-        extended[:, size] = device + new.update_s[:, None]
+        extended[:, size] = device + update
         sources = np.flatnonzero(reaches[size])
         if len(sources):
             last = (later[:, size, sources, None] + ends[:, sources]).max(axis=1)

@@ -18,18 +18,7 @@ import numpy as np
 
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
 from gpipe_compiler.passes.cut.dominance import TOLERANCE, undominated
-from gpipe_compiler.passes.cut.space import (
-    BACKWARD,
-    BLOCK,
-    FORWARD,
-    GRADIENT,
-    RECEIVE,
-    UPDATE,
-    Floats,
-    Integers,
-    Pairs,
-    Space,
-)
+from gpipe_compiler.passes.cut.space import BLOCK, Floats, Integers, Pairs, Space
 from gpipe_compiler.passes.cut.tables import BoundTables
 
 
@@ -38,38 +27,13 @@ class Extensions:
     """One new stage put before each of several labels: arrays of one length.
 
     `start` and `end` are the down-sets that the stage lies between, `label` the row of the label,
-    `times` as in `Row`.
+    `times` as in `StageRow`.
     """
 
     start: Integers
     end: Integers
     label: Integers
     times: Floats
-
-    @property
-    def forward_s(self) -> Floats:
-        """Seconds of a micro-batch; so are the others, each a row of `times`."""
-        return np.asarray(self.times[FORWARD])
-
-    @property
-    def backward_s(self) -> Floats:
-        """Both parts of it."""
-        return np.asarray(self.times[BACKWARD])
-
-    @property
-    def receive_s(self) -> Floats:
-        """What the stage receives."""
-        return np.asarray(self.times[RECEIVE])
-
-    @property
-    def gradient_s(self) -> Floats:
-        """The gradients that it sends back."""
-        return np.asarray(self.times[GRADIENT])
-
-    @property
-    def update_s(self) -> Floats:
-        """Once a step."""
-        return np.asarray(self.times[UPDATE])
 
     def take(self, chosen: Integers) -> Extensions:
         """Those at these positions."""
@@ -125,12 +89,10 @@ class SearchResult:
         chain: indices of down-sets from the empty one to the whole; None when nothing in the
             family is better than the incumbent.
         bound_s: no cut of the family takes less, or less than the incumbent if that is lower.
-        all_seen: whether nothing was given up for want of room.
     """
 
     chain: tuple[int, ...] | None
     bound_s: float
-    all_seen: bool
 
 
 @dataclass(frozen=True)
@@ -168,7 +130,7 @@ def search(
         layer, lost = _next_layer(work, starts, layer, ceiling)
         dropped = min(dropped, lost)
         if not len(layer.state):
-            return SearchResult(None, min(dropped, incumbent_s), math.isinf(dropped))
+            return SearchResult(None, min(dropped, incumbent_s))
         layers.append(layer)
     best = int(np.argmin(layer.bounds))
     value = float(layer.bounds[best])
@@ -176,7 +138,7 @@ def search(
     for level in reversed(layers):
         chain.append(int(level.state[best]))
         best = int(level.parent[best])
-    return SearchResult(tuple(chain), min(dropped, incumbent_s, value), math.isinf(dropped))
+    return SearchResult(tuple(chain), min(dropped, incumbent_s, value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,8 @@ SHORTLY = WORK // 40
 SMALL = 16
 """Nodes of a graph that is small in this sense; of larger ones, a tenth has to do."""
 
-GLANCE = 400
+MOST_ROUNDS = 400
 """Labels per stage in a first search for a good cut of 1F1B."""
-
-MOST_ROUNDS, ROUNDS_IN_ALL = 10_000, 500_000
-"""In a second one; and in that of all stages together."""
 
 IMPROVED = 12
 """Orders of devices, the most promising ones, on which a first cut is bettered."""
@@ -89,11 +86,6 @@ class Solver:
         self._step = setting.objective is Objective.STEP
 
     @property
-    def brief(self) -> bool:
-        """Whether steps are short enough to simulate those of many cuts."""
-        return self._actions * self.setting.stages <= MOST_ACTIONS
-
-    @property
     def found(self) -> bool:
         """Whether there is any cut yet."""
         return self._best is not None
@@ -139,13 +131,6 @@ class Solver:
                     space.limit(self.longest_stage())
                     bounds[index] = max(bounds[index], self._enumerate(space, device_orders[index]))
         return min(bounds, default=math.inf)
-
-    def begin(self, space: Space) -> None:
-        """Looks for a good cut in a family, and proves nothing."""
-        if self._make_room(space, last=False):
-            self._begin(
-                space, [device_order.roomier(self.room) for device_order in self.device_orders]
-            )
 
     @property
     def _enumerates(self) -> bool:
@@ -232,7 +217,8 @@ class Solver:
             return plain
         least = plain
         if kind is ScheduleKind.ONE_F_ONE_B:
-            least = max(least, self._search_rounds(space, device_order, bounds))
+            rounds = Rounds(m, stages, device_order.again, MOST_ROUNDS)
+            least = max(least, self._search(space, device_order, bounds, rounds).bound_s)
             if least >= self.value * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
@@ -246,18 +232,6 @@ class Solver:
         split = self.setting.splits_backward
         ordered = Ordered(self.setting.orders, m, beam, device_order.again, redone, split)
         return max(least, self._search(space, device_order, bounds, ordered).bound_s)
-
-    def _search_rounds(self, space: Space, device_order: DeviceOrder, bounds: BoundTables) -> float:
-        """Searches by a bound of 1F1B: with few labels for a good cut, then maybe with many."""
-        stages, again = self.setting.stages, device_order.again
-        few = Rounds(self._m, stages, again, GLANCE)
-        found = self._search(space, device_order, bounds, few)
-        if found.all_seen:
-            return found.bound_s
-        space.limit(self.longest_stage())
-        beam = max(GLANCE, min(MOST_ROUNDS, ROUNDS_IN_ALL // stages))
-        rounds = Rounds(self._m, stages, again, beam)
-        return max(found.bound_s, self._search(space, device_order, bounds, rounds).bound_s)
 
     def _prove_longest(self, space: Space, device_order: DeviceOrder, bounds: BoundTables) -> float:
         """The same for the longest stage."""
@@ -306,7 +280,7 @@ class Solver:
 
     def _improve(self, space: Space, device_order: DeviceOrder, chain: tuple[int, ...]) -> None:
         """Keeps what a chain becomes when its boundaries are moved, unless known or too long."""
-        if not self.brief:
+        if self._actions * self.setting.stages > MOST_ACTIONS:
             return
         if self._family is not space:
             self._family, self._improved = space, set()

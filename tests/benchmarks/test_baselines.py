@@ -10,6 +10,7 @@ import random
 
 import pytest
 from baselines import Row, balanced, best_in_a_row, memory, score
+from classic import block_ends
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paper_tables import Priced, as_run, ceiling
@@ -20,7 +21,6 @@ from random_problems import random_problem
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut import cut
-from gpipe_compiler.passes.cut.classic import block_ends
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.orders import topological_orders
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Resident, Traffic

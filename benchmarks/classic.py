@@ -1,8 +1,6 @@
-"""Cuts of the nodes in a row as other tools make them: what a search begins with, to better it.
-
-They cost next to nothing, and with them no cut that is found is worse than any of these: the same
-number of ops in every stage, the same work, and sums of times that differ by at most the longest
-node (Barany and Grinberg, arXiv 1308.2452, section 4), by which torchgpipe balances a model.
+"""Cuts of the nodes in a row as other tools make them: the same number of ops in every stage, the
+same work, and sums of times that differ by at most the longest node (Barany and Grinberg, arXiv
+1308.2452, section 4), by which torchgpipe balances a model.
 """
 
 from __future__ import annotations

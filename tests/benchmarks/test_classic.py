@@ -10,15 +10,14 @@ from __future__ import annotations
 import itertools
 import random
 
-import pytest
+from classic import block_ends, classic_cuts, equal_ends
 from cut_brute import Measure, assignments, seatings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_problems import random_problem, random_setting
 
 from gpipe_compiler.errors import PlanError
-from gpipe_compiler.passes.cut import cut, ground
-from gpipe_compiler.passes.cut.classic import block_ends, classic_cuts, equal_ends
+from gpipe_compiler.passes.cut import cut
 from gpipe_compiler.passes.cut.contract import contract
 from gpipe_compiler.passes.cut.problem import CutProblem, Node, Traffic
 from gpipe_compiler.passes.cut.setting import CutSetting
@@ -58,10 +57,7 @@ def hold(problem: CutProblem, setting: CutSetting) -> None:
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, SIZES)
 def test_no_classic_cut_is_better(seed: int, size: int) -> None:
-    """With few places to cut looked at."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ground, "most_places", lambda _: 2)
-        hold(*drawn(seed, size))
+    hold(*drawn(seed, size))
 
 
 @settings(max_examples=40, deadline=None)
