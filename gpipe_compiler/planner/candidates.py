@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -30,7 +30,6 @@ from gpipe_compiler.planner.gathering import peer_link, with_gathering
 from gpipe_compiler.planner.planning import setting_for
 from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import (
-    RematOption,
     RematOptions,
     as_written,
     run_again_anyhow,
@@ -64,15 +63,12 @@ class CandidateBuilder:
         setting: in which nothing is recomputed.
         cluster: whose devices the slots of the setting are.
         work: of every cut, as in `passes.cut.cut`.
-        cost_source: how op times were found, in words.
         whole: the ops that exact BatchNorm runs on the whole mini-batch, where it is asked for.
-        random: whether the model draws random numbers.
         inside: the share of the best time that may be given for cuts which open fewer modules.
         remats: what stages can do to recompute.
         again: the ops that run again wherever the cuts are, because the model checkpoints them.
-        cuts: those made so far, by groups, the stages that recompute, what the slots hold, and
-            that share; `candidates`: what came of them.
-        known: what they have found out about the graph.
+        cuts: those made so far; `candidates`: what came of them; `known`: what they have found out
+            about the graph.
     """
 
     facts: CutFacts
@@ -265,13 +261,8 @@ class CandidateBuilder:
 
         heavier = run_again(self.problem, often)
         free = self._unlimited()
-        key: Hashable = heavier, free.setting.slots
-        if key not in self.cuts:
-            self.cuts[key] = cut(heavier, free.setting, work=self.work, known=self.known)
-        best = self.cuts[key]
-        stage_of = self._opening_less(heavier, free.setting, best).stage_of
-        judged = cut(self.problem, free.setting, hint=stage_of, search=False, known=self.known)
-        return free._cut_so(judged, (False,) * self.setting.stages)
+        best = self._opening_less(heavier, free.setting, self._best_cut(heavier, free.setting))
+        return free._cut_so(self._judged(best, free.setting), (False,) * self.setting.stages)
 
     def _unlimited(self) -> CandidateBuilder:
         """The same on devices that hold anything."""
@@ -286,37 +277,15 @@ class CandidateBuilder:
         return excess, candidate.prediction.step_s, sum(candidate.recomputing)
 
     def _fitted(self, candidate: Candidate) -> list[Candidate]:
-        """The same cut, whose stages recompute as fast as fits: in segments too, or not.
-
-        Segments are whole calls of modules, the outermost with which a device fits; they are any
-        only where it fits with none of these.
-        """
-        segmented: dict[int, RematOption] = {}
-        whole: dict[int, RematOption] = {}
-        for device, slot in enumerate(candidate.found.slots):
-            memory = self.setting.slots[slot].memory
-            order, kind = candidate.orders[device], self.kind(candidate, device)
-            for known in self.remats.levels(candidate.stages, order, candidate.joint, kind):
-                fits, found = known.fastest(memory, segments=True)
-                whole.update(known.fastest(memory, segments=False)[1])
-                if fits:
-                    break
-            segmented.update(found)
-        return [self._remade(candidate, taken) for taken in (segmented, whole)]
-
-    def _remade(self, candidate: Candidate, taken: Mapping[int, RematOption]) -> Candidate:
-        """The same cut, whose stages recompute in these ways."""
-        split = self.setting.splits_backward
-        stages = (taken[stage.index].of(stage, split=split) for stage in candidate.stages)
-        return self._draft(candidate.found, candidate.table, tuple(stages))
+        """The same cut, whose stages recompute as fast as fits: in segments too, or not."""
+        slots = [self.setting.slots[slot] for slot in candidate.found.slots]
+        devices = [(slot.memory, slot.kind) for slot in slots]
+        fitted = self.remats.fitted(candidate.stages, candidate.orders, candidate.joint, devices)
+        return [self._draft(candidate.found, candidate.table, stages) for stages in fitted]
 
     def devices_of(self, candidate: Candidate) -> list[Device]:
         """The devices of the pipeline, by rank."""
         return [self.cluster.devices[slot] for slot in candidate.found.slots]
-
-    def kind(self, candidate: Candidate, device: int) -> int:
-        """Of a device of the pipeline, its number among those of the cluster."""
-        return self.setting.slots[candidate.found.slots[device]].kind
 
     def _cut(self, recompute: tuple[bool, ...]) -> Candidate:
         """The best cut found into stages of which these recompute.
@@ -362,34 +331,29 @@ class CandidateBuilder:
 
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Candidate:
         setting = dataclasses.replace(self.setting, recompute=recompute)
-        memory = tuple(slot.memory for slot in setting.slots)
-        key: Hashable = (problem.groups, recompute, memory)
-        if problem.values is not self.problem.values:
-            key = (key, problem.values)
-        asked = problem
-        if self.again:
-            asked = run_again(problem, dict.fromkeys(self.again, 1.0))
-        if key not in self.cuts:
-            prove = self.policy.prove and self.work >= WORK
-            self.cuts[key] = cut(asked, setting, work=self.work, prove=prove, known=self.known)
-        found = self.cuts[key]
-        if self.inside:
-            key = (key, self.inside)
-            if key not in self.cuts:
-                self.cuts[key] = self._opening_less(asked, setting, found)
-            found = self.cuts[key]
+        asked = run_again(problem, dict.fromkeys(self.again, 1.0)) if self.again else problem
+        key: Hashable = asked, recompute, setting.slots, self.inside
         if key not in self.candidates:
-            self.candidates[key] = self._candidate_of(problem, setting, found)
+            prove = self.policy.prove and self.work >= WORK
+            best = self._best_cut(asked, setting, prove=prove)
+            found = self._opening_less(asked, setting, best)
+            if problem.values is not self.problem.values:
+                found = self._judged(found, setting)
+            elif self.again:
+                plain = self._judged(found, setting)
+                found = dataclasses.replace(plain, lower_bound_s=found.lower_bound_s, proved=False)
+            self.candidates[key] = self._cut_so(found, recompute)
         return self.candidates[key]
 
-    def _candidate_of(self, problem: CutProblem, setting: CutSetting, found: Cut) -> Candidate:
-        """The candidate of a cut of a problem, which is that of the graph with more about it."""
-        if problem.values is not self.problem.values:
-            found = cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
-        elif self.again:
-            plain = cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
-            found = dataclasses.replace(plain, lower_bound_s=found.lower_bound_s, proved=False)
-        return self._cut_so(found, setting.recompute)
+    def _best_cut(self, problem: CutProblem, setting: CutSetting, *, prove: bool = False) -> Cut:
+        key: Hashable = problem, setting.recompute, setting.slots, prove
+        if key not in self.cuts:
+            self.cuts[key] = cut(problem, setting, work=self.work, prove=prove, known=self.known)
+        return self.cuts[key]
+
+    def _judged(self, found: Cut, setting: CutSetting) -> Cut:
+        """A cut of a problem with more about it, as one of the graph's own problem."""
+        return cut(self.problem, setting, hint=found.stage_of, search=False, known=self.known)
 
     def _opening_less(self, problem: CutProblem, setting: CutSetting, best: Cut) -> Cut:
         modules, share = self.facts.modules, self.inside

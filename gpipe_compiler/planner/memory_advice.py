@@ -52,6 +52,10 @@ class _Change:
         """
         return planner.plan(self.choice, self.policy, AT_FIRST, exact_memory=True)
 
+    def remedy(self, plan: Plan) -> Remedy:
+        found = plan.prediction
+        return Remedy(" ".join(self.words), found.device_bytes, found.step_s)
+
 
 # --- what would save memory -----------------------------------------------------------------------
 
@@ -100,8 +104,7 @@ def _remedy(planner: Planner, change: _Change) -> Remedy | None:
         made = change.planned(planner)
     except GPipeCompilerError:
         return None  # what it asks for cannot be had of this model
-    words = " ".join(change.words)
-    return Remedy(words, made.prediction.device_bytes, made.prediction.step_s)
+    return change.remedy(made)
 
 
 def _in_part(planner: Planner, plan: Plan, start: _Change, full: Remedy) -> Iterator[Remedy]:
@@ -158,10 +161,7 @@ def _half_precision(start: _Change) -> Iterator[_Change]:
         yield _Change(start.choice, half, (*start.words, "--precision bf16"))
 
 
-_Kind = Callable[[_Change], Iterator[_Change]]
-
-
-def _kinds(planner: Planner, free: Free) -> list[_Kind]:
+def _kinds(planner: Planner, free: Free) -> list[Callable[[_Change], Iterator[_Change]]]:
     """What can be changed, in the order in which changes are put on top of one another."""
     given: Sequence[tuple[bool, Callable[[Planner, _Change], Iterator[_Change]]]] = (
         (free.remat, _full),
@@ -199,7 +199,7 @@ def refuse_too_large(
         subject = f"none of {tried:,} settings fits; the nearest, {describe(choice)},"
     hints = [f"--memory {format_limit(max(plan.prediction.device_bytes))} and nothing else changed"]
     hints += [
-        f"{near.words}: {format_bytes(near.peak_bytes)} at most, "
+        f"{near.change}: {format_bytes(max(near.device_bytes, default=0))} at most, "
         f"{format_seconds(near.step_s)} a step instead of {format_seconds(plan.prediction.step_s)}"
         for near in nearby(planner, choice, policy, free)
     ]
@@ -256,54 +256,36 @@ def _state_words(plan: Plan) -> str:
     return "parameters, buffers, gradients and what the optimizer keeps"
 
 
-@dataclass(frozen=True, slots=True)
-class Nearby:
-    """Settings that fit: how they differ, in words, and what they come to."""
-
-    words: str
-    peak_bytes: int
-    step_s: float
-
-
 def nearby(
     planner: Planner, choice: Choice, policy: Policy, free: Free = EVERYTHING
-) -> list[Nearby]:
+) -> list[Remedy]:
     """The nearest settings that fit.
 
     Each kind of change by itself, as little of it as will do; where none does, one after the
     other on top, until all together fit or nothing is left to change. At most `MOST_TRIED` plans
     are made.
     """
-    tries = _Tries(planner)
+    tries = iter(range(MOST_TRIED))
+
+    def first(changes: Iterable[_Change]) -> Remedy | None:
+        """The first of some changes that fits, as long as there are not too many."""
+        for change, _ in zip(changes, tries, strict=False):
+            with contextlib.suppress(PlanError, UsageError, ModelError):
+                plan = change.planned(planner)
+                if not most_over(plan):
+                    return change.remedy(plan)
+        return None
+
     start = _Change(choice, policy)
     kinds = _kinds(planner, free)
-    found = [near for kind in kinds if (near := tries.first(kind(start))) is not None]
+    found = [near for kind in kinds if (near := first(kind(start))) is not None]
     if found:
         return sorted(found, key=lambda near: near.step_s)
     for kind in kinds:
         furthest = list(kind(start))
         if furthest:
             start = furthest[-1]
-            near = tries.first([start])
+            near = first([start])
             if near is not None:
                 return [near]
     return []
-
-
-@dataclass
-class _Tries:
-    """Plans changes, as long as there are not too many."""
-
-    planner: Planner
-    left: int = MOST_TRIED
-
-    def first(self, changes: Iterable[_Change]) -> Nearby | None:
-        """The first of some changes that fits."""
-        for change in itertools.islice(changes, self.left):
-            self.left -= 1
-            with contextlib.suppress(PlanError, UsageError, ModelError):
-                plan = change.planned(self.planner)
-                if not most_over(plan):
-                    peak = max(plan.prediction.device_bytes, default=0)
-                    return Nearby(" ".join(change.words), peak, plan.prediction.step_s)
-        return None

@@ -11,14 +11,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpipe_compiler.cluster import Device, is_host
+from gpipe_compiler.cluster import Device
 from gpipe_compiler.options import AnyOptimizer, RematChoice
 from gpipe_compiler.passes.cut.device_order import slot_orders
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.plan import Plan, Prediction, Stage
 from gpipe_compiler.plan.memory_curve import DeviceMemory
 from gpipe_compiler.planner.candidates import CandidateBuilder
-from gpipe_compiler.planner.memory.devices import Layout, device_memories
+from gpipe_compiler.planner.memory.devices import device_memories
+from gpipe_compiler.planner.memory.layout import Layout
 from gpipe_compiler.planner.predict import Candidate, shared
 
 _ROUNDS = 3
@@ -141,9 +142,7 @@ def layout_of(plan: Plan, optimizer: AnyOptimizer) -> Layout:
         replicas=plan.replicas,
         sharding=plan.sharding,
         optimizer=optimizer,
-        on_host=is_host(plan.devices[0]),
-        workspace=plan.devices[0].workspace,
-        process=plan.devices[0].kept_free > 0,
+        device=plan.devices[0],
     )
 
 
@@ -168,7 +167,6 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, *known: Exact) -> Ex
             return dataclasses.replace(other, candidate=candidate)
     facts, setting = builder.facts_of(candidate), builder.setting
     stages: tuple[Stage, ...] = candidate.stages
-    first = builder.cluster.devices[candidate.found.slots[0]]
     layout = Layout(
         stages=stages,
         crossings=candidate.table.crossings,
@@ -180,9 +178,7 @@ def _exact(builder: CandidateBuilder, candidate: Candidate, *known: Exact) -> Ex
         replicas=builder.policy.data_parallel,
         sharding=builder.policy.sharding_planned,
         optimizer=builder.policy.counted_optimizer,
-        on_host=is_host(first),
-        workspace=first.workspace,
-        process=first.kept_free > 0,
+        device=builder.cluster.devices[candidate.found.slots[0]],
     )
     memory = device_memories(facts.graph, layout, facts.memory_traces(on_host=layout.on_host))
     over = sum(

@@ -334,7 +334,7 @@ def _with_frontiers(builder: CandidateBuilder, candidate: Candidate) -> Candidat
         return candidate
     stages, most = list(candidate.stages), MANY if builder.remat is RematChoice.AUTO else FEW
     for device, order in enumerate(candidate.orders):
-        kind = builder.kind(candidate, device)
+        kind = builder.setting.slots[candidate.found.slots[device]].kind
         known = builder.remats.all(candidate.stages, order, candidate.joint, kind, most)
         for stage in known.stages:
             frontier = known.frontier(stage.index)

@@ -25,7 +25,7 @@ from gpipe_compiler.passes.remat import (
 )
 from gpipe_compiler.plan import RematPoint, Stage
 from gpipe_compiler.planner.cut_problem import CutFacts
-from gpipe_compiler.runtime.schedule.actions import Compute, Phase
+from gpipe_compiler.runtime.schedule.actions import Compute, Orders, Phase
 from gpipe_compiler.runtime.schedule.joint import waiting
 from gpipe_compiler.runtime.spec import Remat
 from gpipe_compiler.simulate.in_flight import held
@@ -75,19 +75,6 @@ class RematOption:
             segments_kept_bytes=choice.kept,
             segments_again_bytes=(choice.whole if split else choice.peak) - choice.kept,
         )
-
-
-def ways(
-    facts: CutFacts, stage: Stage, seconds: Mapping[str, float], most: int
-) -> tuple[RematOption, ...]:
-    """All that may be worth it, the one that runs the least again first.
-
-    Args:
-        seconds: of every op's forward, on the device of the stage.
-        most: places of the stage to look at (`passes.remat.choices`).
-    """
-    problem = _problem(facts, stage, seconds)
-    return _ways(stage, problem, choices(problem, most))
 
 
 def as_written(
@@ -301,7 +288,36 @@ class RematOptions:
     most: int
     _known: dict[Hashable, list[tuple[RematOption, ...]]] = field(default_factory=dict)
 
-    def levels(
+    def fitted(
+        self,
+        stages: Sequence[Stage],
+        orders: Orders,
+        joint: Collection[int],
+        devices: Sequence[tuple[float, int]],
+    ) -> list[tuple[Stage, ...]]:
+        """The stages that recompute as fast as fits: in segments too, and without.
+
+        Segments are whole calls of modules, the outermost with which a device fits; they are any
+        only where it fits with none of these.
+
+        Args:
+            devices: for each, the bytes that it holds, and its kind.
+        """
+        segmented: dict[int, RematOption] = {}
+        whole: dict[int, RematOption] = {}
+        for order, (memory, kind) in zip(orders, devices, strict=True):
+            for known in self._levels(stages, order, joint, kind):
+                fits, found = known.fastest(memory, segments=True)
+                whole.update(known.fastest(memory, segments=False)[1])
+                if fits:
+                    break
+            segmented.update(found)
+        return [
+            tuple(taken[stage.index].of(stage, split=self.split) for stage in stages)
+            for taken in (segmented, whole)
+        ]
+
+    def _levels(
         self, stages: Sequence[Stage], order: Sequence[Compute], joint: Collection[int], kind: int
     ) -> Iterator[DeviceRematOptions]:
         """What the stages of a device can do, with segments further and further inside."""
@@ -331,7 +347,8 @@ class RematOptions:
     def _any(self, stage: Stage, kind: int, most: int) -> tuple[RematOption, ...]:
         key: Hashable = stage.ops, stage.forward_s, kind, most
         if key not in self._known:
-            self._known[key] = [ways(self.facts, stage, self.seconds[kind], most)]
+            problem = _problem(self.facts, stage, self.seconds[kind])
+            self._known[key] = [_ways(stage, problem, choices(problem, most))]
         return self._known[key][0]
 
     def _by_calls(self, stage: Stage, kind: int) -> list[tuple[RematOption, ...]]:

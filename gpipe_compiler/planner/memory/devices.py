@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.options import AnyOptimizer, Division, copies_of
+from gpipe_compiler.options import copies_of
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
 from gpipe_compiler.passes.written_once import written_once
@@ -27,6 +26,7 @@ from gpipe_compiler.plan.memory_curve import (
 from gpipe_compiler.planner.memory.allocator import Held, footprint_of
 from gpipe_compiler.planner.memory.holders import GRADIENTS, HolderSums, grown, holders_at
 from gpipe_compiler.planner.memory.job import DeviceJob, MemoryRun, StageMemory
+from gpipe_compiler.planner.memory.layout import Layout
 from gpipe_compiler.planner.memory.simulator import MemorySimulator
 from gpipe_compiler.planner.memory.storages import ActionDeltas
 from gpipe_compiler.planner.memory.update import (
@@ -41,15 +41,6 @@ from gpipe_compiler.planner.memory.update import (
 from gpipe_compiler.runtime.core.request import RunRequest
 from gpipe_compiler.runtime.core.wiring import StageWiring, crossings_for, steps_of, wire
 from gpipe_compiler.runtime.schedule import lower
-from gpipe_compiler.runtime.schedule.actions import Orders, Programs, split_stages
-from gpipe_compiler.runtime.spec import (
-    Crossing,
-    Leaf,
-    PipelineSpec,
-    ScheduleKind,
-    StageSpec,
-    WeightSharding,
-)
 
 MOST_EXPLAINED = 8
 """The fullest devices: their peak is broken down into its holders, and their allocator played."""
@@ -73,49 +64,6 @@ _ALWAYS = {
 
 OUTPUTS = "outputs"
 """What it is called that the outputs of micro-batches are put together."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the stages are and in which order they work.
-
-    Attributes:
-        placement: the device of each stage.
-        joint: the stages that take all micro-batches as one.
-        shared: the trained parameters that several stages own, with these.
-        sharding: what the replicas divide among them.
-        on_host: whether the devices are hosts, where optimizers step parameter by parameter, and
-            autocast has rules of its own.
-        workspace: bytes that the matrix library of a thread takes (`Device.workspace`).
-        process: whether a host's memory holds the process, with what kernels take for a moment.
-    """
-
-    stages: tuple[Stage, ...]
-    crossings: tuple[Crossing, ...]
-    orders: Orders
-    placement: tuple[int, ...]
-    joint: tuple[int, ...]
-    shared: Mapping[str, Sequence[int]]
-    microbatches: int
-    replicas: int
-    sharding: WeightSharding
-    optimizer: AnyOptimizer
-    on_host: bool
-    workspace: int = 0
-    process: bool = False
-
-    @cached_property
-    def programs(self) -> Programs:
-        return lower(self.orders, self.placement, self.crossings, self.shared, self.joint)
-
-    @cached_property
-    def division(self) -> Division:
-        """Into how many parts what is, that the replicas divide."""
-        return Division.of(self.sharding, self.replicas)
-
-    @cached_property
-    def split(self) -> frozenset[int]:
-        return split_stages(self.orders)
 
 
 def device_memories(
@@ -169,7 +117,7 @@ class SimulatedPipeline:
     def of(cls, graph: Graph, layout: Layout, memory_traces: MemoryTraces) -> SimulatedPipeline:
         """All stages traced, and the programs of all devices."""
         work = RunRequest.TRAIN if graph.loss is not None else RunRequest.INFER
-        spec = _spec(graph, layout)
+        spec = layout.spec(graph)
         crossings = crossings_for(spec, work)
         if work is RunRequest.TRAIN:
             shared, programs = layout.shared, layout.programs
@@ -189,7 +137,7 @@ class SimulatedPipeline:
             rows: dict[int, int] = {}
             made = frozenset(name for s in own for name in layout.stages[s].outputs)
             if training and layout.replicas > 1:
-                trained = {s: _trained(graph, layout, [s]).values() for s in own}
+                trained = {s: layout.trained(graph, [s]).values() for s in own}
                 rows = {s: row_bytes(trained[s], layout.division) for s in own}
             jobs.append(
                 DeviceJob(
@@ -259,7 +207,7 @@ class SimulatedPipeline:
         """
         sums = HolderSums(self.graph)
         job, base = self.jobs[device], self._base(device)
-        trained = _trained(self.graph, self.layout, list(job.stages))
+        trained = self.layout.trained(self.graph, list(job.stages))
         for name in dict.fromkeys(n for s in job.stages for n in self.layout.stages[s].state):
             op = self._readers.get(name, "")
             what = "parameters" if name in trained else "parameters that do not train, and buffers"
@@ -293,14 +241,14 @@ class SimulatedPipeline:
         job, graph, base = self.jobs[device], self.graph, self._base(device)
         names = {name for stage in job.stages for name in self.layout.stages[stage].state}
         spaces = base[Category.WORKSPACES]
-        count = spaces // self.layout.workspace if spaces else 0
-        trained = _trained(graph, self.layout, list(job.stages))
+        count = spaces // self.layout.device.workspace if spaces else 0
+        trained = self.layout.trained(graph, list(job.stages))
         optimizer = self.layout.optimizer
         held = Held(
             always=(
                 *self._weights(list(job.stages)),
                 *self._copies(names),
-                *(self.layout.workspace,) * count,
+                *(self.layout.device.workspace,) * count,
                 base.get(Category.BOUNDARY, 0),
             ),
             remembered=tuple(
@@ -353,7 +301,7 @@ class SimulatedPipeline:
     def _blocks(self, stages: Sequence[int]) -> BlockBytes:
         """Of the weights of stages that are gathered block by block."""
         layout = self.layout
-        trained = _trained(self.graph, layout, stages) if layout.division.always else {}
+        trained = layout.trained(self.graph, stages) if layout.division.always else {}
         own = {name: size for name, size in trained.items() if name not in layout.shared}
         return block_bytes(own, layout.division)
 
@@ -364,7 +312,7 @@ class SimulatedPipeline:
         names = {name for stage in stages for name in layout.stages[stage].state}
         found = [self.graph.state[name].bytes for name in sorted(names - blocks.names)]
         if layout.division.parts > 1:
-            trained = _trained(self.graph, layout, stages).values()
+            trained = layout.trained(self.graph, stages).values()
             found += [*map(layout.division.part_of, trained), *blocks.gathered]
         return found
 
@@ -377,25 +325,25 @@ class SimulatedPipeline:
         if layout.division.always:
             blocks = self._blocks(stages)
             return gradients - sum(blocks.gathered) - blocks.rows
-        trained = sum(_trained(self.graph, layout, stages).values())
+        trained = sum(layout.trained(self.graph, stages).values())
         return layout.division.part_of(gradients) - trained
 
     def _workspaces(self, stages: Sequence[int]) -> int:
         """Of the matrix library, which has one for each thread: backwards have their own."""
-        if not self.layout.workspace:
+        if not self.layout.device.workspace:
             return 0
         ops = observed(self.graph).ops
         names = (name for stage in stages for name in self.layout.stages[stage].ops)
         kernels = (kernel.name for name in names if name in ops for kernel in ops[name].kernels)
         if not any(kernel in _MULTIPLYING for kernel in kernels):
             return 0
-        return self.layout.workspace * (1 if self.graph.loss is None else 2)
+        return self.layout.device.workspace * (1 if self.graph.loss is None else 2)
 
     def _update(self, stages: Sequence[int]) -> UpdateBytes:
         layout = self.layout
         trained = {
             name: layout.division.part_of(size)
-            for name, size in _trained(self.graph, layout, stages).items()
+            for name, size in layout.trained(self.graph, stages).items()
         }
         return update_bytes(layout.optimizer, trained, on_host=layout.on_host)
 
@@ -440,26 +388,3 @@ def _joined(graph: Graph, made: Collection[str], device: int, microbatches: int)
         elif name in graph.producer:
             others += size
     return max(own) if device else sum(own) + others
-
-
-def _trained(graph: Graph, layout: Layout, stages: Sequence[int]) -> dict[str, int]:
-    if graph.loss is None:
-        return {}
-    names = dict.fromkeys(name for stage in stages for name in layout.stages[stage].state)
-    return {name: graph.state[name].bytes for name in names if graph.state[name].requires_grad}
-
-
-def _spec(graph: Graph, layout: Layout) -> PipelineSpec:
-    """The part of the package's spec that says which values are sent where."""
-    return PipelineSpec(
-        name=graph.name,
-        stages=tuple(StageSpec(nn.Module, s.inputs, s.outputs) for s in layout.stages),
-        inputs=graph.inputs,
-        crossings=layout.crossings,
-        outputs=tuple(Leaf(name, graph.values[name].batch_dim) for name in graph.output_values),
-        loss=None,
-        schedule=ScheduleKind.GPIPE,
-        microbatches=layout.microbatches,
-        microbatch_size=graph.batch_size,
-        placement=layout.placement,
-    )
