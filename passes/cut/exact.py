@@ -16,9 +16,9 @@ import numpy as np
 from gpipe_compiler.cluster import Link
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
-from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, excess_of
 from gpipe_compiler.passes.cut.problem import GRAPH_INPUT
+from gpipe_compiler.passes.cut.search import TOLERANCE
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import (
     BACKWARD,

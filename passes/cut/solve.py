@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from gpipe_compiler.options import Objective
 from gpipe_compiler.passes.cut.criteria import FillDrain, Rounds, Sends
 from gpipe_compiler.passes.cut.device_order import DeviceOrder
-from gpipe_compiler.passes.cut.dominance import TOLERANCE
 from gpipe_compiler.passes.cut.evaluator import CutEvaluator, CutScore
 from gpipe_compiler.passes.cut.exact import Enumeration, Goal
 from gpipe_compiler.passes.cut.local import improve_chain
 from gpipe_compiler.passes.cut.ordered import Ordered
-from gpipe_compiler.passes.cut.search import Criterion, SearchResult, search
+from gpipe_compiler.passes.cut.search import TOLERANCE, Criterion, SearchResult, search
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.space import Space
 from gpipe_compiler.passes.cut.tables import BoundTables, bottleneck_chain, least_excess, tables
