@@ -38,7 +38,7 @@ from gpipe_compiler.passes.cut.solve import WORK
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import OptimizerKind, ScheduleKind
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MICROBATCHES = 4

@@ -37,7 +37,7 @@ from gpipe_compiler.planner.measured import Start, time_step
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.errors import PipelineError
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEVICES = 2

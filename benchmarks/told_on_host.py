@@ -40,7 +40,7 @@ from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import Policy
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 FOREIGN = (
     *("torchvision:mobilenet_v3_small", "torchvision:shufflenet_v2_x0_5"),

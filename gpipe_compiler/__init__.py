@@ -46,13 +46,13 @@ if typing.TYPE_CHECKING:
     from gpipe_compiler.runtime.spec import OptimizerKind as OptimizerKind
     from gpipe_compiler.runtime.spec import Precision as Precision
     from gpipe_compiler.runtime.spec import ScheduleKind as ScheduleKind
-    from gpipe_compiler.targets.torch_package import emit as emit
+    from gpipe_compiler.targets.torch_stages import emit as emit
     from gpipe_compiler.validate.package import Validation as Validation
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "targets.torch_package": ("emit",),
+    "targets.torch_stages": ("emit",),
     "compile": ("Compiled", "compile", "plan", "trace"),
     "errors": ("GPipeCompilerError",),
     "frontend.subject": ("Subject",),

@@ -29,10 +29,13 @@ from gpipe_compiler.options import Auto, LossChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.report.facts import headline
 from gpipe_compiler.report.first_question import first_question
-from gpipe_compiler.report.frontier import document, show_frontier
 from gpipe_compiler.report.memory_tables import remat_table, remedy_table
-from gpipe_compiler.report.sweep import document as sweep_document
-from gpipe_compiler.report.sweep import show_sweep
+from gpipe_compiler.report.settings import (
+    frontier_document,
+    show_frontier,
+    show_sweep,
+    sweep_document,
+)
 from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, stage_table, summary_table
 from gpipe_compiler.runtime.spec import Remat
@@ -194,7 +197,7 @@ def _document(compiled: Compiled) -> dict[str, object]:
     return {
         "directory": str(compiled.directory) if compiled.directory else None,
         "plan": json.loads(compiled.plan.to_json()),
-        "frontier": document(compiled.frontier) if compiled.frontier else None,
+        "frontier": frontier_document(compiled.frontier) if compiled.frontier else None,
         "batch": compiled.batch or None,
         "without_effect": list(_unread(compiled.plan)),
         "not_validated": compiled.not_validated or None,

@@ -13,7 +13,6 @@ from gpipe_compiler.codegen.releases import DelWriter
 from gpipe_compiler.codegen.sizes import usual_name
 from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
-from gpipe_compiler.codegen.uses import Uses
 from gpipe_compiler.codegen.value_names import (
     StatementRun,
     argument_name,
@@ -26,7 +25,7 @@ from gpipe_compiler.codegen.value_names import (
     reshaped_by,
     wishes,
 )
-from gpipe_compiler.codegen.variables import END, Variables
+from gpipe_compiler.codegen.variables import END, Uses, Variables
 from gpipe_compiler.ir import (
     FunctionCall,
     Graph,

@@ -11,7 +11,6 @@ from functools import cached_property
 
 from torch import nn
 
-from gpipe_compiler.codegen.argument_names import parameter_names
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.calls import Calls, HelperCall, module_path, relative
 from gpipe_compiler.codegen.construction import (
@@ -24,7 +23,6 @@ from gpipe_compiler.codegen.construction import (
     class_lines,
     init_lines,
 )
-from gpipe_compiler.codegen.constructor_names import InnerBlocks, constructor_names
 from gpipe_compiler.codegen.constructors import ModuleNode, StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, RawText, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
@@ -34,7 +32,8 @@ from gpipe_compiler.codegen.layout import call, lay_out
 from gpipe_compiler.codegen.method_text import MethodBody, function_text, is_tensor, method_text
 from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
-from gpipe_compiler.codegen.peaks import Peaks
+from gpipe_compiler.codegen.parameter_names import InnerBlocks, constructor_names, parameter_names
+from gpipe_compiler.codegen.releases import Peaks
 from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
 from gpipe_compiler.codegen.value_names import is_result
 from gpipe_compiler.ir import Op, RegionCall

@@ -14,9 +14,8 @@ from gpipe_compiler.codegen.methods import Method
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.releases import Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
-from gpipe_compiler.codegen.uses import Uses, with_callers
 from gpipe_compiler.codegen.value_names import argument_name, name_of_result
-from gpipe_compiler.codegen.variables import Variables
+from gpipe_compiler.codegen.variables import Uses, Variables, with_callers
 from gpipe_compiler.ir import Graph, ModuleCall, ValueKind
 
 

@@ -23,9 +23,8 @@ from gpipe_compiler.codegen.methods import drop_dead
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.releases import DelWriter, Releases
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.uses import Uses, is_attribute
 from gpipe_compiler.codegen.value_names import find_runs, plain_name
-from gpipe_compiler.codegen.variables import Variables
+from gpipe_compiler.codegen.variables import Uses, Variables, is_attribute
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import (

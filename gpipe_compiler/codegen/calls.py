@@ -17,8 +17,8 @@ from gpipe_compiler.codegen.constructors import NO_NAMES, ModuleNode
 from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.sources import calls_at, is_closure, is_repeated, statement_at
-from gpipe_compiler.codegen.uses import makes_only
 from gpipe_compiler.codegen.value_names import kind_of
+from gpipe_compiler.codegen.variables import makes_only
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states

@@ -21,7 +21,6 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import own_code_of
 from gpipe_compiler.codegen.loss_weight import MODULE, write_loss_weight
 from gpipe_compiler.codegen.names import identifier
-from gpipe_compiler.codegen.pretrained import write_pretrained
 from gpipe_compiler.codegen.schedule import write_schedule
 from gpipe_compiler.codegen.scripts import write_init, write_readme, write_run
 from gpipe_compiler.codegen.stage import StageSource, write_stages
@@ -33,6 +32,7 @@ from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
+from gpipe_compiler.runtime.train.export import HUGGING_FACE, NAMES
 from gpipe_compiler.runtime.train.hooks import HOOKS
 from gpipe_compiler.runtime.wording import is_text
 
@@ -298,3 +298,39 @@ def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
                 f"{name} is of the type complex128, which safetensors files cannot hold",
                 hint="use complex64, or a real tensor and torch.view_as_complex",
             )
+
+
+def write_pretrained(pretrained: Pretrained, folder: Path, progress: Callable[[str], None]) -> None:
+    """Writes `weights/index.json`, which refers to the folder's own files by paths relative to it,
+    and the folder of what an export takes along.
+
+    Args:
+        folder: the package, which may be moved to another name in the folder that it is in.
+    """
+    weights = folder / "weights"
+    if pretrained.stored:
+        home = weights.resolve()
+        places: dict[Path, str] = {}
+        for file in dict.fromkeys(tensor.file for tensor in pretrained.stored.values()):
+            places[file] = os.path.relpath(file, home)
+            if pretrained.copied_weights:
+                progress(f"copying {file.name}")
+                places[file] = file.name
+                shutil.copyfile(file, weights / file.name)
+        keys = {
+            name: tensor.key for name, tensor in pretrained.stored.items() if tensor.key != name
+        }
+        index = {
+            "weight_map": {name: places[each.file] for name, each in pretrained.stored.items()},
+            "keys": keys | {n: k for k, n in pretrained.exported.items() if n in pretrained.anew},
+            "anew": sorted(pretrained.anew),
+        }
+        (weights / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    beside = folder / HUGGING_FACE
+    beside.mkdir()
+    for name, text in pretrained.texts.items():
+        (beside / name).write_text(text, encoding="utf-8")
+    for file in pretrained.copies:
+        shutil.copyfile(file, beside / file.name)
+    content = {"adapter": pretrained.adapter, "names": dict(pretrained.exported)}
+    (beside / NAMES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

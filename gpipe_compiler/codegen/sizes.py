@@ -12,8 +12,7 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
 from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.uses import Uses, makes_only
-from gpipe_compiler.codegen.variables import Variables
+from gpipe_compiler.codegen.variables import Uses, Variables, makes_only
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, Call, Graph, MethodCall, Op, Ref
 from gpipe_compiler.ir.arguments import BatchMultiple

@@ -23,9 +23,9 @@ from gpipe_compiler.report.facts import (
     render,
 )
 from gpipe_compiler.report.first_question import verdict, way_rows
-from gpipe_compiler.report.frontier import COLUMNS, row
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.picture import draw, pipeline_drawing
+from gpipe_compiler.report.settings import COLUMNS, row
 from gpipe_compiler.report.text import ValidationResult, constraint_rows, prediction_rows
 from gpipe_compiler.runtime.schedule.actions import split_stages
 from gpipe_compiler.runtime.spec import Remat

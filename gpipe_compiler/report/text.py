@@ -25,8 +25,8 @@ from gpipe_compiler.report.facts import (
     placed,
 )
 from gpipe_compiler.report.first_question import first_question
-from gpipe_compiler.report.frontier import show_frontier
 from gpipe_compiler.report.memory_tables import remat_table
+from gpipe_compiler.report.settings import show_frontier
 from gpipe_compiler.report.terminal import pairs_table, table_of
 from gpipe_compiler.runtime.spec import Remat, WeightSharding
 from gpipe_compiler.runtime.train.comparison import Row

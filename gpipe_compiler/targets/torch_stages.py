@@ -12,15 +12,16 @@ from typing import ClassVar, Self
 
 import torch
 
-from gpipe_compiler.codegen.package import Progress
-from gpipe_compiler.errors import ModelError, Notice
+from gpipe_compiler.codegen.package import Progress, place, write_package
+from gpipe_compiler.errors import EmitError, ModelError, Notice
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.carried import with_state
 from gpipe_compiler.frontend.comparable_runs import settles_in_eval
 from gpipe_compiler.frontend.materialise import real_example
+from gpipe_compiler.frontend.subject import Pretrained
 from gpipe_compiler.frontend.signature import resized
-from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.subject import Hooks, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
@@ -36,9 +37,9 @@ from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
 from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.planner import Planner
+from gpipe_compiler.report.html import write_report
 from gpipe_compiler.runtime.spec import OptimizerKind, WeightSharding
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
-from gpipe_compiler.targets.torch_package import emit, write_reported
 from gpipe_compiler.validate.cross_sample import refuse_mixing
 from gpipe_compiler.validate.large_models import validate_shortened, why_not_materialised
 from gpipe_compiler.validate.launching import Launch
@@ -192,3 +193,53 @@ def _with_optimizer(
     if isinstance(found, str):
         return options, f"sgd: what make_optimizer() remembers is not known ({found})"
     return dataclasses.replace(options, optimizer=found), str(found)
+
+
+def emit(
+    plan: Plan,
+    directory: Path,
+    *,
+    hooks: Hooks | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    example: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Writes the package of a plan.
+
+    Args:
+        plan: with its graph, which holds the weights.
+        hooks: the user's own file, for the data and the optimizer.
+        force: replace the package that stands there already.
+        example: a real tensor for every input, by name; that of the graph unless given.
+
+    Returns:
+        The absolute path of the package.
+
+    Raises:
+        EmitError: when something stands there already, when it cannot be written (permissions, a
+            full disk), or when an op has no spelling as source code. Nothing is left behind.
+    """
+    if plan.graph is None:
+        raise EmitError(
+            "the plan has no graph, so there is no code to write",
+            hint="plan the graph again: a plan read from JSON has no graph",
+        )
+    tell = progress or (lambda _: None)
+    return place(
+        directory,
+        lambda folder: write_reported(plan, folder, hooks, tell, example),
+        force=force,
+    )
+
+
+def write_reported(
+    plan: Plan,
+    folder: Path,
+    hooks: Hooks | None,
+    tell: Progress,
+    example: Mapping[str, torch.Tensor] | None = None,
+    pretrained: Pretrained | None = None,
+) -> None:
+    """Writes the files of a package, its report among them, into an empty folder; see `emit`."""
+    write_package(plan, folder, hooks, tell, example, pretrained)
+    write_report(plan, folder / "report.html")

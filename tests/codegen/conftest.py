@@ -35,7 +35,7 @@ from gpipe_compiler.planner.cut_problem import CutFacts
 from gpipe_compiler.planner.stage_table import tabulate
 from gpipe_compiler.runtime.schedule import gpipe
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 models = load_script(Path(__file__).with_name("models.py"), "codegen_models")
 CLUSTER = Cluster.of(Device("test", 1e12, 1e11, 1 << 34, 1e-6), Link(1e10, 1e-6))

@@ -28,7 +28,7 @@ from gpipe_compiler.ir import ModuleCall
 from gpipe_compiler.ir.contents import is_under
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import Remat
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 
 class Feed(nn.Module):

@@ -38,7 +38,7 @@ from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import ByMode, FunctionCall, MethodCall, Mode, Ref
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 words = st.text("abcxyz_.0", min_size=1, max_size=30)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 CLASSES = 20
 OF_CLASS = torch.linspace(0.5, 2.4, CLASSES)

@@ -15,7 +15,7 @@ from gpipe_compiler.codegen.method_text import types_of
 from gpipe_compiler.ir import Graph, Value, ValueKind
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 
 class Contrast(nn.Module):

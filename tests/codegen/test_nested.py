@@ -21,7 +21,7 @@ from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.initial import initial_lines
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.spec import StageSpec, Steps, covers
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 
 class Odd(nn.Module):

@@ -20,7 +20,7 @@ from gpipe_compiler.codegen import package
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.subject import Hooks
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 FILES = {
     "README.md",

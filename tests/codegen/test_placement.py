@@ -18,7 +18,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.schedule import forward_only, orders_for
 from gpipe_compiler.runtime.schedule.actions import parse_order
 from gpipe_compiler.runtime.spec import ScheduleKind
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 PLACEMENT = (0, 1, 1, 0)
 

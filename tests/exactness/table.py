@@ -19,7 +19,7 @@ from training_cases import BATCH, CASES, MICROBATCHES, Case, Trained, train_plai
 from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 STAGES = (1, 2, 4)
 

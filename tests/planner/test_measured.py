@@ -16,7 +16,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.planner import measured as clocking
 from gpipe_compiler.planner.measured import Start, time_step
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 
 def planned():

@@ -40,7 +40,7 @@ from gpipe_compiler.planner.planner import make_plan
 from gpipe_compiler.planner.planning import pipeline_devices
 from gpipe_compiler.runtime.schedule.choosing import placement_for
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 _COUNTER = itertools.count()
 

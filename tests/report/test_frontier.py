@@ -9,8 +9,8 @@ import pytest
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice, Frontier, ParetoPoint, SearchStatus
-from gpipe_compiler.report.frontier import document, format_ratio, reason, show_frontier
 from gpipe_compiler.report.html import format_report
+from gpipe_compiler.report.settings import format_ratio, frontier_document, reason, show_frontier
 from gpipe_compiler.report.text import format_plan, plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
 
@@ -146,7 +146,7 @@ def test_json_has_throughput_and_reason() -> None:
     frontier = Frontier.of(
         [BEST, ParetoPoint(other(), SearchStatus.PLANNED, 2.0, 5 * GIB, bubble=0.6)], 64
     )
-    first, second = document(frontier)["points"]
+    first, second = frontier_document(frontier)["points"]
 
     assert (first["samples_per_s"], first["reason"]) == (64.0, "chosen")
     assert (second["samples_per_s"], second["schedule"]) == (32.0, "gpipe")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, GLOO, Cluster
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 
 class Skipping(nn.Module):

@@ -13,7 +13,7 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions, LossChoice
 from gpipe_compiler.plan.plan import SweepPoint
-from gpipe_compiler.report.sweep import document, notes, show_sweep
+from gpipe_compiler.report.settings import show_sweep, sweep_document, sweep_notes
 from gpipe_compiler.report.text import plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.targets.planning import planner_of, sweep
@@ -99,15 +99,15 @@ def test_the_notes_name_the_largest_and_the_fastest(graph: Graph):
     fitting = [point for point in points if point.plan is not None and point.fits]
     rates = {p.batch_size: p.batch_size / p.plan.here_s for p in fitting if p.plan is not None}
 
-    largest, fastest = notes(points)
+    largest, fastest = sweep_notes(points)
     assert f"{max(rates):,} samples" in largest
     assert f"with a mini-batch of {max(rates, key=rates.__getitem__):,}." in fastest
-    assert notes(points[-1:]) == ["Nothing fits."]
+    assert sweep_notes(points[-1:]) == ["Nothing fits."]
 
 
 def test_the_document_has_the_figures_of_each(graph: Graph):
     points = swept(graph, 2, 40)
-    good, bad = document(points)
+    good, bad = sweep_document(points)
 
     assert points[0].plan is not None
     assert good["step_s"] == points[0].plan.prediction.step_s

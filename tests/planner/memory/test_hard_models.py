@@ -25,7 +25,7 @@ from gpipe_compiler.planner.memory_fit import remeasured
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.core.random import SeededRandom
 from gpipe_compiler.runtime.spec import OptimizerKind
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 from live_memory import Case, count

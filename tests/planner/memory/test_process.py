@@ -20,7 +20,7 @@ from gpipe_compiler.options import LossChoice, Policy
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.train.told import ProcessTold, planned_to_give_back
-from gpipe_compiler.targets.torch_package import emit
+from gpipe_compiler.targets.torch_stages import emit
 
 BASE = 300 * 2**20
 SCRIPT = """

@@ -1,19 +1,23 @@
-"""The table of the settings that were compared: the chosen one, and why the others lose."""
+"""Tables of settings that were compared: of a search, with why the others lose, and of a sweep."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.fields import own_fields
 from gpipe_compiler.plan.pareto import EQUAL, Choice, Frontier, ParetoPoint, SearchStatus
-from gpipe_compiler.report.terminal import cell, figure_table
-from gpipe_compiler.runtime.wording import counted
+from gpipe_compiler.plan.plan import SweepPoint
+from gpipe_compiler.report.facts import device_bytes, fullest_device
+from gpipe_compiler.report.terminal import cell, figure_table, table_of
+from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds, format_share
 
 MOST_ROWS = 16
@@ -49,7 +53,7 @@ _SHORT = {
 }
 
 
-def document(frontier: Frontier) -> dict[str, Any]:
+def frontier_document(frontier: Frontier) -> dict[str, Any]:
     fields = own_fields(frontier)
     for row, point in zip(fields["points"], frontier.points, strict=True):
         row["samples_per_s"] = frontier.samples_per_s(point)
@@ -186,3 +190,97 @@ def _what_differs(ours: Choice, theirs: Choice) -> str:
     if ours.remat is not theirs.remat:
         return f"remat {ours.remat.value}"
     return counted(ours.microbatches, "micro-batch", "es")
+
+
+# --- a sweep: what each number of devices, or each size of mini-batch, gives ---------------------
+
+SWEEP_COLUMNS = (
+    *("devices", "batch", "micro-batches", "step", "samples/s", "fullest device", "fits"),
+    *("one device", "data parallel"),
+)
+"""The last two: samples/s of the model as it is, and of replicas on all of the devices."""
+
+
+def show_sweep(points: Sequence[SweepPoint]) -> RenderableType:
+    table = table_of(
+        "sweep", [_sweep_row(point) for point in points], words={"fits"}, what="settings"
+    )
+    return Group(table, *(Text(line) for line in sweep_notes(points)))
+
+
+def sweep_notes(points: Sequence[SweepPoint]) -> list[str]:
+    """The largest mini-batch that fits, and the most samples a second."""
+    fitting = [point for point in points if point.fits]
+    if not fitting:
+        return ["Nothing fits."]
+    found = []
+    if len({point.batch_size for point in points}) > 1:
+        largest = max(fitting, key=lambda point: (point.batch_size, -point.devices))
+        found.append(
+            f"The largest mini-batch of these that fits: {largest.batch_size:,} samples, on "
+            f"{counted(largest.devices, 'device')}."
+        )
+    fastest = max(fitting, key=lambda point: (_rate(point), -point.devices, -point.batch_size))
+    found.append(
+        f"The most samples a second of a pipeline that fits: {format_rate(_rate(fastest))}, on "
+        f"{counted(fastest.devices, 'device')} with a mini-batch of {fastest.batch_size:,}."
+    )
+    return found
+
+
+def sweep_document(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+    """The same for JSON: without the plans' own parts."""
+    return [
+        {
+            "devices": point.devices,
+            "batch_size": point.batch_size,
+            "problem": point.problem or None,
+            **({} if point.plan is None else _figures(point.plan)),
+        }
+        for point in points
+    ]
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {
+        "stages": len(plan.stages),
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule.value,
+        "fits": plan.fits,
+        "step_s": plan.prediction.step_s,
+        "here_s": plan.here_s,
+        "device_bytes": list(device_bytes(plan)),
+        "whole": [own_fields(whole) for whole in plan.whole],
+    }
+
+
+def _rate(point: SweepPoint) -> float:
+    assert point.plan is not None
+    return point.batch_size / point.plan.here_s if point.plan.here_s > 0 else 0.0
+
+
+def _sweep_row(point: SweepPoint) -> dict[str, str]:
+    cells = {"devices": str(point.devices or ""), "batch": f"{point.batch_size:,}"}
+    plan = point.plan
+    if plan is None:
+        return (
+            dict.fromkeys(SWEEP_COLUMNS, "") | cells | {"fits": f"no: {printable(point.problem)}"}
+        )
+    needed, memory = fullest_device(plan)
+    figures = {
+        "micro-batches": f"{plan.microbatches} x {plan.microbatch_size}",
+        "step": format_seconds(plan.here_s),
+        "samples/s": format_rate(_rate(point)),
+        "fullest device": f"{format_bytes(needed)} of {format_bytes(memory)}",
+        "fits": "yes" if plan.fits else "no",
+    }
+    names = SWEEP_COLUMNS[-2:]
+    others = {name: _other(plan, index) for index, name in enumerate(names[: len(plan.whole)])}
+    return dict.fromkeys(SWEEP_COLUMNS, "") | cells | figures | others
+
+
+def _other(plan: Plan, index: int) -> str:
+    whole = plan.whole[index]
+    if not whole.possible:
+        return "no"
+    return format_rate(plan.batch_size / whole.here_s) if whole.here_s > 0 else ""
