@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sources import Place, method_at, parameters_of, place_at
+from gpipe_compiler.codegen.sources import UserStatement, method_at, parameters_of, place_at
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
@@ -26,7 +26,7 @@ def _aligned(op: Op) -> list[tuple[object, ast.expr]]:
     own = made.module.rpartition(".")[2] if isinstance(made, ModuleCall) else called(made)
     operator = _OPERATORS.get(own)
     found: list[tuple[ast.expr, ...]] = []
-    for node in ast.walk(place.statement):
+    for node in ast.walk(place.node):
         match node:
             case ast.BinOp(left=left, right=right) if operator and isinstance(node.op, operator):
                 found.append((left, right))
@@ -69,7 +69,7 @@ def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
 def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
     given = {value for value in call.inputs if _is_tensor(graph, value)}
     found: dict[str, str] = {}
-    places: dict[int, tuple[Place, set[str]]] = {}
+    places: dict[int, tuple[UserStatement, set[str]]] = {}
     meant: list[tuple[str, set[str]]] = []
     for part in call.parts:
         place = place_at(part.source) if isinstance(part, Op) else None
@@ -80,7 +80,7 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
             for argument, node in _aligned(part)
             if isinstance(argument, Ref) and isinstance(node, ast.Name) and argument.name in given
         }
-        read = places.setdefault(id(place.statement), (place, set()))[1]
+        read = places.setdefault(id(place.node), (place, set()))[1]
         read.update(given.intersection(part.inputs).difference(written))
         meant.extend((value, place.meant(own)) for value, own in written.items())
     for value, names in sorted(meant, key=lambda item: len(item[1])):
@@ -119,12 +119,12 @@ def _match_passed(
     if not calls and "()" in part.path:  # a function that the user has by another name
         sites = next((op.source.callers for op in part.ops if op.source), ())
         frames = map(place_at, sites)
-        lines = [place.statement for place in frames if place and place.method is method]
+        lines = [place.node for place in frames if place and place.method is method]
         calls = [node for line in lines for node in ast.walk(line) if node in nodes]
     if len(calls) != 1:
         return
     (made,) = calls
-    place = Place(method, ast.Expr(made, lineno=made.lineno))
+    place = UserStatement(ast.Expr(made, lineno=made.lineno), method, ())
     names, callee = _named(graph, part)
     order = [own for own in parameters_of(callee) if own != "self"] if callee is not None else []
     passed: dict[str, ast.expr] = dict(zip(order, made.args, strict=False))

@@ -8,35 +8,112 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from gpipe_compiler.errors import SourceLocation
+
+NOWHERE = ast.FunctionDef("", ast.arguments([], [], None, [], [], None, []), [], [])
 
 _SHAPE_ATTRIBUTES = frozenset({"shape", "T", "mT", "H", "real", "imag", "ndim", "dtype", "device"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class UserStatement:
-    """One statement of the user's program.
+    """One statement of the user's program, or an item of one that has a name and lines of its own.
 
     Attributes:
+        method: the innermost function with arguments that it stands in, `NOWHERE` in none.
         targets: the names it assigns to; empty where it assigns to none, or to anything else.
-        operations: calls, operators and subscripts in it; ops beyond that number come from inside
-            the functions it calls. No limit for a comprehension.
-        names_size: whether what it assigns is the size of a tensor.
-        rebinds: whether it computes what it assigns from what the same name held before.
-        listed: whether what it assigns is computed item by item, in the order of the targets.
         function: of the function whose result it returns, the name; "" where it returns nothing.
     """
 
-    file: str
-    line: int
+    node: ast.stmt | ast.expr
+    method: ast.FunctionDef
     targets: tuple[str, ...]
-    operations: int
-    names_size: bool = False
-    rebinds: bool = False
-    listed: bool = False
     function: str = ""
+
+    @property
+    def line(self) -> int:
+        return self.node.lineno
+
+    @cached_property
+    def operations(self) -> int:
+        """Calls, operators and subscripts in it; ops beyond that number come from inside the
+        functions it calls. No limit for a comprehension."""
+        parts = [*ast.walk(self.node)]
+        if any(isinstance(part, ast.comprehension | ast.Lambda) for part in parts):
+            return sys.maxsize
+        counted = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
+        return sum(
+            isinstance(part, counted)
+            or (isinstance(part, ast.Attribute) and part.attr in _SHAPE_ATTRIBUTES)
+            for part in parts
+        )
+
+    @cached_property
+    def names_size(self) -> bool:
+        """Whether it is `b = x.shape[0]`, `b, c = x.shape`, `b = x.size(0)` or the like."""
+        value = getattr(self.node, "value", None)
+        values = value.elts if isinstance(value, ast.Tuple) else (value,)
+        return isinstance(self.node, ast.stmt) and any(map(_is_size, values))
+
+    @cached_property
+    def rebinds(self) -> bool:
+        """Whether it computes what it assigns from what the same name held before."""
+        if isinstance(self.node, ast.expr):
+            return False
+        read = set(_names(self.node, ast.Load))
+        return isinstance(self.node, ast.AugAssign) or not read.isdisjoint(self.targets)
+
+    @property
+    def listed(self) -> bool:
+        """Whether what it assigns is computed item by item, in the order of the targets:
+        `f(x), g(y)`, `(f(x) for f in functions)` or `map(f, items)`."""
+        match getattr(self.node, "value", None) if isinstance(self.node, ast.stmt) else None:
+            case ast.Call(func=ast.Name(id="map")) | ast.GeneratorExp() | ast.ListComp():
+                return True
+            case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                return not any(isinstance(item, ast.Name | ast.Constant) for item in elements)
+            case _:
+                return False
+
+    @property
+    def read(self) -> set[str]:
+        """The parameters that the statement reads."""
+        return {own for own in _names(self.node, ast.Load) if self.holds(own, self.node)}
+
+    def holds(self, own: str, node: ast.stmt | ast.expr) -> bool:
+        """Whether a name is a parameter's, of which nothing else has been made before a node."""
+        if own == "self" or own not in parameters_of(self.method):
+            return False
+        loops = (part for part in ast.walk(self.method) if isinstance(part, ast.For | ast.While))
+        around = [part for part in loops if any(inner is node for inner in ast.walk(part))]
+        start = min((part.end_lineno or 0 for part in around), default=node.lineno - 1)
+        return not any(
+            part.id == own and isinstance(part.ctx, ast.Store) and part.lineno <= start
+            for part in ast.walk(self.method)
+            if isinstance(part, ast.Name)
+        )
+
+    def meant(self, own: str) -> set[str]:
+        """The parameters that a name may stand for: itself, or others that it is assigned from."""
+        if self.holds(own, self.node):
+            return {own}
+        assigned = [
+            node
+            for node in ast.walk(self.method)
+            if isinstance(node, ast.Assign) and _targets(node) == (own,)
+        ]
+        before = [node for node in assigned if node.lineno < self.line]
+        if not before and len(assigned) != 1:
+            return set()
+        match max(before or assigned, key=lambda node: node.lineno).value:
+            case ast.Name(id=other) | ast.IfExp(body=ast.Name(id=other), orelse=ast.Constant()):
+                return {other}.intersection(parameters_of(self.method))
+            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)):
+                return {one, other}.intersection(parameters_of(self.method))
+            case _:
+                return set()
 
 
 def method_at(files: Iterable[str], owner: str, own: str) -> ast.FunctionDef | None:
@@ -53,13 +130,20 @@ def statement_at(location: SourceLocation | None) -> UserStatement | None:
     """The statement that a line belongs to; None where the source cannot be read."""
     if location is None:
         return None
-    return _statements(location.file).get(location.line)
+    items = _named_items(location.file)
+    return items.get(location.line) or _statements(location.file).get(location.line)
+
+
+def place_at(location: SourceLocation | None) -> UserStatement | None:
+    """The whole statement of a line in a method or function; None where it is in none."""
+    found = None if location is None else _statements(location.file).get(location.line)
+    return None if found is None or found.method is NOWHERE else found
 
 
 def calls_at(location: SourceLocation, own: str) -> int:
     """How many calls of a function or method of a name the statement at a line has."""
     place = place_at(location)
-    nodes = () if place is None else ast.walk(place.statement)
+    nodes = () if place is None else ast.walk(place.node)
     called = (node.func for node in nodes if isinstance(node, ast.Call))
     names = (getattr(node, "id", "") or getattr(node, "attr", "") for node in called)
     return sum(name.strip("_") == own.strip("_") for name in names)
@@ -96,7 +180,7 @@ def begins_with_module(location: SourceLocation) -> bool:
         return False
     loops = (node for node in ast.walk(place.method) if isinstance(node, ast.For))
     ones = {"self"}.union(*(set(_names(node.target, ast.Store)) for node in loops))
-    match next(_computed(place.statement), None):
+    match next(_computed(place.node), None):
         case ast.Call(func=ast.Name() | ast.Subscript()):
             return True
         case ast.Call(func=function):
@@ -131,34 +215,32 @@ def parsed(file: str) -> ast.Module:
 
 
 @cache
-def _statements(file: str) -> dict[int, UserStatement]:
+def _statements(file: str) -> Mapping[int, UserStatement]:
     """The simple statements of a file by each line they cover."""
     tree = parsed(file)
-    functions: dict[ast.AST, str] = {
-        part: function.name
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        for part in ast.walk(function)
-        if isinstance(part, ast.Return)
-    }
+    around: dict[ast.AST, str] = {}
+    method: dict[ast.AST, ast.FunctionDef] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            inside = [*ast.walk(function)]
+            around.update(dict.fromkeys(inside, function.name))
+            method.update(dict.fromkeys(inside if function.args.args else (), function))
     table: dict[int, UserStatement] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
-            targets, read = _targets(node), set(_names(node, ast.Load))
-            statement = UserStatement(
-                file,
-                node.lineno,
-                targets,
-                _operations(node),
-                _names_size(node),
-                isinstance(node, ast.AugAssign) or not read.isdisjoint(targets),
-                _is_listed(getattr(node, "value", None)),
-                functions.get(node, ""),
-            )
+            returns = around.get(node, "") if isinstance(node, ast.Return) else ""
+            statement = UserStatement(node, method.get(node, NOWHERE), _targets(node), returns)
             table.update(dict.fromkeys(_lines(node), statement))
-            for own, value in _items(getattr(node, "value", None)):
-                item = UserStatement(file, value.lineno, (own,), _operations(value))
-                table.update(dict.fromkeys(_lines(value), item))
+    return table
+
+
+@cache
+def _named_items(file: str) -> Mapping[int, UserStatement]:
+    """What the statements of a file make for dictionaries and the like, by each line it covers."""
+    table: dict[int, UserStatement] = {}
+    for whole in dict.fromkeys(_statements(file).values()):
+        for own, value in _items(getattr(whole.node, "value", None)):
+            table.update(dict.fromkeys(_lines(value), UserStatement(value, whole.method, (own,))))
     return table
 
 
@@ -196,34 +278,6 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
             return ()
 
 
-def _operations(node: ast.stmt | ast.expr) -> int:
-    if any(isinstance(part, ast.comprehension | ast.Lambda) for part in ast.walk(node)):
-        return sys.maxsize
-    counted = (ast.Call, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Subscript, ast.AugAssign)
-    return sum(
-        isinstance(part, counted)
-        or (isinstance(part, ast.Attribute) and part.attr in _SHAPE_ATTRIBUTES)
-        for part in ast.walk(node)
-    )
-
-
-def _is_listed(value: ast.expr | None) -> bool:
-    """Whether it is `f(x), g(y)`, `(f(x) for f in functions)` or `map(f, items)`."""
-    match value:
-        case ast.Call(func=ast.Name(id="map")):
-            return True
-        case ast.Tuple(elts=elements) | ast.List(elts=elements):
-            return not any(isinstance(item, ast.Name | ast.Constant) for item in elements)
-        case _:
-            return isinstance(value, ast.GeneratorExp | ast.ListComp)
-
-
-def _names_size(node: ast.stmt) -> bool:
-    """Whether it is `b = x.shape[0]`, `b, c = x.shape`, `b = x.size(0)` or the like."""
-    value = getattr(node, "value", None)
-    return any(map(_is_size, value.elts if isinstance(value, ast.Tuple) else (value,)))
-
-
 def _is_size(expression: ast.expr | None) -> bool:
     match expression:
         case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size")):
@@ -234,52 +288,6 @@ def _is_size(expression: ast.expr | None) -> bool:
             return _is_size(value)
         case _:
             return False
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """A statement of a method or function of the user's."""
-
-    method: ast.FunctionDef
-    statement: ast.stmt
-
-    @property
-    def read(self) -> set[str]:
-        """The parameters that the statement reads."""
-        return {own for own in _names(self.statement, ast.Load) if self.holds(own, self.statement)}
-
-    def holds(self, own: str, node: ast.stmt | ast.expr) -> bool:
-        """Whether a name is a parameter's, of which nothing else has been made before a node."""
-        if own == "self" or own not in parameters_of(self.method):
-            return False
-        loops = (part for part in ast.walk(self.method) if isinstance(part, ast.For | ast.While))
-        around = [part for part in loops if any(inner is node for inner in ast.walk(part))]
-        start = min((part.end_lineno or 0 for part in around), default=node.lineno - 1)
-        return not any(
-            part.id == own and isinstance(part.ctx, ast.Store) and part.lineno <= start
-            for part in ast.walk(self.method)
-            if isinstance(part, ast.Name)
-        )
-
-    def meant(self, own: str) -> set[str]:
-        """The parameters that a name may stand for: itself, or others that it is assigned from."""
-        if self.holds(own, self.statement):
-            return {own}
-        assigned = [
-            node
-            for node in ast.walk(self.method)
-            if isinstance(node, ast.Assign) and _targets(node) == (own,)
-        ]
-        before = [node for node in assigned if node.lineno < self.statement.lineno]
-        if not before and len(assigned) != 1:
-            return set()
-        match max(before or assigned, key=lambda node: node.lineno).value:
-            case ast.Name(id=other) | ast.IfExp(body=ast.Name(id=other), orelse=ast.Constant()):
-                return {other}.intersection(parameters_of(self.method))
-            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)):
-                return {one, other}.intersection(parameters_of(self.method))
-            case _:
-                return set()
 
 
 def names_returned(location: SourceLocation | None) -> tuple[str, ...]:
@@ -309,7 +317,7 @@ def names_of_parts(location: SourceLocation | None, count: int) -> tuple[str, ..
     place = place_at(location)
     if location is None or place is None:
         return ()
-    targets = _targets(place.statement)
+    targets = place.targets
     if len(targets) != 1:
         return ()
     for scope in (place.method, parsed(location.file)):
@@ -333,7 +341,7 @@ def alias_of(location: SourceLocation | None, own: str) -> str:
         (node.lineno, alias)
         for place in _frames(location)
         for node, alias in _aliases(place.method, own)
-        if node.lineno <= place.statement.lineno
+        if node.lineno <= place.line
     ]
     return max(found, default=(0, ""))[1]
 
@@ -341,17 +349,17 @@ def alias_of(location: SourceLocation | None, own: str) -> str:
 def alias_after(location: SourceLocation | None, own: str) -> str:
     """The same for what a line or its callers make, before the name stands for anything else."""
     for place in _frames(location):
-        later = range(place.statement.lineno + 1, sys.maxsize)
+        later = range(place.line + 1, sys.maxsize)
         named = (node for node in ast.walk(place.method) if isinstance(node, ast.Name))
         stored = (node for node in named if node.id == own and isinstance(node.ctx, ast.Store))
         end = min((node.lineno for node in stored if node.lineno in later), default=sys.maxsize)
         for node, alias in _aliases(place.method, own):
-            if node.lineno in later and node.lineno < end and own in _targets(place.statement):
+            if node.lineno in later and node.lineno < end and own in place.targets:
                 return alias
     return ""
 
 
-def _frames(location: SourceLocation | None) -> Iterator[Place]:
+def _frames(location: SourceLocation | None) -> Iterator[UserStatement]:
     """The statements of a line and of its callers, from the inside out."""
     frames = () if location is None else (location, *reversed(location.callers))
     return filter(None, map(place_at, frames))
@@ -369,22 +377,3 @@ def _names(node: ast.AST, context: type[ast.expr_context]) -> Iterator[str]:
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and isinstance(part.ctx, context):
             yield part.id
-
-
-def place_at(source: SourceLocation | None) -> Place | None:
-    """The statement of a line in its method; None where it is in none or cannot be read."""
-    return None if source is None else _places(source.file).get(source.line)
-
-
-@cache
-def _places(file: str) -> Mapping[int, Place]:
-    """The statements of the methods and functions of a file by each line they cover."""
-    table: dict[int, Place] = {}
-    for method in ast.walk(parsed(file)):
-        if not isinstance(method, ast.FunctionDef) or not method.args.args:
-            continue
-        for node in ast.walk(method):
-            if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
-                lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-                table.update(dict.fromkeys(lines, Place(method, node)))
-    return table
