@@ -42,9 +42,8 @@ from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.html import write_report
 from gpipe_compiler.report.text import format_plan
-from gpipe_compiler.targets import load
+from gpipe_compiler.targets import Target, load
 from gpipe_compiler.targets.planning import sweep
-from gpipe_compiler.targets.target import Target
 from gpipe_compiler.targets.torch_stages import emit
 from gpipe_compiler.validate.launching import Launch, fresh
 from gpipe_compiler.validate.package import Validation

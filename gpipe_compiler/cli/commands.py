@@ -27,15 +27,15 @@ from gpipe_compiler.frontend.user_code import ModelSpec
 from gpipe_compiler.onnx import OnnxFile
 from gpipe_compiler.options import Auto, LossChoice
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.report.facts import headline
-from gpipe_compiler.report.first_question import first_question
-from gpipe_compiler.report.memory_tables import remat_table, remedy_table
-from gpipe_compiler.report.settings import (
+from gpipe_compiler.report.comparisons import (
+    first_question,
     frontier_document,
     show_frontier,
     show_sweep,
     sweep_document,
 )
+from gpipe_compiler.report.facts import headline
+from gpipe_compiler.report.memory_tables import remat_table, remedy_table
 from gpipe_compiler.report.terminal import Spinner, notices, terminal
 from gpipe_compiler.report.text import boundary_table, stage_table, summary_table
 from gpipe_compiler.runtime.spec import Remat

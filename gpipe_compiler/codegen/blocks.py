@@ -29,8 +29,8 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.find_loops import LoopFinder
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
-from gpipe_compiler.codegen.method_text import MethodBody, function_text, is_tensor, method_text
-from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.method_text import MethodBody, function_text, method_text
+from gpipe_compiler.codegen.methods import Method, is_tensor
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.parameter_names import InnerBlocks, constructor_names, parameter_names
 from gpipe_compiler.codegen.releases import Peaks
@@ -142,7 +142,6 @@ class StageBlocks:
         )
 
     def construction(self, file: SourceFile) -> Construction:
-        """What constructs the modules of the stage."""
         return Construction(
             self.facts.graph,
             self.own.state,

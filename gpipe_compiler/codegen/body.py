@@ -9,8 +9,8 @@ from gpipe_compiler.codegen.bindings import returned
 from gpipe_compiler.codegen.body_writer import BodyWriter
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import name
-from gpipe_compiler.codegen.method_text import MethodBody, is_tensor, value_kind, with_type
-from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.method_text import MethodBody, with_type
+from gpipe_compiler.codegen.methods import Method, is_tensor, value_kind
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.releases import Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments

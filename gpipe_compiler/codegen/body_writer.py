@@ -18,8 +18,7 @@ from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, name
 from gpipe_compiler.codegen.left_out import Ways, draws_within
 from gpipe_compiler.codegen.loop_lines import LoopLines
 from gpipe_compiler.codegen.loops import loop_begun, loop_ended
-from gpipe_compiler.codegen.method_text import is_tensor
-from gpipe_compiler.codegen.methods import drop_dead
+from gpipe_compiler.codegen.methods import drop_dead, is_tensor
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.releases import DelWriter, Releases
 from gpipe_compiler.codegen.statements import Statement

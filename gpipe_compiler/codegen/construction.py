@@ -85,7 +85,6 @@ class Arguments:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Parameter]) -> Arguments:
-        """Those of a block."""
         return cls(
             {slot: own for own, item in parameters.items() for slot in item.slots},
             {own: _type(item.values.values()) for own, item in parameters.items()},

@@ -233,7 +233,6 @@ class StageState:
 
     @property
     def attributes(self) -> frozenset[str]:
-        """The names that the stage itself gives to modules and tensors."""
         return frozenset(self.root.members)
 
 

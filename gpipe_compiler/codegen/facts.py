@@ -84,7 +84,6 @@ class CodeFacts:
         return first_numbers(self.graph, _counts(self.randoms))
 
     def random_ops(self, ops: Iterable[Op], *, training: bool) -> Randoms:
-        """The random aten ops that these ops run in one mode."""
         known = self.randoms if training else self.randoms_in_eval
         run = [op for op in ops if op.name in known]
         numbers = numbers_of(run, self._first_random, _counts(known))

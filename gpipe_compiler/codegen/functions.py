@@ -7,7 +7,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -76,17 +75,9 @@ UNTYPED = frozenset({"split", "unflatten", "norm", "unique", "stft"})
 """Methods without types, which torch has as functions too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """An expression for an object, and what must be imported for it."""
-
-    text: str
-    module: str
-
-
 @cache
-def _known() -> dict[int, tuple[object, Spelling]]:
-    """Public callables by identity; the first namespace that has one names it."""
+def _known() -> dict[int, tuple[object, str]]:
+    """Public callables by identity, with their spelling by the first namespace that has one."""
     namespaces: list[tuple[str, ModuleType | type]] = [
         ("F", F),
         ("nn", nn),
@@ -103,7 +94,7 @@ def _known() -> dict[int, tuple[object, Spelling]]:
         ("", builtins),
         ("torch.Tensor", torch.Tensor),
     ]
-    table: dict[int, tuple[object, Spelling]] = {}
+    table: dict[int, tuple[object, str]] = {}
     for prefix, namespace in namespaces:
         for name in sorted(dir(namespace), key=lambda name: (name.startswith("_"), name)):
             value = getattr(namespace, name, None)
@@ -112,8 +103,7 @@ def _known() -> dict[int, tuple[object, Spelling]]:
             own = getattr(value, "__name__", name)
             if prefix == "F" and (own != name or not _of_functional(value)):
                 continue
-            text = f"{prefix}.{name}" if prefix else name
-            table.setdefault(id(value), (value, Spelling(text, _imported(prefix))))
+            table.setdefault(id(value), (value, f"{prefix}.{name}" if prefix else name))
     return table
 
 
@@ -123,11 +113,6 @@ def _of_functional(value: object) -> bool:
     return module in ("torch.nn.functional", "torch._C._nn", "torch") and not isinstance(
         value, type
     )
-
-
-def _imported(prefix: str) -> str:
-    """What to import for names that start so; attributes of torch come with torch."""
-    return "torch" if prefix.startswith("torch") else prefix
 
 
 def spell(function: object, imports: Imports) -> str | None:
@@ -148,28 +133,20 @@ def spell(function: object, imports: Imports) -> str | None:
     if function is checkpoint:
         imports.name("torch.utils.checkpoint", "checkpoint")
         return "checkpoint"
-    entry = _known().get(id(function))
-    if entry is not None and entry[0] is function:
-        spelling = entry[1]
-    else:
-        found = _spell_by_module(function)
-        if found is None:
-            return None
-        spelling = found
-    _note(spelling.module, imports)
-    return spelling.text
-
-
-def _note(module: str, imports: Imports) -> None:
-    if module == "F":
+    value, text = _known().get(id(function), (None, ""))
+    if value is not function:
+        return _spell_by_module(function, imports)
+    origin = text.rpartition(".")[0]
+    if origin == "F":
         imports.module("torch.nn.functional as F")
-    elif module == "nn":
+    elif origin == "nn":
         imports.name("torch", "nn")
-    elif module:
-        imports.module(module)
+    elif origin:
+        imports.module(origin.partition(".")[0])  # attributes of torch come with torch
+    return text
 
 
-def _spell_by_module(function: object) -> Spelling | None:
+def _spell_by_module(function: object, imports: Imports) -> str | None:
     """A function deep inside torch, where its module and name lead back to it."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", "") or ""
@@ -177,7 +154,8 @@ def _spell_by_module(function: object) -> Spelling | None:
         return None
     if getattr(sys.modules.get(module), name, None) is not function:
         return None
-    return Spelling(f"{module}.{name}", module)
+    imports.module(module)
+    return f"{module}.{name}"
 
 
 def _spell_operator(

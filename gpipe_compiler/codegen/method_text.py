@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import INDENT, WIDTH, call, lay_out, name
-from gpipe_compiler.codegen.methods import Method
+from gpipe_compiler.codegen.methods import Method, is_tensor, value_kind
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.ir import Graph, Mode, ValueKind
 from gpipe_compiler.text import escaping
@@ -34,7 +34,6 @@ class MethodBody:
 
     @property
     def ends(self) -> bool:
-        """Whether the last statement returns."""
         return bool(self.statements) and self.statements[-1].target == "return "
 
 
@@ -99,7 +98,6 @@ class _Typed:
             self.walk(statement.body)
 
     def knows(self, statement: Statement) -> bool:
-        """Whether the type of a right-hand side is known."""
         return self._known(ast.parse(statement.expression.flat, mode="eval").body)
 
     def _known(self, node: ast.expr) -> bool:
@@ -185,16 +183,6 @@ def _definition(
     lines.extend(described)
     lines.extend(write_statements(body.statements, indent + 1))
     return lines if body.ends else [*lines, *_return(body.returns, indent + 1)]
-
-
-def value_kind(graph: Graph, value: str) -> ValueKind:
-    """What a value is; what the graph does not know, such as a state, is a tensor."""
-    known = graph.values.get(value)
-    return ValueKind.TENSOR if known is None else known.kind
-
-
-def is_tensor(graph: Graph, value: str) -> bool:
-    return value_kind(graph, value) is ValueKind.TENSOR
 
 
 def types_of(

@@ -83,7 +83,6 @@ class Identifiers:
 
     @property
     def taken(self) -> frozenset[str]:
-        """All that were given out, and the reserved ones."""
         return frozenset(self._taken)
 
 

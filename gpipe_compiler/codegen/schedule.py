@@ -209,7 +209,6 @@ def _pipeline(
 
 
 def _carried(graph: Graph) -> Iterator[Carried]:
-    """The state that a session holds."""
     for past, place in graph.carried:
         value = graph.values[graph.presents[past]]
         shape = tuple(at_batch(dim, graph.batch_size) for dim in value.dims)

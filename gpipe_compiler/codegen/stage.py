@@ -16,8 +16,14 @@ from gpipe_compiler.codegen.found_blocks import find_stage_blocks, write_blocks
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
 from gpipe_compiler.codegen.layout import WIDTH, lay_out, name, tuple_of
 from gpipe_compiler.codegen.method_text import MethodBody, docstring, method_text
-from gpipe_compiler.codegen.methods import Method, forward_method, loss_method
-from gpipe_compiler.codegen.segments import modules_run_again, segments_lines, split_off
+from gpipe_compiler.codegen.methods import (
+    Method,
+    forward_method,
+    loss_method,
+    modules_run_again,
+    segments_lines,
+    split_off,
+)
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.codegen.value_names import names_apart
@@ -203,7 +209,6 @@ def _source(plan: Plan, blocks: StageBlocks) -> StageSource:
 
 
 def _methods(plan: Plan, blocks: StageBlocks) -> list[list[str]]:
-    """The methods of a stage, with calls of blocks in all but the loss."""
     graph, own, imports = blocks.facts.graph, blocks.own, blocks.file.imports
     called = {
         label: blocks.with_calls(index, method)
@@ -302,7 +307,6 @@ def _described(
 def _argument_lines(
     graph: Graph, plan: Plan, stage: Stage, method: Method, body: MethodBody, *, inside: bool
 ) -> list[str]:
-    """What every argument is and where it comes from."""
     inputs = {source.name: source for source in graph.inputs}
     source_stage = {crossing.value: crossing.source for crossing in plan.crossings}
     entries = []

@@ -50,7 +50,6 @@ class Variables:
 
     @property
     def named(self) -> frozenset[str]:
-        """All variables so far."""
         return frozenset(self._holds)
 
     def is_numbered(self, value: str, wish: str, position: int) -> bool:
@@ -116,7 +115,6 @@ class Variables:
             self._bind(value, variable)
 
     def held(self, variable: str) -> Collection[str]:
-        """The values that a variable holds."""
         return self._holds.get(variable, frozenset())
 
     def holder(self, value: str) -> str | None:

@@ -9,12 +9,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import heapq
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -65,19 +66,24 @@ class BareGraph:
         return any(op.backward_s > 0 for op in self.ops)
 
     @cached_property
+    def place(self) -> Mapping[str, int]:
+        """The number of every op in the file."""
+        return {op.name: index for index, op in enumerate(self.ops)}
+
+    @cached_property
     def users(self) -> Mapping[str, tuple[str, ...]]:
         """For every op, those that read its output, in the order of the ops."""
-        place = {op.name: index for index, op in enumerate(self.ops)}
         found: dict[str, set[str]] = {op.name: set() for op in self.ops}
         for before, after in self.edges:
             found[before].add(after)
-        return {name: tuple(sorted(after, key=place.__getitem__)) for name, after in found.items()}
+        return {
+            name: tuple(sorted(after, key=self.place.__getitem__)) for name, after in found.items()
+        }
 
     @cached_property
     def order(self) -> tuple[str, ...]:
         """The names such that every op comes after those it reads from; else as in the file."""
-        place = {op.name: index for index, op in enumerate(self.ops)}
-        sorter = TopologicalSorter[str](dict.fromkeys(place, ()))
+        sorter = TopologicalSorter[str](dict.fromkeys(self.place, ()))
         for before, after in self.edges:
             sorter.add(after, before)
         sorter.prepare()
@@ -85,14 +91,13 @@ class BareGraph:
         found = []
         while sorter.is_active():
             for name in sorter.get_ready():
-                heapq.heappush(ready, place[name])
+                heapq.heappush(ready, self.place[name])
             found.append(self.ops[heapq.heappop(ready)].name)
             sorter.done(found[-1])
         return tuple(found)
 
     def problem(self, *, training: bool) -> CutProblem:
         """The same as a problem for the cut; nodes are the ops, in order."""
-        place = {op.name: index for index, op in enumerate(self.ops)}
         back = training and self.has_backward
         return CutProblem(
             tuple(
@@ -104,8 +109,8 @@ class BareGraph:
             tuple(
                 Traffic(
                     op.name,
-                    place[op.name],
-                    tuple(place[user] for user in self.users[op.name]),
+                    self.place[op.name],
+                    tuple(self.place[user] for user in self.users[op.name]),
                     op.output_bytes,
                     op.output_bytes if back else 0,
                 )
@@ -124,9 +129,9 @@ class BareGraph:
         )
 
 
-_NUMBERS = ("forward_s", "backward_s", "output_bytes", "parameter_bytes", "saved_bytes", "weight_s")
-_OPTIONAL = ("saved_bytes", "weight_s")
 _FIELDS = tuple(field.name for field in fields(BareOp))
+_REQUIRED = tuple(field.name for field in fields(BareOp) if field.default is MISSING)
+_, *_NUMBERS = _FIELDS
 
 
 def read_graph(path: Path) -> BareGraph:
@@ -155,7 +160,7 @@ def read_graph(path: Path) -> BareGraph:
 
 def check_graph(graph: BareGraph) -> BareGraph:
     """The same graph, if it is one."""
-    ops = [{key: getattr(op, key) for key in _FIELDS} for op in graph.ops]
+    ops = list(map(dataclasses.asdict, graph.ops))
     parse_graph({"ops": ops, "edges": list(map(list, graph.edges))}, graph.name)
     return graph
 
@@ -224,7 +229,7 @@ def _ops(listed: object, faults: list[str]) -> list[BareOp]:
         name = item.get("name")
         named = isinstance(name, str) and name != ""
         what = f"the op {name!r}" if named else f"op number {index}"
-        _fields(item, what, _FIELDS, [f for f in _FIELDS if f not in _OPTIONAL], faults)
+        _fields(item, what, _FIELDS, _REQUIRED, faults)
         if "name" in item and not named:
             faults.append(f'{what}: "name" is to be a text that is not empty, not {_shown(name)}')
         numbers: dict[str, Any] = dict.fromkeys(_NUMBERS, 0.0)

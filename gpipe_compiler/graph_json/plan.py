@@ -69,27 +69,18 @@ class BarePlan:
         return self.value_s / self.lower_bound_s - 1
 
     def to_json(self) -> str:
-        document = {
-            "graph": self.graph,
-            "stages": self.stages,
-            "step_time_s": self.step_time_s,
-            "bottleneck_s": self.bottleneck_s,
-            "lower_bound_s": self.lower_bound_s,
-            "gap": self.gap if math.isfinite(self.gap) else None,
-            "proved": self.proved,
-            "seconds": self.seconds,
+        fields = dataclasses.asdict(self)
+        figures = fields.pop("figures")
+        for figure in figures:
+            del figure["ops"]
+        fields |= {
             "objective": self.objective.value,
             "schedule": self.schedule.value if self.schedule else None,
             "mode": "train" if self.schedule else "infer",
-            "microbatches": self.microbatches,
-            "stage_figures": [_without_ops(figure) for figure in self.figures],
-            "device_bytes": self.device_bytes,
+            "gap": self.gap if math.isfinite(self.gap) else None,
+            "stage_figures": figures,
         }
-        return json.dumps(document, indent=2) + "\n"
-
-
-def _without_ops(figure: BareStage) -> dict[str, object]:
-    return {key: value for key, value in dataclasses.asdict(figure).items() if key != "ops"}
+        return json.dumps(fields, indent=2) + "\n"
 
 
 def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
@@ -107,19 +98,35 @@ def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
             raise UsageError(f"{count} {what}: at least one is needed")
     training = graph.has_backward if setting.training is None else setting.training
     problem = with_kinds(graph.problem(training=training), setting.cluster)
-    search = _Search(problem, setting, training=training)
+    search = _Search(graph, problem, setting, training=training)
     search.every_count(min(setting.stages, len(graph.ops)))
-    assert search.best is not None  # else it is refused
-    return _plan(
-        graph, search.best, search.bound_s, time.perf_counter() - started, prove=setting.prove
+    best = search.best
+    assert best is not None  # else it is refused
+    bound_s = min(search.bound_s, best.value_s)
+    met = bound_s >= best.value_s * (1 - PROVED)
+    return BarePlan(
+        graph.name,
+        tuple(figure.ops for figure in best.figures),
+        best.found.step_s,
+        max(figure.total_s for figure in best.figures),
+        best.value_s if met else bound_s,
+        met and setting.prove,
+        time.perf_counter() - started,
+        best.setting.objective,
+        best.setting.kind,
+        best.setting.microbatches,
+        best.figures,
+        best.device_bytes(),
     )
 
 
 class _Search:
     """The cuts into every number of stages up to the one asked for."""
 
-    def __init__(self, problem: CutProblem, asked: BareSetting, *, training: bool) -> None:
-        self.problem, self.asked, self.training = problem, asked, training
+    def __init__(
+        self, graph: BareGraph, problem: CutProblem, asked: BareSetting, *, training: bool
+    ) -> None:
+        self.graph, self.problem, self.asked, self.training = graph, problem, asked, training
         self.best: BareCut | None = None
         self.bound_s = math.inf
         self._known = Known()
@@ -164,8 +171,9 @@ class _Search:
         except PlanError as error:
             self._refusal = self._refusal or error
             return
-        found = BareCut(self.problem, setting, best)
-        self._take(found)
+        found = BareCut(self.graph, self.problem, setting, best)
+        if self.best is None or found.rank < self.best.rank:
+            self.best = found
         # Where the proved best does not fit, no cut into that many stages does.
         if best.fits or not best.proved:
             self.bound_s = min(self.bound_s, best.lower_bound_s)
@@ -194,10 +202,6 @@ class _Search:
             return whole_s + (m - 1) * device
         return m * device
 
-    def _take(self, found: BareCut) -> None:
-        if self.best is None or found.rank < self.best.rank:
-            self.best = found
-
 
 def _spread(most: int) -> set[int]:
     """Numbers up to this one, the closer together the smaller they are."""
@@ -206,25 +210,3 @@ def _spread(most: int) -> set[int]:
         found |= {most, most - most // 4}
         most //= 2
     return found
-
-
-def _plan(
-    graph: BareGraph, best: BareCut, bound_s: float, seconds: float, *, prove: bool
-) -> BarePlan:
-    figures = best.figures(graph)
-    bound_s = min(bound_s, best.value_s)
-    met = bound_s >= best.value_s * (1 - PROVED)
-    return BarePlan(
-        graph.name,
-        tuple(figure.ops for figure in figures),
-        best.found.step_s,
-        max(best.totals),
-        best.value_s if met else bound_s,
-        met and prove,
-        seconds,
-        best.setting.objective,
-        best.setting.kind,
-        best.setting.microbatches,
-        figures,
-        best.device_bytes(),
-    )

@@ -128,6 +128,7 @@ class BareStage:
 class BareCut:
     """A cut of a bare graph into a certain number of stages."""
 
+    graph: BareGraph
     problem: CutProblem
     setting: CutSetting
     found: Cut
@@ -139,10 +140,9 @@ class BareCut:
 
     @property
     def value_s(self) -> float:
-        """What was to be short."""
         if self.setting.objective is Objective.STEP:
             return self.found.step_s
-        return max(self.totals)
+        return max(figure.total_s for figure in self.figures)
 
     @cached_property
     def moves(self) -> tuple[tuple[Traffic, int, int], ...]:
@@ -166,29 +166,23 @@ class BareCut:
             seconds[target] += taken
         return tuple(seconds)
 
-    @property
-    def totals(self) -> tuple[float, ...]:
-        """For every stage, what `Objective.BOTTLENECK` counts."""
-        return tuple(
-            times.forward_s + times.backward_s + transfer
-            for times, transfer in zip(self.found.times, self.transfer_s, strict=True)
-        )
-
     def slot(self, stage: int) -> int:
         """The number in the setting of the device that a stage runs on."""
         return self.found.slots[self.setting.placement[stage]]
 
-    def figures(self, graph: BareGraph) -> tuple[BareStage, ...]:
-        return tuple(self._figures(graph, stage) for stage in range(self.setting.stages))
+    @cached_property
+    def figures(self) -> tuple[BareStage, ...]:
+        return tuple(map(self._figures, range(self.setting.stages)))
 
-    def _figures(self, graph: BareGraph, stage: int) -> BareStage:
-        ops = [op for op, its in zip(graph.ops, self.found.stage_of, strict=True) if its == stage]
+    def _figures(self, stage: int) -> BareStage:
+        pairs = zip(self.graph.ops, self.found.stage_of, strict=True)
+        ops = [op for op, its in pairs if its == stage]
         names = {op.name for op in ops}
         times = self.found.times[stage]
         received = [value for value, _, target in self.moves if target == stage]
         sent = [value for value, source, _ in self.moves if source == stage]
         return BareStage(
-            tuple(name for name in graph.order if name in names),
+            tuple(name for name in self.graph.order if name in names),
             self.slot(stage),
             times.forward_s,
             times.backward_s,

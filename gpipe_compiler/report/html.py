@@ -13,6 +13,7 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, MemoryPoint
 from gpipe_compiler.plan.plan import timeline
 from gpipe_compiler.report.activations import HEIGHT, WIDTH, activations
+from gpipe_compiler.report.comparisons import FRONTIER_COLUMNS, row, verdict, way_rows
 from gpipe_compiler.report.facts import (
     boundaries,
     device_bytes,
@@ -22,10 +23,8 @@ from gpipe_compiler.report.facts import (
     placed,
     render,
 )
-from gpipe_compiler.report.first_question import verdict, way_rows
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.picture import draw, pipeline_drawing
-from gpipe_compiler.report.settings import COLUMNS, row
 from gpipe_compiler.report.text import ValidationResult, constraint_rows, prediction_rows
 from gpipe_compiler.runtime.schedule.actions import split_stages
 from gpipe_compiler.runtime.spec import Remat
@@ -65,7 +64,7 @@ def format_report(plan: Plan, validation: ValidationResult | None = None) -> str
         parameters=parameter_count(plan),
         facts=[*constraint_rows(plan), *prediction_rows(plan)],
         gantt=_gantt(plan),
-        setting_columns=COLUMNS,
+        setting_columns=FRONTIER_COLUMNS,
         settings=[] if frontier is None else [row(point, frontier) for point in frontier.points],
         split=bool(split_stages(plan.orders)),
         updates=any(stage.update_s > 0 for stage in plan.stages),

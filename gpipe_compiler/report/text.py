@@ -13,6 +13,7 @@ from gpipe_compiler.cluster import is_here, is_host
 from gpipe_compiler.cluster.machines import MARGIN
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.plan.memory_curve import CATEGORIES
+from gpipe_compiler.report.comparisons import first_question, show_frontier
 from gpipe_compiler.report.facts import (
     BETWEEN,
     Boundary,
@@ -24,9 +25,7 @@ from gpipe_compiler.report.facts import (
     parameter_count,
     placed,
 )
-from gpipe_compiler.report.first_question import first_question
 from gpipe_compiler.report.memory_tables import remat_table
-from gpipe_compiler.report.settings import show_frontier
 from gpipe_compiler.report.terminal import pairs_table, table_of
 from gpipe_compiler.runtime.spec import Remat, WeightSharding
 from gpipe_compiler.runtime.train.comparison import Row
@@ -148,7 +147,6 @@ def _several(numbers: Sequence[int]) -> str:
 
 
 def prediction_table(plan: Plan) -> Table:
-    """What to expect of a step, and how good the plan is."""
     return pairs_table(
         "prediction", [*constraint_rows(plan), *prediction_rows(plan), *_peak_rows(plan)]
     )
@@ -269,7 +267,6 @@ def _inside_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def constraint_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The user's constraints on the stages, if any."""
     words = plan.constraints.words
     return [("as asked", ", ".join(words))] if words else []
 

@@ -65,7 +65,6 @@ class ComparedRuns:
 
     @property
     def graph(self) -> Graph:
-        """The graph that the plan is of."""
         return self.plan.known_graph
 
     @property
@@ -75,7 +74,6 @@ class ComparedRuns:
 
     @property
     def written_once(self) -> frozenset[str]:
-        """What goes on once a mini-batch."""
         return written_once(self.graph)
 
     @property
@@ -111,7 +109,6 @@ class ComparedRuns:
         return entry
 
     def calls(self, entry: Entry, draws: Draws) -> list[ModelCall]:
-        """The micro-batches, one after another."""
         calls = one_by_one(self.batch, entry.signature, draws, self.shares)
         by_graph = self.plan.training and not self.forced
         return with_terms(calls, self.graph, draws) if by_graph else calls
@@ -161,7 +158,6 @@ class ComparedRuns:
         *,
         deferred: bool = False,
     ) -> Tensors:
-        """A training step of these calls."""
         entry, written = self.entry(training=True), effects(self.graph).written_states
         return train_step(entry, calls, precision, once, written=written, deferred=deferred)
 
@@ -212,7 +208,6 @@ class ComparedRuns:
         return not found.unlike if self.compares_outputs_alone else found.alike
 
     def evaluates_alike(self) -> bool:
-        """Whether the outputs in eval mode agree."""
         found = self.both(Draws.of(self.graph, self.seed, training=False))
         return self._are_alike(found)
 

@@ -133,12 +133,10 @@ class DrawsOfOne(DrawsOfModel):  # type: ignore[no-untyped-call]  # torch's own 
         self.calls: list[_Described] = []
 
     def pass_over(self, count: int) -> None:
-        """Leaves out this many random ops that come next."""
         super().pass_over(count)
         self.calls.extend([(None, ())] * count)
 
     def draw(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Notes the call, and runs it."""
         leaves, _ = tree_flatten((tuple(args), dict(kwargs)))
         self.calls.append((func, tuple(map(_described, leaves))))
         return super().draw(number, func, args, kwargs)

@@ -116,7 +116,6 @@ def validate_shortened(
 
 
 def _with_samples(subject: Subject, count: int) -> Subject:
-    """The subject with this number of samples in its example."""
     real = with_real_example(subject)
     signature = read_signature(real, on_meta=False)
     args, kwargs, target = signature.rebuild(signature.samples(count))

@@ -92,7 +92,6 @@ def _goes_on(model: nn.Module, subject: Subject, training: bool) -> bool:
 
 
 def _counters(model: nn.Module, names: Collection[str]) -> dict[str, float]:
-    """The numbers among what forward writes to."""
     held = dict(named_state(model))
     return {
         name: held[name].item()

@@ -181,7 +181,6 @@ def flattened(call: ModelCall) -> bool:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model stands."""
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
 
 

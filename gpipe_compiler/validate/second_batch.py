@@ -244,7 +244,6 @@ class _UseWatch(DispatchWatch):
     def saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returned: object
     ) -> None:
-        """Notes what one op does with values of the inputs."""
         name = func.overloadpacket.__name__
         for tensor, use in _uses(name, args):
             for source in self._held(tensor):

@@ -39,7 +39,7 @@ from gpipe_compiler.planner.search_space import (
     spread,
     surely_fits,
 )
-from gpipe_compiler.report.settings import reason, row
+from gpipe_compiler.report.comparisons import reason, row
 from gpipe_compiler.runtime.spec import BatchNorm, Precision, ScheduleKind
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.text.units import format_bytes

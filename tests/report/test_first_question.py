@@ -8,7 +8,7 @@ import pytest
 
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.stages import WholeModel
-from gpipe_compiler.report.first_question import COLUMNS, first_question, verdict, way_rows
+from gpipe_compiler.report.comparisons import WAY_COLUMNS, first_question, verdict, way_rows
 from gpipe_compiler.report.html import format_report
 from gpipe_compiler.report.text import format_plan, plain_text
 
@@ -86,7 +86,7 @@ def test_a_pipeline_that_does_not_fit_is_not_recommended(plan):
 def test_a_row_for_each_way(plan):
     rows = way_rows(beside(plan, whole(1, 36.0), whole(3, 12.0, TOO_LARGE)))
 
-    assert [tuple(row) for row in rows] == [COLUMNS] * 3
+    assert [tuple(row) for row in rows] == [WAY_COLUMNS] * 3
     assert [row["fits"] for row in rows] == ["yes", "no", "yes"]
     assert [row["step"] for row in rows] == ["36 s", "12 s", "18 s"]
     assert [row["devices"] for row in rows] == ["1", "3", "3"]

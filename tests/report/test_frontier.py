@@ -9,8 +9,8 @@ import pytest
 from gpipe_compiler.options import RematChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice, Frontier, ParetoPoint, SearchStatus
+from gpipe_compiler.report.comparisons import format_ratio, frontier_document, reason, show_frontier
 from gpipe_compiler.report.html import format_report
-from gpipe_compiler.report.settings import format_ratio, frontier_document, reason, show_frontier
 from gpipe_compiler.report.text import format_plan, plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
 

@@ -13,7 +13,7 @@ from gpipe_compiler.cluster import Cluster, Device, Link
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.options import CompileOptions, LossChoice
 from gpipe_compiler.plan.plan import SweepPoint
-from gpipe_compiler.report.settings import show_sweep, sweep_document, sweep_notes
+from gpipe_compiler.report.comparisons import show_sweep, sweep_document, sweep_notes
 from gpipe_compiler.report.text import plain_text
 from gpipe_compiler.runtime.spec import ScheduleKind
 from gpipe_compiler.targets.planning import planner_of, sweep
