@@ -19,9 +19,8 @@ from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.carried import with_state
 from gpipe_compiler.frontend.comparable_runs import settles_in_eval
 from gpipe_compiler.frontend.materialise import real_example
-from gpipe_compiler.frontend.subject import Pretrained
 from gpipe_compiler.frontend.signature import resized
-from gpipe_compiler.frontend.subject import Hooks, Subject
+from gpipe_compiler.frontend.subject import Hooks, Pretrained, Subject
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
