@@ -35,9 +35,8 @@ from gpipe_compiler.passes.pipeline import PassPipeline
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.written_once import refuse_overlaps
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.plan.origin import Origin
 from gpipe_compiler.plan.pareto import Frontier
-from gpipe_compiler.plan.plan import SweepPoint
+from gpipe_compiler.plan.plan import Origin, SweepPoint
 from gpipe_compiler.planner.memory_advice import what_if
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.html import write_report

@@ -9,20 +9,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from gpipe_compiler import __version__
 from gpipe_compiler.cluster import Cluster, Device, is_host
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Constraints
 from gpipe_compiler.plan.fields import to_fields, typed
-from gpipe_compiler.plan.origin import Origin
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.plan.stages import OpNote, Prediction, Stage, WhatIf, WholeModel, list_ops
 from gpipe_compiler.runtime.schedule.actions import Orders, format_order, parse_order
@@ -35,6 +36,7 @@ from gpipe_compiler.runtime.spec import (
     WeightSharding,
 )
 from gpipe_compiler.simulate.step import Simulation, StageTimes, simulate
+from gpipe_compiler.text.escaping import shell_line
 
 FORMAT = 3
 """The version of the JSON; a reader refuses any other."""
@@ -44,6 +46,30 @@ KEPT = 1.6
 """What a process that keeps freed memory takes at most, in shares of its tensors. glibc asks for 96
 bytes more than it hands out where memory is aligned as torch's is (`_int_memalign`), so that a
 freed block does not serve the next request of its size; of 20 packages none took more than 1.57."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The versions that made a plan, and the command; "" where they are not known.
+
+    Attributes:
+        compiler: the version of gpipe-compiler.
+        command: as a shell takes it; "" for a plan that was made from Python.
+    """
+
+    compiler: str = ""
+    torch: str = ""
+    command: str = ""
+
+    @classmethod
+    def here(cls, words: Sequence[str] = ()) -> Origin:
+        """This program, as it was called with some arguments.
+
+        Absolute paths among them, which mean nothing elsewhere, are told from the current directory
+        on, or by their last name where they are not below it.
+        """
+        command = shell_line(["gpipe-compile", *map(_portable, words)]) if words else ""
+        return cls(__version__, torch.__version__, command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +311,16 @@ def _check_whole(plan: Plan) -> None:
     for fault, found in faults.items():
         if found:
             raise ValueError(fault)
+
+
+def _portable(word: str) -> str:
+    """An argument, or `--option=argument`, without an absolute path."""
+    option, equals, text = word.rpartition("=")
+    path = Path(text)
+    if not path.is_absolute():
+        return word
+    home = Path.cwd()
+    return f"{option}{equals}{path.relative_to(home) if path.is_relative_to(home) else path.name}"
 
 
 # --- the simulated step ---------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from gpipe_compiler.plan import Stage
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.planner.constrain import constrain
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph, problem_of, run_again
-from gpipe_compiler.planner.gathering import peer_link, with_gathering
-from gpipe_compiler.planner.planning import setting_for
+from gpipe_compiler.planner.planning import peer_link, setting_for, with_gathering
 from gpipe_compiler.planner.predict import Candidate, predict, shared
 from gpipe_compiler.planner.remat import (
     RematOptions,
