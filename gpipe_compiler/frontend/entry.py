@@ -162,7 +162,9 @@ class Entry(nn.Module):
         with deciding(self.keeps, self.left_out, self.notes):
             output = self.model(*args, **kwargs)
         if self.sizes is not None:
-            settle_numbers(output, self.structure, self._samples_in(inputs))
+            pairs = zip(self.signature.inputs, inputs, strict=True)
+            batched = (source.samples(tensor) for source, tensor in pairs if source.batched)
+            settle_numbers(output, self.structure, next(batched, 1))
         leaves = pick(output, self.known.structure)
         if not self.has_loss:
             return leaves
@@ -182,11 +184,6 @@ class Entry(nn.Module):
             yield
         finally:
             self.model = own
-
-    def _samples_in(self, inputs: Sequence[torch.Tensor]) -> int:
-        """How many samples there are in inputs."""
-        pairs = zip(self.signature.inputs, inputs, strict=True)
-        return next((source.samples(tensor) for source, tensor in pairs if source.batched), 1)
 
     def _probe(self, subject: Subject, reduces: bool) -> Probe:
         """Runs the model once, to know what it returns and how losses combine."""

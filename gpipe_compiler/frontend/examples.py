@@ -158,11 +158,6 @@ def tensors(nest: object) -> list[torch.Tensor]:
     return [tensor for _, tensor in tensors_of(nest)]
 
 
-def _holds_tensors(leaf: object) -> bool:
-    """Whether tensors are attributes of an object, or lie in containers that are."""
-    return not callable(leaf) and bool(tensors(getattr(leaf, "__dict__", {})))
-
-
 def check_tensors(nest: object, what: str, location: SourceLocation | None) -> None:
     """Refuses an example without tensors, with an empty one, or with arrays in place of them."""
     found = False
@@ -188,7 +183,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
                 location=location,
                 hint="wrap it in torch.from_numpy(...)",
             )
-        elif _holds_tensors(leaf):
+        elif not callable(leaf) and tensors(getattr(leaf, "__dict__", {})):
             raise ModelError(
                 f"{what} holds tensors inside of {_a(leaf)} at {path}: of other batches a package "
                 "would not see them",

@@ -242,7 +242,7 @@ class _Lowering:
             node.meta["source"],
             module_of(node),
             checkpoint=str(node.meta.get(CHECKPOINT, "")),
-            turns=_turns_of(node),
+            turns=tuple((local_path(p), turn) for p, _, turn in node.meta["modules"] if turn),
             layer=str(node.meta.get(LAYER, "")),
         )
 
@@ -321,8 +321,3 @@ def _attention_by_keyword(
 def module_of(node: fx.Node) -> str:
     """The path of the module whose forward makes the call."""
     return local_path(node.meta["modules"][-1][0]) if node.meta["modules"] else ""
-
-
-def _turns_of(node: fx.Node) -> tuple[tuple[str, int], ...]:
-    """Of the modules around that were called before, how often."""
-    return tuple((local_path(path), turn) for path, _, turn in node.meta["modules"] if turn)

@@ -16,16 +16,12 @@ from torch._subclasses import FakeTensor
 from gpipe_compiler.frontend.locate import is_installed_file, is_users
 
 
-def _plain(tensor: FakeTensor) -> builtins.type:
-    return nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
-
-
 class _Asked(type):
     """What `type` is but for what it says of a fake tensor."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and builtins.type(args[0]) is FakeTensor:
-            return _plain(args[0])
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return builtins.type(*args, **kwargs)
 
     def __instancecheck__(cls, item: object) -> bool:

@@ -15,7 +15,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import line_of
-from gpipe_compiler.runtime.core.nest import Path
 from gpipe_compiler.runtime.wording import text_of
 
 
@@ -144,10 +143,12 @@ def refuse_fixed_batch(
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols:
             continue
         where = line_of_size(size)
+        root, *way = source.path
+        passed = "".join((str(root), *(f"[{key!r}]" for key in way)))
         one_by_one = where is not None and _ONE_BY_ONE.search(where.code)
         raise TraceError(
             f"the model works for a batch of {int(size)} only{at_code(where)}: dimension "
-            f"{source.batch_dim} of {_spoken(source.path)} cannot vary",
+            f"{source.batch_dim} of {passed} cannot vary",
             location=where,
             hint="compute on all samples at once, as torch's ops do, and number them by "
             "torch.arange(len(x)): a trace has as many rounds of a loop as the example has samples"
@@ -156,10 +157,3 @@ def refuse_fixed_batch(
             "int(), float() and torch.tensor() make a constant of it; compare it with nothing, and "
             "leave -1 for it in view and reshape",
         )
-
-
-def _spoken(path: Path) -> str:
-    """An input as the user passes it."""
-    root, *way = path
-    inside = "".join(f"[{key!r}]" for key in way)
-    return f"{root}{inside}"
