@@ -228,7 +228,7 @@ def _compare(
         if found and is_noise(found, expected.results, actual.results):
             found = _in_double(graph, subject, entry, batch)
         if found and not entry.states.on_meta:
-            refuse_seeding(entry, batch)
+            refuse_seeding(subject.model, entry, batch)
     for name, text in found.items():
         if name in expected.assigned:
             one, other = (run.results[name] for run in (expected, actual))

@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 from gpipe_compiler.errors import ModelError, SourceLocation, TraceError
 from gpipe_compiler.frontend.both_ways import decided_by_draws
@@ -17,6 +18,7 @@ from gpipe_compiler.frontend.deciding import Decisions
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, location
 from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 
 _TRIES = 24
@@ -57,8 +59,12 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
     )
 
 
-def refuse_seeding(entry: Entry, samples: int) -> None:
-    """Refuses a model whose forward seeds torch's generator."""
+def refuse_seeding(model: nn.Module, entry: Entry, samples: int) -> None:
+    """Refuses a model whose forward seeds torch's generator.
+
+    Args:
+        entry: left with a copy of the model.
+    """
     lines: list[SourceLocation | None] = []
     seed = torch.manual_seed
 
@@ -66,8 +72,9 @@ def refuse_seeding(entry: Entry, samples: int) -> None:
         lines.append(calling_line())
         return seed(number)
 
+    entry.model = isolated(model).train(entry.training)
     watch = mock.patch.object(torch, "manual_seed", watched)
-    with entry.on_a_copy(), torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
+    with torch.random.fork_rng(), torch.no_grad(), activations_kept(), watch:
         entry(*entry.signature.samples(samples))
     if lines:
         raise ModelError(
