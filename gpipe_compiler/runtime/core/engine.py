@@ -53,6 +53,7 @@ class Engine:
         modules: the stages it holds, by number.
         loss_name: the value that is the loss, where the pipeline has one.
         specs: of the stages, by number.
+        run_class: carries out a program; another one may watch it.
         gather: joins statistics with those of the other replicas.
         blocks: by stage, what gathers its weights block by block, where replicas divide them so.
     """
@@ -64,6 +65,7 @@ class Engine:
     specs: Sequence[StageSpec]
     gather: Gather = alone
     blocks: Mapping[int, StageBlocks] = field(default_factory=dict)
+    run_class: Callable[..., EngineRun] = field(default_factory=lambda: EngineRun)
 
     @cached_property
     def compiled(self) -> Mapping[int, CompiledBlocks]:
@@ -92,7 +94,7 @@ class Engine:
             StageError: when a stage raises; the message names stage, micro-batch and action.
             TransportError: when a value does not come.
         """
-        run = _Run(self, wiring, request, endpoint)
+        run = self.run_class(self, wiring, request, endpoint)
         last = {} if ended is None else last_backwards(steps)
         gradients = torch.enable_grad() if request.work is RunRequest.TRAIN else torch.no_grad()
         with gradients, run_of_device(self.options.precision):
@@ -106,7 +108,7 @@ class Engine:
         return DeviceResult(run.losses, run.results, run.wanted)
 
 
-class _Run:
+class EngineRun:
     """The state of one execution of a program."""
 
     def __init__(
@@ -149,6 +151,10 @@ class _Run:
             case SharedSum():
                 self.endpoint.exchange(action)
         self._drop(step)
+
+    def take(self, transfer: Transfer) -> torch.Tensor | None:
+        """Wait for what another device sends."""
+        return self.endpoint.take(transfer)
 
     def _drop(self, step: ActionStep) -> None:
         for name, microbatch in step.drops:
@@ -205,7 +211,7 @@ class _Run:
     def _arrived(self, value: str, sender: int | None, via: int, microbatch: int) -> torch.Tensor:
         if sender is None:
             raise PipelineError(f"the input {value} is missing")
-        tensor = self.endpoint.take(Transfer(value, microbatch, sender, via))
+        tensor = self.take(Transfer(value, microbatch, sender, via))
         if tensor is None:
             raise PipelineError(f"nothing arrived for {value}")
         self.values[microbatch][value] = tensor
@@ -261,7 +267,7 @@ class _Run:
         for part in parts:
             if part.remote:
                 transfer = Transfer(value, microbatch, part.stage, stage.index, gradient=True)
-                summand = self.endpoint.take(transfer)
+                summand = self.take(transfer)
             else:
                 summand = self.gradients.pop((value, part.stage, microbatch))
             gradient = _sum(gradient, summand)

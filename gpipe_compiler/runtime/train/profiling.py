@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,11 @@ from typing import Any
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, record_function
 
-from ..core.engine import DeviceResult, Engine
+from ..core.engine import EngineRun
 from ..core.pipeline import Pipeline
 from ..core.ranks import together
-from ..core.request import StepRequest
 from ..core.storing import place
-from ..core.transport import Endpoint
-from ..core.wiring import ActionStep, StageWiring
+from ..core.wiring import ActionStep
 from ..schedule.actions import Compute, Phase
 
 _WORDS = {
@@ -44,7 +42,6 @@ class StepProfiler:
 
     def __init__(self, pipe: Pipeline, folder: Path, first: int, steps: int) -> None:
         self.pipe, self.folder, self.first, self.last = pipe, folder, first, first + steps
-        self._engines = pipe.execution.engines
         self._step: AbstractContextManager[object] | None = None
         self._recorded = 0
         self._profile = profile(
@@ -59,7 +56,7 @@ class StepProfiler:
         elif self.first < step <= self.last:
             if step == self.first + 1:
                 self._profile.start_trace()
-                self.pipe.execution.engines = [_NamedEngine(engine) for engine in self._engines]
+                self._watch(_NamedRun)
             named: AbstractContextManager[object] = record_function(f"step {step}")
             named.__enter__()
             self._step = named
@@ -84,7 +81,7 @@ class StepProfiler:
         if not self._recorded:
             return "nothing was profiled: no step came after the first, which warms up"
         self._profile.stop_trace()
-        self.pipe.execution.engines = self._engines
+        self._watch(EngineRun)
         name = f"trace_steps_{first}-{self._recorded}.json"
         file = self.folder / name
 
@@ -95,6 +92,10 @@ class StepProfiler:
 
         together(self.pipe.world, "writing the trace", self._own, write)
         return f"trace of all ranks: {file} (open it in https://ui.perfetto.dev)"
+
+    def _watch(self, run_class: type[EngineRun]) -> None:
+        for engine in self.pipe.execution.engines:
+            engine.run_class = run_class
 
     def _own(self) -> bytes:
         with tempfile.TemporaryDirectory() as folder:
@@ -143,37 +144,15 @@ def merged(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**traces[0], "traceEvents": events}
 
 
-class _NamedEngine(Engine):
-    """An engine whose work on each micro-batch has a name in the trace."""
+class _NamedRun(EngineRun):
+    """A run whose work on each micro-batch has a name in the trace."""
 
-    def __init__(self, engine: Engine) -> None:
-        vars(self).update(vars(engine))
-
-    def run(
-        self,
-        steps: Sequence[ActionStep],
-        wiring: Sequence[StageWiring],
-        request: StepRequest,
-        endpoint: Endpoint,
-        ended: Callable[[int], None] | None = None,
-    ) -> DeviceResult:
-        return super().run(_NamedProgram(steps, wiring), wiring, request, endpoint, ended)
-
-
-class _NamedProgram(list[ActionStep]):
-    """A program whose computations have a name in the trace while they run."""
-
-    def __init__(self, steps: Sequence[ActionStep], wiring: Sequence[StageWiring]) -> None:
-        super().__init__(steps)
-        self._wiring = wiring
-
-    def __iter__(self) -> Iterator[ActionStep]:
-        for step in super().__iter__():
-            action = step.action
-            if isinstance(action, Compute):
-                joint = self._wiring[action.stage].joint is not None
-                batch = "mini-batch" if joint else f"micro-batch {action.microbatch}"
-                with record_function(f"stage {action.stage} {_WORDS[action.phase]}, {batch}"):
-                    yield step
-            else:
-                yield step
+    def execute(self, step: ActionStep) -> None:
+        action = step.action
+        if not isinstance(action, Compute):
+            super().execute(step)
+            return
+        joint = self.wiring[action.stage].joint is not None
+        batch = "mini-batch" if joint else f"micro-batch {action.microbatch}"
+        with record_function(f"stage {action.stage} {_WORDS[action.phase]}, {batch}"):
+            super().execute(step)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tiny_pipelines import SAMPLES, data_for, skip_spec
 
+from gpipe_compiler.runtime.core.engine import EngineRun
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.spec import Remat, ScheduleKind
 from gpipe_compiler.runtime.train import stage_times
@@ -89,17 +88,19 @@ def test_a_device_of_all_stages_takes_what_they_take(monkeypatch, schedule, rema
 def test_waiting_is_no_work(monkeypatch):
     work = _Clock()
     monkeypatch.setattr(stage_times, "time", work)
-    late = SimpleNamespace(
-        take=lambda _: work.sleep(10.0), send=None, expect=None, exchange=None, flush=None
+    with slow(Pipeline(skip_spec(), None, devices="cpu"), work) as pipe:
+
+        def received(self, need, microbatch, plain=EngineRun._received):
+            self.take(None)
+            return plain(self, need, microbatch)
+
+        monkeypatch.setattr(EngineRun, "_received", received)
+        monkeypatch.setattr(EngineRun, "take", lambda self, transfer: work.sleep(10.0))
+        found = measure_stages(pipe, steps_of(pipe), 2)
+
+    assert [seconds.forward_s for seconds in found] == pytest.approx(
+        [FORWARD_S * (number + 1) for number in range(len(found))]
     )
-    waits = stage_times._Waits(late, torch.device("cpu"))
-    program = stage_times._TimedProgram(["first", "second"], waits)
-
-    for seconds, _ in enumerate(program, start=1):
-        work.sleep(seconds)
-        waits.take(None)
-
-    assert program.seconds == [1.0, 2.0]
 
 
 def test_timing_leaves_weights_and_later_steps_as_they_are(one_thread):
