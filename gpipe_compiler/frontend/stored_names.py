@@ -19,11 +19,10 @@ from gpipe_compiler.frontend.adapters import Adapter
 from gpipe_compiler.frontend.subject import Pretrained, StoredTensor
 from gpipe_compiler.runtime.core.stored_weights import (
     HUGGING_FACE_INDEX,
-    ONE_FILE,
     PICKLED,
     Weights,
 )
-from gpipe_compiler.runtime.core.weights import load_file, shapes_in
+from gpipe_compiler.runtime.core.weights import ONE_FILE, load_file, shapes_in
 from gpipe_compiler.runtime.errors import WeightsError
 from gpipe_compiler.runtime.wording import counted, listed
 

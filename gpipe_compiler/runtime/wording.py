@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+_SOME = 5
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:
@@ -15,6 +17,13 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def some(names: Iterable[str], joined: str = ", ") -> str:
+    """The first few names, and how many more there are: `a, b, c, d, e and 7 more`."""
+    every = list(names)
+    more = f" and {len(every) - _SOME} more" if len(every) > _SOME else ""
+    return joined.join(every[:_SOME]) + more
 
 
 def text_of(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter, bind
+from gpipe_compiler.runtime.core.engine import Engine
 from gpipe_compiler.runtime.core.options import ExecutionOptions
 from gpipe_compiler.runtime.core.request import RandomKey, RunRequest, StepRequest
 from gpipe_compiler.runtime.core.stage_run import StageRun
@@ -160,7 +161,8 @@ def stage_run(part: GraphPart, module: PartModule, wiring: StageWiring) -> Stage
     )
     remat = Remat.SEGMENTS if part.segments else Remat.NONE
     options = ExecutionOptions(BatchNorm.MICRO, part.graph.precision, (remat,))
-    return StageRun(wiring, module, request, part.loss, options, torch.device("cpu"))
+    engine = Engine({0: module}, torch.device("cpu"), part.loss, options, (wiring.spec,))
+    return StageRun(engine, wiring, request)
 
 
 def part_module(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from tiny_pipelines import SPECS, data_for
 
-from gpipe_compiler.runtime.core import results, same_host
+from gpipe_compiler.runtime.core import outputs, same_host
 from gpipe_compiler.runtime.core.distributed import Network
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.topology import device_counts
@@ -87,7 +87,7 @@ def refuse(directory: Path) -> None:
 def make_no_loss(directory: Path) -> None:
     """The rank that should make the loss makes none."""
     with Pipeline(SPECS["norm"](), None) as pipe:
-        results.total_of = lambda *_: None
+        outputs.total_of = lambda *_: None
         try:
             pipe.step(torch.ones(8, 6) if pipe.rank == 0 else None)
         except PipelineError as error:

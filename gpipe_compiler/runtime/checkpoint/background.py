@@ -15,7 +15,7 @@ from ..core.pipeline import Pipeline
 from ..core.shards import is_divided, local
 from .extra import States
 from .progress import Progress, Stateful
-from .saving import Collected, Content, Saving
+from .saving import Collected, Saving
 
 
 class BackgroundSaver:
@@ -59,7 +59,7 @@ class BackgroundSaver:
         """
         before, place = self.wait(), place_of(directory)
         saving = Saving(
-            Content(self._pipe, optimizer, place, progress, scheduler, scaler, states or {}),
+            *(self._pipe, optimizer, place, progress, scheduler, scaler, states or {}),
             *(keep, permitted, self._copies.of),
         )
         saving.begin()

@@ -13,8 +13,8 @@ import torch
 
 from ..core.shards import divided_as, is_divided
 from ..errors import CheckpointError
+from ..wording import some
 from .files import Stored
-from .optimizer import shown
 from .progress import Stateful
 
 States: TypeAlias = Mapping[str, Stateful]
@@ -75,7 +75,7 @@ def read_states(
         paths = {f"{KEY}.{name}.{'.'.join(map(str, p))}": p for p in _paths(now)}
         known = {f"{KEY}.{name}.{key}" for key in stored.keys(f"{KEY}.{name}.")}
         if missing := sorted(paths.keys() - known):
-            raise CheckpointError(f"{stored.folder} does not hold {shown(missing)}")
+            raise CheckpointError(f"{stored.folder} does not hold {some(missing)}")
         taken |= paths.keys()
         found.append((part, _joined(rests[name], paths, _divided(stored.read(paths), paths, now))))
     return found, frozenset(taken)
@@ -90,7 +90,7 @@ def check_taken(keys: frozenset[str], states: frozenset[str], taken: frozenset[s
     own = {key for key in keys if any(key.startswith(f"{KEY}.{name}.") for name in states)}
     if left := sorted(own - taken):
         raise CheckpointError(
-            f"the checkpoint holds {shown(left)}, which is not there to be taken over",
+            f"the checkpoint holds {some(left)}, which is not there to be taken over",
             hint="an object takes over the tensors that its state_dict() has already",
         )
 

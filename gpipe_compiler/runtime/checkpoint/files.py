@@ -141,6 +141,17 @@ class Stored:
             return None
         return tuple(facts.size), facts.properties.dtype
 
+    def like(self, key: str, device: str = "meta") -> torch.Tensor:
+        """A tensor of the sizes and the type of a stored one.
+
+        Raises:
+            CheckpointError: when that is another value.
+        """
+        facts = self.tensor_facts(key)
+        if facts is None:
+            raise CheckpointError(f"{key} of {self.folder} is no tensor")
+        return torch.empty(facts[0], dtype=facts[1], device=device)
+
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """Tensors, on the CPU, and values.
 
@@ -149,10 +160,9 @@ class Stored:
         """
         wanted = dict.fromkeys(keys)
         self._verify(wanted)
-        state: dict[str, Any] = {}
-        for key in wanted:
-            facts = self.tensor_facts(key)
-            state[key] = None if facts is None else torch.empty(facts[0], dtype=facts[1])
+        state: dict[str, Any] = {
+            key: None if self.tensor_facts(key) is None else self.like(key, "cpu") for key in wanted
+        }
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self.metadata, is_coordinator=True)
         reader = (

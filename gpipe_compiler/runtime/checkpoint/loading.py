@@ -17,6 +17,7 @@ from ..core.ranks import described, together
 from ..core.storing import place
 from ..core.weights import write_file
 from ..errors import CheckpointError
+from ..wording import some
 from .extra import KEY, States, check_taken, read_states, whole_states
 from .files import Stored
 from .folder import sync_path
@@ -25,7 +26,6 @@ from .optimizer import (
     Naming,
     Slots,
     check_kind,
-    shown,
     state_for,
     stored_groups,
     stored_states,
@@ -174,7 +174,7 @@ def _compare(facts: Sequence[_Facts]) -> None:
     training = frozenset().union(*(other.training or () for other in facts))
     if first.trained - training:
         raise CheckpointError(
-            f"this optimizer does not train {shown(sorted(first.trained - training))}, the "
+            f"this optimizer does not train {some(sorted(first.trained - training))}, the "
             "checkpoint's does"
         )
 
@@ -203,7 +203,7 @@ def _checked_names(pipe: Pipeline, stored: Stored) -> dict[str, str]:
             problems.append(f"{name} is of {facts[1]}, not of {tensor.dtype}")
     if problems:
         raise CheckpointError(
-            f"{stored.folder} is not of {pipe.spec.name}: {shown(problems)}",
+            f"{stored.folder} is not of {pipe.spec.name}: {some(problems)}",
             hint="a checkpoint is read by a pipeline of the model that it was written for",
         )
     weight = pipe.spec.loss.weight if pipe.spec.loss is not None else None
@@ -313,12 +313,7 @@ def export(path: Place | str, file: Path) -> None:
         CheckpointError: when the checkpoint is damaged, or the file cannot be written.
     """
     stored = Stored.open(place_of(path))
-    kept: dict[str, torch.Tensor] = {}
-    for name in _names(stored):
-        facts = stored.tensor_facts(f"model.{name}")
-        if facts is None:
-            raise CheckpointError(f"model.{name} of {path} is no tensor")
-        kept[name] = torch.empty(facts[0], dtype=facts[1], device="meta")
+    kept = {name: stored.like(f"model.{name}") for name in _names(stored)}
 
     def write(partial: Path) -> None:
         write_file(kept, partial, read=lambda name: stored.read([key := f"model.{name}"])[key])

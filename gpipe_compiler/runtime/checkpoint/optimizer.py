@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.shards import divided_as, is_divided
 from ..errors import CheckpointError
+from ..wording import some
 from .files import Stored
 
 Groups: TypeAlias = list[dict[str, Any]]
@@ -26,8 +27,6 @@ LIVE_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _OWN = frozenset({"params", "param_names"})
 
 _DECOUPLED = "decoupled_weight_decay"  # what makes Adam into AdamW
-
-_SHOWN = 5
 
 
 class Naming:
@@ -137,7 +136,7 @@ def state_for(
         missing = [name for name in names if name not in owner]
         if missing:
             raise CheckpointError(
-                f"the checkpoint's optimizer does not train {shown(missing)}, this one does"
+                f"the checkpoint's optimizer does not train {some(missing)}, this one does"
             )
         sources = list({id(owner[name]): owner[name] for name in names}.values())
         saved = _one_of(sources or groups[number : number + 1] or groups[:1], number)
@@ -232,13 +231,6 @@ def _one_of(sources: Groups, number: int) -> dict[str, Any]:
                 hint="form the groups as the run that wrote it",
             )
     return {key: value for key, value in _hypers(sources[0]).items() if key not in LIVE_FLAGS}
-
-
-def shown(names: Iterable[str]) -> str:
-    """The first few names, and how many more there are."""
-    listed = list(names)
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
 
 
 def _laid(value: object, parameter: nn.Parameter) -> object:

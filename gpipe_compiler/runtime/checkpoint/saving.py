@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -76,16 +76,37 @@ def save_checkpoint(
         CheckpointError: on every rank, when any of them failed; earlier checkpoints are untouched.
         TransportError: when another process is gone.
     """
-    return Saving(
-        Content(pipe, optimizer, place_of(directory), progress, scheduler, scaler, states or {}),
-        keep,
-        permitted,
-    ).done()
+    parts = scheduler, scaler, states or {}
+    saving = Saving(pipe, optimizer, place_of(directory), progress, *parts, keep, permitted)
+    saving.begin()
+    saving.write()
+    return saving.finish()
 
 
 @dataclass(frozen=True)
-class Content:
-    """What a checkpoint is made of, on one rank."""
+class Collected:
+    """What one rank has to write.
+
+    Attributes:
+        groups: of its optimizer.
+        tree: tensors and values, as torch.distributed.checkpoint names them.
+        trainer, kinds, counts: what rank 0 writes besides.
+    """
+
+    groups: Groups
+    tree: dict[str, Any]
+    trainer: dict[str, Any]
+    kinds: Mapping[str, str]
+    counts: Mapping[str, int]
+
+
+@dataclass(eq=False)
+class Saving:
+    """One checkpoint in the making, on one rank: begun, written by each by itself, and finished.
+
+    Args:
+        copy: gives what does not change when training goes on, to be written later.
+    """
 
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
@@ -94,9 +115,62 @@ class Content:
     scheduler: Stateful | None
     scaler: Stateful | None
     states: States
+    keep: int | None
+    permitted: Callable[[], object] | None
+    copy: Callable[[Collected], Collected] = lambda collected: collected
+    _metadata: Metadata = field(default_factory=lambda: Metadata({}), init=False)
+    _written: Callable[[], Written] | None = field(default=None, init=False)
 
-    def collected(self) -> Collected:
-        """It, as it is now.
+    def __post_init__(self) -> None:
+        if self.keep is not None and self.keep < 1:
+            raise CheckpointError(
+                f"{self.keep} checkpoints cannot be kept", hint="keep at least one"
+            )
+        # Of a state the first rank's tensor is kept; weights are the same on all that have them.
+        self.planner = DefaultSavePlanner(dedup_save_to_lowest_rank=bool(self.states))
+
+    def begin(self) -> None:
+        """Let every rank know what it writes, and have it by itself."""
+        world, directory = self.pipe.world, self.directory
+        kept: list[Collected] = []
+
+        def collect() -> Groups:
+            kept.append(self.copy(self._collected()))
+            return kept[0].groups
+
+        with self._explained():
+            self.folder, groups = together(
+                world,
+                "the content of the checkpoint",
+                collect,
+                lambda found: (make_temporary(directory, self.progress.step), merged(found)),
+            )
+        self.collected, self.writer = kept[0], RankFileWriter(self.folder)
+        with self._explained(self.folder):
+            plans = together(
+                world,
+                "the plan of the checkpoint",
+                lambda: self._plan(groups),
+                self._plan_all,
+            )
+        self.plan = plans[self.pipe.rank]
+
+    def write(self) -> None:
+        """Write this rank's part, without a word to the others; on any thread."""
+        try:
+            written = self._write()
+            self._written = lambda: written
+        except FAILURES as error:  # `finish` raises it, for all ranks to know
+            self._written = functools.partial(_raise, error)
+
+    def finish(self) -> Place:
+        """Let the checkpoint appear."""
+        written = self._written or functools.partial(_raise, RuntimeError("nothing was written"))
+        with self._explained(self.folder):
+            return together(self.pipe.world, "the writing of the checkpoint", written, self._finish)
+
+    def _collected(self) -> Collected:
+        """What this rank has to write, as it is now.
 
         Raises:
             CheckpointError: for a state that cannot be stored.
@@ -127,112 +201,21 @@ class Content:
         groups = [] if self.pipe.replica else named_groups(self.optimizer, naming)
         aliases = self.pipe.spec.aliases
         model = {n: tensor for n, tensor in self.pipe.state_dict().items() if n not in aliases}
-        slots = self._written(named_states(self.optimizer, naming))
+        slots = self._own(named_states(self.optimizer, naming))
         extra = {name: tensors_in(state) for name, state in states.items()}
-        own = {KEY: found} if (found := self._written(extra)) else {}
-        return groups, {"model": self._written(model), "optimizer": {"state": slots}, **own}
+        own = {KEY: found} if (found := self._own(extra)) else {}
+        return groups, {"model": self._own(model), "optimizer": {"state": slots}, **own}
 
-    def _written(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _own(self, tree: Mapping[Any, Any]) -> dict[Any, Any]:
         """What of dicts within dicts this rank writes: of what is divided, rows that there are."""
         found = {}
         for key, item in tree.items():
             if isinstance(item, Mapping):
-                if inner := self._written(item):
+                if inner := self._own(item):
                     found[key] = inner
             elif local(item).numel() > 0 if is_divided(item) else self.pipe.replica == 0:
                 found[key] = item
         return found
-
-
-@dataclass(frozen=True)
-class Collected:
-    """What one rank has to write.
-
-    Attributes:
-        groups: of its optimizer.
-        tree: tensors and values, as torch.distributed.checkpoint names them.
-        trainer, kinds, counts: what rank 0 writes besides.
-    """
-
-    groups: Groups
-    tree: dict[str, Any]
-    trainer: dict[str, Any]
-    kinds: Mapping[str, str]
-    counts: Mapping[str, int]
-
-
-class Saving:
-    """One checkpoint in the making, on one rank: begun, written by each by itself, and finished.
-
-    Args:
-        copy: gives what does not change when training goes on, to be written later.
-    """
-
-    def __init__(
-        self,
-        content: Content,
-        keep: int | None,
-        permitted: Callable[[], object] | None,
-        copy: Callable[[Collected], Collected] = lambda collected: collected,
-    ) -> None:
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"{keep} checkpoints cannot be kept", hint="keep at least one")
-        self.pipe = content.pipe
-        self.content = content
-        self.keep = keep
-        self.permitted = permitted or (lambda: None)
-        self.copy = copy
-        # Of a state the first rank's tensor is kept; weights are the same on all that have them.
-        first = bool(content.states)
-        self.planner = DefaultSavePlanner(dedup_save_to_lowest_rank=first)
-        self.metadata = Metadata({})
-        self._written: Callable[[], Written] | None = None
-
-    def done(self) -> Place:
-        """All steps, each of which fails on all ranks or on none."""
-        self.begin()
-        self.write()
-        return self.finish()
-
-    def begin(self) -> None:
-        """Let every rank know what it writes, and have it by itself."""
-        world, content, directory = self.pipe.world, self.content, self.content.directory
-        kept: list[Collected] = []
-
-        def collect() -> Groups:
-            kept.append(self.copy(content.collected()))
-            return kept[0].groups
-
-        with self._explained():
-            self.folder, groups = together(
-                world,
-                "the content of the checkpoint",
-                collect,
-                lambda found: (make_temporary(directory, content.progress.step), merged(found)),
-            )
-        self.collected, self.writer = kept[0], RankFileWriter(self.folder)
-        with self._explained(self.folder):
-            plans = together(
-                world,
-                "the plan of the checkpoint",
-                lambda: self._plan(self.writer, groups),
-                lambda found: self._plan_all(self.writer, found),
-            )
-        self.plan = plans[self.pipe.rank]
-
-    def write(self) -> None:
-        """Write this rank's part, without a word to the others; on any thread."""
-        try:
-            written = self._write(self.writer, self.folder, self.plan)
-            self._written = lambda: written
-        except FAILURES as error:  # `finish` raises it, for all ranks to know
-            self._written = functools.partial(_raise, error)
-
-    def finish(self) -> Place:
-        """Let the checkpoint appear."""
-        written = self._written or functools.partial(_raise, RuntimeError("nothing was written"))
-        with self._explained(self.folder):
-            return together(self.pipe.world, "the writing of the checkpoint", written, self._finish)
 
     @contextlib.contextmanager
     def _explained(self, folder: Place | None = None) -> Iterator[None]:
@@ -242,31 +225,31 @@ class Saving:
         except CheckpointError as error:
             if self.pipe.rank == 0 and folder is not None:
                 discard(folder)
-            hint = error.hint or f"earlier checkpoints in {self.content.directory} are as they were"
+            hint = error.hint or f"earlier checkpoints in {self.directory} are as they were"
             raise CheckpointError(error.problem, hint=hint) from error.__cause__
 
-    def _plan(self, writer: RankFileWriter, groups: Groups) -> SavePlan:
+    def _plan(self, groups: Groups) -> SavePlan:
         first, tree = self.pipe.rank == 0, self.collected.tree
         if first:
             tree = {**tree, "optimizer": {**tree["optimizer"], "param_groups": groups}}
         self.planner.set_up_planner(tree, is_coordinator=first)
-        writer.set_up_storage_writer(first)
-        plan: SavePlan = writer.prepare_local_plan(self.planner.create_local_plan())
+        self.writer.set_up_storage_writer(first)
+        plan: SavePlan = self.writer.prepare_local_plan(self.planner.create_local_plan())
         return plan
 
-    def _plan_all(self, writer: RankFileWriter, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        finished, self.metadata = self.planner.create_global_plan(list(plans))
-        result: list[SavePlan] = writer.prepare_global_plan(finished)
+    def _plan_all(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        finished, self._metadata = self.planner.create_global_plan(list(plans))
+        result: list[SavePlan] = self.writer.prepare_global_plan(finished)
         return result
 
-    def _write(self, writer: RankFileWriter, folder: Place, plan: SavePlan) -> Written:
-        plan = self.planner.finish_plan(plan)
+    def _write(self) -> Written:
+        folder, plan = self.folder, self.planner.finish_plan(self.plan)
         if not plan.items:
             return [], []
         file = folder / f"__{self.pipe.rank}_0.distcp"
         try:
             with reaching(folder):
-                results: list[WriteResult] = writer.write_data(plan, self.planner).wait()
+                results: list[WriteResult] = self.writer.write_data(plan, self.planner).wait()
             sync_path(file)
             return results, checksums(folder, results)
         except (OSError, RuntimeError) as error:
@@ -275,12 +258,12 @@ class Saving:
 
     def _finish(self, written: Sequence[Written]) -> Place:
         """On rank 0: what all ranks have written becomes a checkpoint."""
-        folder, directory = self.folder, self.content.directory
+        folder, directory = self.folder, self.directory
         results = [result for found, _ in written for result in found]
         aliases = {
             f"model.{alias}": f"model.{name}" for alias, name in self.pipe.spec.aliases.items()
         }
-        metadata, results = with_aliases(self.metadata, results, aliases)
+        metadata, results = with_aliases(self._metadata, results, aliases)
         with reaching(folder):
             self.writer.finish(metadata, [results])
         sync_path(folder / METADATA)  # torch does so before its buffer is empty
@@ -299,7 +282,8 @@ class Saving:
             checksums=sums,
         )
         index.check(folder)
-        self.permitted()
+        if self.permitted is not None:
+            self.permitted()
         index.write(folder)
         final = commit(folder)
         prune(directory, self.keep)

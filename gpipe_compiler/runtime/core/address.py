@@ -51,20 +51,16 @@ class Address:
         return Address(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        with self._storage() as (storage, path):
-            return bool(storage.exists(path))
+        return bool(self._ask("exists"))
 
     def is_dir(self) -> bool:
-        with self._storage() as (storage, path):
-            return bool(storage.isdir(path))
+        return bool(self._ask("isdir"))
 
     def is_file(self) -> bool:
-        with self._storage() as (storage, path):
-            return bool(storage.isfile(path))
+        return bool(self._ask("isfile"))
 
     def stat(self) -> Size:
-        with self._storage() as (storage, path):
-            return Size(int(storage.size(path)))
+        return Size(int(self._ask("size")))
 
     def iterdir(self) -> list[Address]:
         """What lies in it; nothing where it is not there."""
@@ -78,8 +74,7 @@ class Address:
 
     def mkdir(self, *, parents: bool, exist_ok: bool) -> None:
         assert parents
-        with self._storage() as (storage, path):
-            storage.makedirs(path, exist_ok=exist_ok)
+        self._ask("makedirs", exist_ok=exist_ok)
 
     @contextlib.contextmanager
     def open(self, mode: str, encoding: str | None = None) -> Iterator[IO[Any]]:
@@ -96,21 +91,19 @@ class Address:
         beside = Address(f"{self.url}.partial")
         with beside.open("w", encoding=encoding) as stream:
             stream.write(text)
-        with self._storage() as (storage, path):
-            storage.mv(beside._storage_path(), path)
+        with self._storage() as (storage, path), beside._storage() as (_, written):
+            storage.mv(written, path)
 
     def unlink(self) -> None:
-        with self._storage() as (storage, path):
-            storage.rm_file(path)
+        self._ask("rm_file")
 
     def remove_all(self) -> None:
         """Remove a folder with what is in it."""
-        with self._storage() as (storage, path):
-            storage.rm(path, recursive=True)
+        self._ask("rm", recursive=True)
 
-    def _storage_path(self) -> str:
-        with self._storage() as (_, path):
-            return path
+    def _ask(self, method: str, **words: Any) -> Any:
+        with self._storage() as (storage, path):
+            return getattr(storage, method)(path, **words)
 
     @contextlib.contextmanager
     def _storage(self) -> Iterator[tuple[Any, str]]:

@@ -6,13 +6,10 @@ import torch
 from torch import nn
 
 from ..errors import WeightsError
-from ..spec import StageSpec
-from ..wording import listed
+from ..spec import StageSpec, Steps
+from ..wording import some
 from .replay import replay, seed_of
 from .stored_weights import Weights
-
-_SHOWN = 5
-"""Names of tensors in a message."""
 
 
 def build_stage(
@@ -30,30 +27,34 @@ def build_stage(
         WeightsError: when weights are given and do not hold a parameter of the stage, or hold one
             of another shape.
     """
-    if weights is None:
-        return _initialised(spec, device, seed)
-    module = _without_memory(spec)
+    with torch.device("meta"):
+        module = spec.module()
     parameters = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
     like = {spec.named(own): tensor for own, tensor in (*parameters, *buffers)}
-    stored = weights.load(like, device)
     trained = {spec.named(own) for own, _ in parameters}
-    _refuse_missing(weights, sorted(trained - stored.keys() - weights.anew))
-    left = [name for name in like if name not in stored]
-    if all(spec.beginning(name) is not None for name in left):
-        with torch.random.fork_rng(devices=_generators(device)):
-            stored |= {name: _anew(spec, name, like[name], device, seed) for name in left}
-    elif left:
-        # Something is computed by the constructor: let it.
-        with torch.random.fork_rng(devices=_generators(device)), torch.device(device):
-            module = spec.module()
+    stored = {} if weights is None else weights.load(like, device)
+    if weights is not None and (missing := trained - stored.keys() - weights.anew):
+        problem = f"the weights in {weights.directory} do not hold {some(sorted(missing))}"
+        raise WeightsError(problem)
+    left = like.keys() - stored.keys()
+    with torch.random.fork_rng(devices=_generators(device)):
+        if any(spec.beginning(name) is None for name in left):
+            # Something is computed by the constructor: let it.
+            module = _constructed(spec, device, seed, reset=not left.isdisjoint(trained))
+        stored |= {
+            name: _anew(name, steps, like[name], device, seed)
+            for name in left
+            if (steps := spec.beginning(name)) is not None
+        }
+    made = dict(module.named_parameters(remove_duplicate=False))
     new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
     for own, parameter in parameters:
         name = spec.named(own)
-        if name not in stored:
-            continue  # the constructor has made it
         if name not in new:
-            new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
+            new[name] = made[own]
+            if name in stored:
+                new[name] = nn.Parameter(stored[name], requires_grad=parameter.requires_grad)
         put(module, own, new[name])
     for own, _ in buffers:
         if spec.named(own) in stored:
@@ -61,26 +62,12 @@ def build_stage(
     return module
 
 
-def _without_memory(spec: StageSpec) -> nn.Module:
-    with torch.device("meta"):
-        return spec.module()
-
-
-def _refuse_missing(weights: Weights, names: list[str]) -> None:
-    if names:
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        raise WeightsError(
-            f"the weights in {weights.directory} do not hold "
-            f"{', '.join(names[:_SHOWN]) if more else listed(names)}{more}"
-        )
-
-
 def _anew(
-    spec: StageSpec, name: str, like: torch.Tensor, device: torch.device, seed: int
+    name: str, steps: Steps, like: torch.Tensor, device: torch.device, seed: int
 ) -> torch.Tensor:
     """A tensor as in a new model."""
     memory = torch.empty_like(like, device=device, requires_grad=False)
-    replay(memory, name, spec.beginning(name) or (), seed)
+    replay(memory, name, steps, seed)
     return memory
 
 
@@ -101,42 +88,16 @@ def submodule(module: nn.Module, path: str) -> nn.Module:
     return module
 
 
-def _initialised(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=_generators(device)):
-        module = _unfilled(spec, device, seed)
-        seen: set[int] = set()
-        for own, tensor in (*module.named_parameters(), *module.named_buffers()):
-            name = spec.named(own)
-            steps = spec.beginning(name)
-            if steps is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                replay(tensor, name, steps, seed)
-    first_of: dict[str, nn.Parameter] = {}  # what the stage names twice is one tensor
-    for own, parameter in list(module.named_parameters(remove_duplicate=False)):
-        name = spec.named(own)
-        put(module, own, first_of.setdefault(name, parameter))
-    return module
+def _constructed(spec: StageSpec, device: torch.device, seed: int, *, reset: bool) -> nn.Module:
+    """The stage as its constructors make it on its device.
 
-
-def _unfilled(spec: StageSpec, device: torch.device, seed: int) -> nn.Module:
-    """The stage on its device; what `spec.initial` leaves out has its first numbers already."""
-    module = _without_memory(spec)
-    parameters = list(module.named_parameters(remove_duplicate=False))
-    buffers = list(module.named_buffers(remove_duplicate=False))
-    names = [spec.named(own) for own, _ in (*parameters, *buffers)]
-    if all(spec.beginning(name) is not None for name in names):
-        # Nothing is computed by the constructor: memory is all that is missing.
-        new: dict[int, torch.Tensor] = {}
-        for own, tensor in (*parameters, *buffers):
-            if id(tensor) not in new:
-                memory = torch.empty_like(tensor, device=device, requires_grad=False)
-                if isinstance(tensor, nn.Parameter):
-                    memory = nn.Parameter(memory, requires_grad=tensor.requires_grad)
-                new[id(tensor)] = memory
-            put(module, own, new[id(tensor)])
-        return module
+    Args:
+        reset: whether its parameters begin by the rules of their modules.
+    """
     with torch.device(device):
         module = spec.module()
+    if not reset:
+        return module
     # Children first: a parent such as MultiheadAttention has the last word on their biases.
     for path, holder in reversed(list(module.named_modules())):
         own_names = [

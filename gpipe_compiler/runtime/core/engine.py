@@ -122,14 +122,7 @@ class EngineRun:
         self.wiring = wiring
         self.request = request
         self.endpoint = endpoint
-        self.stages = {
-            index: StageRun(
-                *(wiring[index], module, request, engine.loss_name, engine.options, engine.device),
-                blocks=engine.blocks.get(index),
-                compiled=engine.compiled.get(index),
-            )
-            for index, module in engine.modules.items()
-        }
+        self.stages = {n: StageRun(engine, wiring[n], request) for n in engine.modules}
         self.values: list[Values] = [dict(values) for values in request.inputs]
         self.values.extend({} for _ in range(request.microbatches - len(request.inputs)))
         for values, held in zip(self.values, request.held, strict=False):

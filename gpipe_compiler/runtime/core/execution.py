@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import queue
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from functools import partial
 
 import torch
@@ -14,19 +15,18 @@ from ..errors import AgreedError, TransportError, UsageError
 from ..schedule.actions import SharedSum
 from ..spec import PipelineSpec
 from .blocks import StageBlocks
-from .call import Call, CallArgs, agree
+from .call import Call, CallArgs, Offers, agree
 from .engine import DeviceResult, Engine
 from .gradients import give_back
 from .inputs import BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed
-from .offers import Offers
 from .options import ExecutionOptions
+from .outputs import Results
 from .precision import crossing_dtypes, run_of_devices
 from .programs import PreparedSchedule, ProgramCache
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
-from .results import Results
 from .session import without_state
 from .topology import Topology
 from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
@@ -34,46 +34,35 @@ from .wiring import inputs_for, output_leaves
 from .written import WrittenBuffers, undone_in_error
 
 
+@dataclass(eq=False)
 class Execution:
     """Runs mini-batches: on every rank that takes part, all of which make the same calls.
 
-    Args:
-        reducer: averages gradients over replicas, where there are any.
-        blocks: by stage, what gathers its weights block by block, where replicas divide them so.
-        even: whether every replica is to have as many micro-batches: they wait for one another in
-            each of them.
-
     Attributes:
-        engines: of the devices of this process.
         microbatches: into which a mini-batch is split, at most.
+        engines: of the devices of this process.
         threads: intra-op threads that a stage computes with on a CPU.
+        _reducer: averages gradients over replicas, where there are any.
+        _even: whether every replica is to have as many micro-batches: they wait for one another in
+            each of them.
+        blocks: by stage, what gathers its weights block by block, where replicas divide them so.
     """
 
-    def __init__(
-        self,
-        spec: PipelineSpec,
-        topology: Topology,
-        stages: LocalStages,
-        options: ExecutionOptions,
-        programs: ProgramCache,
-        weigher: LossWeigher,
-        reducer: Reducer | None,
-        microbatches: int,
-        blocks: Mapping[int, StageBlocks],
-        *,
-        even: bool,
-    ) -> None:
-        self._spec = spec
-        self._topology = topology
-        self._stages = stages
-        self._options = options
-        self._programs = programs
-        self._weigher = weigher
-        self._reducer = reducer
-        self._even = even
-        self.microbatches = microbatches
+    _spec: PipelineSpec
+    _topology: Topology
+    _stages: LocalStages
+    _options: ExecutionOptions
+    _programs: ProgramCache
+    _weigher: LossWeigher
+    _reducer: Reducer | None
+    microbatches: int
+    blocks: InitVar[Mapping[int, StageBlocks]]
+    _even: bool
+
+    def __post_init__(self, blocks: Mapping[int, StageBlocks]) -> None:
+        spec, topology, stages, options = self._spec, self._topology, self._stages, self._options
         self._leaves = output_leaves(spec.outputs)
-        self._offers = Offers(spec, topology, options, weigher)
+        self._offers = Offers(spec, topology, options, self._weigher)
         self._results = Results(spec, topology)
         self._carried = frozenset(state.past for state in spec.carried)
         self._stateless = without_state(spec)
@@ -113,10 +102,6 @@ class Execution:
         written = self._written if args.training else ()
         with self._in_step(), undone_in_error(written):
             return self._run(args)
-
-    def refuse_fused(self, *, training: bool) -> None:
-        """As that of the options."""
-        self._offers.refuse_fused(training=training)
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:

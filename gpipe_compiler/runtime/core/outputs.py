@@ -1,4 +1,5 @@
-"""What the model returns, from the outputs of the micro-batches, in the model's own classes."""
+"""What a call comes to, from what each device made: its loss, and what the model returns, in the
+model's own classes."""
 
 from __future__ import annotations
 
@@ -16,9 +17,116 @@ import torch
 
 from ..errors import UsageError
 from ..sizes import Expression, Sizes, value_at
-from ..spec import Joined, Leaf, OutputClass, OutputTerm, Samples, Structure, Unreturned
-from .loss_weights import divisor
+from ..spec import (
+    Joined,
+    Leaf,
+    OutputClass,
+    OutputTerm,
+    PipelineSpec,
+    Samples,
+    Structure,
+    Unreturned,
+)
+from .call import Call
+from .engine import DeviceResult
+from .loss_weights import divisor, total_of
 from .nest import CACHES, Path
+from .request import StepRequest, Values
+from .topology import Topology
+from .wiring import makers, output_leaves
+
+
+class Results:
+    """Puts together what devices made; every rank makes the same calls.
+
+    Attributes:
+        made: the values of the stages that the model returns.
+    """
+
+    def __init__(self, spec: PipelineSpec, topology: Topology) -> None:
+        self._spec = spec
+        self._topology = topology
+        returned = {leaf.value for leaf in output_leaves(spec.outputs)}
+        self.made = frozenset(returned - {source.name for source in spec.inputs})
+        self._makers = makers(spec)
+
+    def loss(self, results: Sequence[DeviceResult], request: StepRequest) -> torch.Tensor | None:
+        """The loss of the mini-batch, over all replicas, on every rank; None where none is made."""
+        assert self._spec.loss is not None
+        pipeline = self._topology.pipeline
+        losses = {m: terms for result in results for m, terms in result.losses.items()}
+        # What a term is where nothing in the mini-batch counts.
+        empty = [0.0 if t.above > -math.inf else math.nan for t in self._spec.loss.summands]
+        mine = self._over_replicas(total_of(losses, request.loss_weights, empty), request, empty)
+        if pipeline.size == 1:
+            return mine
+        told = (None, None) if mine is None else (mine.tolist(), mine.dtype)
+        source = self._topology.rank_of(self._makers[self._spec.loss.value])
+        terms, dtype = pipeline.broadcast_object(told, source, "the loss")
+        if terms is None:
+            return None
+        return torch.tensor(terms, dtype=dtype, device=pipeline.device)
+
+    def _over_replicas(
+        self, total: torch.Tensor | None, request: StepRequest, empty: Sequence[float]
+    ) -> torch.Tensor | None:
+        if total is None or self._topology.replicas == 1:
+            return total
+        # A replica in whose share nothing counts has no such term, and adds nothing.
+        counts = total.new_tensor(
+            [any(column) for column in zip(*request.loss_weights, strict=True)]
+        )
+        rows = torch.stack([torch.where(counts > 0, total, 0.0), counts])
+        value, replicas = self._topology.peers.sum(rows.double(), "the loss")
+        mean = value / self._topology.replicas
+        return torch.where(replicas > 0, mean, mean.new_tensor(empty)).to(total.dtype)
+
+    def gathered(
+        self,
+        results: Sequence[DeviceResult],
+        request: StepRequest,
+        groups: Sequence[Sequence[int]],
+        leaves: Sequence[Leaf],
+    ) -> Sequence[Values]:
+        """The outputs of each group of micro-batches, on rank 0.
+
+        One after another, in the same order on all ranks.
+        """
+        pipeline, outputs = self._topology.pipeline, [Values() for _ in groups]
+        for leaf in leaves:
+            if leaf.value not in request.kept or leaf.value not in self.made:
+                continue
+            source = self._topology.rank_of(self._makers[leaf.value])
+            for group, made in zip(groups, outputs, strict=True):
+                mine: torch.Tensor | None = None
+                for result in results:
+                    if leaf.value in result.results[group[0]]:
+                        pieces = [result.results[m][leaf.value] for m in group]
+                        mine = join(leaf, pieces, [request.samples[m] for m in group])
+                if source != 0 and pipeline.rank in (0, source):
+                    mine = pipeline.pass_on(mine, source, f"output {leaf.value}")
+                if mine is not None and pipeline.rank == 0:
+                    made[leaf.value] = mine
+        return outputs
+
+    def returned(
+        self,
+        structure: Structure,
+        values: Values,
+        call: Call,
+        group: Sequence[int],
+        loss: torch.Tensor | None,
+    ) -> object:
+        """What the model returns for the micro-batches that were passed together.
+
+        Args:
+            loss: the terms of the one that the model itself returns.
+        """
+        samples, sizes = [call.samples[m] for m in group], call.sizes[group[0]]
+        made = rebuild(structure, values, samples, sizes, call.training)
+        if loss is not None and isinstance(made, dict):
+            made = {"loss": loss.sum(), **made}
+        return as_returned(made, self._spec.classes)
 
 
 def join(leaf: Leaf, pieces: Sequence[torch.Tensor], samples: Sequence[int]) -> torch.Tensor:
@@ -151,18 +259,29 @@ def _made(known: OutputClass, held: Any) -> object:
         return held if cls is None else of_class(cls, held)
     if cls is types.SimpleNamespace:
         return cls(**held)
+    try:
+        made = _object(known, cls, held)
+    except Exception:  # noqa: BLE001  # whatever the user's class raises, or another version of it
+        made = None
+    return Fields(held) if made is None else made
+
+
+def _object(known: OutputClass, cls: Any, held: Mapping[Any, Any]) -> object:
+    """An object of a class that holds this as it is; None where none does."""
     if isinstance(cls, type) and dataclasses.is_dataclass(cls):
-        try:
-            made = _dataclass(cls, held)
-            if all(getattr(made, name) is value for name, value in held.items()):
-                return made
-        except Exception:  # noqa: BLE001  # whatever the user's class raises
-            return Fields(held)
+        made = _dataclass(cls, held)
+        if all(getattr(made, name) is value for name, value in held.items()):
+            return made
     if known.module == CACHES:
-        return Fields(held) if cls is None else _cache(cls, held)
-    factory = _imported(*known.factory) if known.factory else None
-    lacking = cls is None or (known.factory and factory is None)
-    return Fields(held) if lacking else _mapping(cls, held, factory)
+        return _cache(cls, held)
+    made = cls()  # a mapping that is made empty and then filled, as those of Python are
+    if known.factory:
+        made.default_factory = _imported(*known.factory)
+        if made.default_factory is None:
+            return None
+    made.update(held)
+    same = all(made[key] is value for key, value in held.items())
+    return made if same and len(made) == len(held) else None
 
 
 def of_class(cls: Any, held: Sequence[Any]) -> Any:
@@ -188,32 +307,16 @@ def _dataclass(cls: Any, held: Mapping[str, Any]) -> Any:
 
 def _cache(cls: Any, held: Mapping[str, Any]) -> object:
     """A cache of transformers that holds these tensors, as they are."""
-    try:
-        if "layers" not in held:
-            return cls(*held.values())
-        made, layer_class = cls(), _imported(CACHES, "DynamicLayer")
-        for own in held["layers"]:
-            layer: Any = layer_class()  # type: ignore[operator]  # what is no class raises
-            if own:
-                layer.lazy_initialization(own["keys"], own["values"])
-                layer.keys, layer.values = own["keys"], own["values"]
-            made.layers.append(layer)
-        return made
-    except Exception:  # noqa: BLE001  # whatever another version of it raises
-        return Fields(held)
-
-
-def _mapping(cls: Any, held: Mapping[Any, Any], factory: object) -> object:
-    """A mapping of a class that is made empty and then filled, as those of Python are."""
-    try:
-        made = cls()
-        if factory is not None:
-            made.default_factory = factory
-        made.update(held)
-        same = all(made[key] is value for key, value in held.items())
-        return made if same and len(made) == len(held) else Fields(held)
-    except Exception:  # noqa: BLE001  # whatever the user's class raises
-        return Fields(held)
+    if "layers" not in held:
+        return cls(*held.values())
+    made, layer_class = cls(), _imported(CACHES, "DynamicLayer")
+    for own in held["layers"]:
+        layer: Any = layer_class()  # type: ignore[operator]  # what is no class raises
+        if own:
+            layer.lazy_initialization(own["keys"], own["values"])
+            layer.keys, layer.values = own["keys"], own["values"]
+        made.layers.append(layer)
+    return made
 
 
 def _needed(cls: Any) -> list[str]:

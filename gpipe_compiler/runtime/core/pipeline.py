@@ -172,7 +172,7 @@ class Pipeline(Calls):
             self._reducer,
             self.microbatches,
             blocks_by_stage(self._reducer),
-            even=self.sharding is WeightSharding.FULL,
+            self.sharding is WeightSharding.FULL,
         )
         self.hold(self.local_stages, self._weigher)
 

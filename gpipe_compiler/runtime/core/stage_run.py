@@ -6,17 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..spec import BatchNorm, Remat
 from .batchnorm import DeferredStatistics, Gather
-from .blocks import StageBlocks
-from .compiled_blocks import CompiledBlocks
 from .loss_weights import terms_of
-from .options import ExecutionOptions
 from .precision import autocast, no_weight, run_of_device
 from .random import OverDraws, SeededRandom
 from .recompute import Received, SegmentContext, Segments, unwritten
@@ -24,6 +21,9 @@ from .request import RunRequest, StepRequest, Values
 from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
 from .written import WrittenBuffers, WrittenOnce
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,25 +77,16 @@ class BackwardGraph:
 class StageRun:
     """A stage at work on one job. A run that fails is dropped, with all that it has collected."""
 
-    def __init__(
-        self,
-        stage: StageWiring,
-        module: nn.Module,
-        request: StepRequest,
-        loss_name: str | None,
-        options: ExecutionOptions,
-        device: torch.device,
-        blocks: StageBlocks | None = None,
-        compiled: CompiledBlocks | None = None,
-    ) -> None:
-        self._blocks = blocks
+    def __init__(self, engine: Engine, stage: StageWiring, request: StepRequest) -> None:
+        options, module = engine.options, engine.modules[stage.index]
+        self._blocks = engine.blocks.get(stage.index)
         self._precision = options.precision
-        self._device = device
-        self._compiled = compiled
+        self._device = engine.device
+        self._compiled = engine.compiled.get(stage.index)
         self._stage = stage
         self._module = module
         self._job = request
-        self._loss_name = loss_name if stage.makes_loss else None
+        self._loss_name = engine.loss_name if stage.makes_loss else None
         self._training = request.work is RunRequest.TRAIN
         self._deferred: DeferredStatistics | None = None
         if options.batchnorm is BatchNorm.DEFERRED:

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 
 from ..errors import WeightsError
-from .weights import INDEX, aligned, read_tensors, shapes_in
+from .weights import INDEX, ONE_FILE, aligned, read_tensors, shapes_in
 
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
-ONE_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 """What peft calls the file with what it trains beside a frozen model."""
 

@@ -19,6 +19,7 @@ from .same_host import memory_of
 from .storing import place, place_text
 
 INDEX = "index.json"
+ONE_FILE = "model.safetensors"
 
 _SUMS = "gpipe.checksums"
 """In the metadata of the safetensors files that `save_file` writes: by name, as JSON."""
@@ -45,25 +46,30 @@ def save_weights(
 ) -> None:
     """Write tensors into a folder, with an index; files hold up to `shard_bytes` each."""
     directory.mkdir(parents=True, exist_ok=True)
+    files: dict[str, str] = {}
+    for file, shard in by_file(tensors, shard_bytes).items():
+        save_file(shard, directory / file)
+        files.update(dict.fromkeys(shard, file))
+    text = json.dumps({"weight_map": files}, indent=1) + "\n"
+    place_text(directory / INDEX, text)
+
+
+def by_file(
+    tensors: Mapping[str, torch.Tensor], shard_bytes: int
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors in order, by the file that they go to, which holds so many bytes at most."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
-        shards[-1][name] = tensor.detach().contiguous()
+        shards[-1][name] = tensor
         size += tensor.nbytes
-    files: dict[str, str] = {}
-    for number, shard in enumerate(shards):
-        file = (
-            "model.safetensors"
-            if len(shards) == 1
-            else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        )
-        save_file(shard, directory / file)
-        files.update(dict.fromkeys(shard, file))
-    text = json.dumps({"weight_map": files}, indent=1) + "\n"
-    place_text(directory / INDEX, text)
+    if len(shards) == 1:
+        return {ONE_FILE: shards[0]}
+    count = len(shards)
+    return {f"model-{n:05d}-of-{count:05d}.safetensors": own for n, own in enumerate(shards, 1)}
 
 
 def save_file(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from enum import Enum
 
 from ..core.address import place
 from ..core.topology import device_counts, devices_by_default
@@ -127,7 +128,10 @@ def train_options(arguments: argparse.Namespace, hooks: UserHooks) -> TrainOptio
         steps=steps,
         epochs=arguments.epochs,
         optimizer=OptimizerChoice(
-            arguments.optimizer, arguments.lr, arguments.lr_schedule, arguments.warmup_steps
+            arguments.optimizer and OptimizerKind(arguments.optimizer),
+            arguments.lr,
+            arguments.lr_schedule and RateShape(arguments.lr_schedule),
+            arguments.warmup_steps,
         ),
         accumulate=arguments.accumulate,
         clip_norm=arguments.clip_norm,
@@ -179,15 +183,14 @@ def _contradictions(given: argparse.Namespace, hooks: UserHooks) -> dict[str, bo
         "--evaluate-every needs eval_data() in the model's file": (
             given.evaluate_every is not None and hooks.eval_data is None
         ),
-        "--async-checkpoint needs a --checkpoint-dir": (
-            given.async_checkpoint and given.checkpoint_dir is None
-        ),
-        "--checkpoint-every needs a --checkpoint-dir": (
-            given.checkpoint_every is not None and given.checkpoint_dir is None
-        ),
-        "--keep-checkpoints needs a --checkpoint-dir": (
-            given.keep_checkpoints is not None and given.checkpoint_dir is None
-        ),
+        **{
+            f"--{name} needs a --checkpoint-dir": bool(word) and given.checkpoint_dir is None
+            for name, word in {
+                "async-checkpoint": given.async_checkpoint,
+                "checkpoint-every": given.checkpoint_every,
+                "keep-checkpoints": given.keep_checkpoints,
+            }.items()
+        },
         "--resume needs a --checkpoint-dir, or the path of a checkpoint": (
             given.resume == LATEST and given.checkpoint_dir is None
         ),
@@ -263,19 +266,9 @@ def _add_train(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
 
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--optimizer",
-        type=OptimizerKind,
-        metavar="{" + ",".join(kind.value for kind in OptimizerKind) + "}",
-        help="(that of your file, or sgd)",
-    )
+    _add_kind(parser, "--optimizer", OptimizerKind, "(that of your file, or sgd)")
     parser.add_argument("--lr", type=positive_real, metavar="RATE", help="(0.01, adam: 0.001)")
-    parser.add_argument(
-        "--lr-schedule",
-        type=RateShape,
-        metavar="{" + ",".join(shape.value for shape in RateShape) + "}",
-        help="over --steps (that of your file, or constant)",
-    )
+    _add_kind(parser, "--lr-schedule", RateShape, "over --steps (that of your file, or constant)")
     parser.add_argument(
         "--warmup-steps", type=natural, default=0, metavar="N", help="up to the full rate (0)"
     )
@@ -313,26 +306,19 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
     parser.add_argument(
         "--microbatches", type=microbatches, metavar="M", help=f"({spec.microbatches})"
     )
-    parser.add_argument(
-        "--schedule",
-        choices=[kind.value for kind in ScheduleKind],
-        help=f"who works when; interleaved and zbv have several stages a device, zb-h1 and zbv "
-        f"split the backward ({spec.schedule.value})",
+    when = (
+        "who works when; interleaved and zbv have several stages a device, zb-h1 and zbv split the "
+        f"backward ({spec.schedule.value})"
     )
-    parser.add_argument(
-        "--remat",
-        choices=[kind.value for kind in Remat],
-        help="compute every stage's forward again in its backward, all at once or in the segments "
-        "that a stage has (as planned)",
+    again = (
+        "compute every stage's forward again in its backward, all at once or in the segments that "
+        "a stage has (as planned)"
     )
-    parser.add_argument(
-        "--batchnorm",
-        choices=[kind.value for kind in BatchNorm],
-        help=f"over what it takes statistics ({spec.batchnorm.value})",
-    )
-    parser.add_argument(
-        "--precision", choices=[kind.value for kind in Precision], help=f"({spec.precision.value})"
-    )
+    _add_kind(parser, "--schedule", ScheduleKind, when)
+    _add_kind(parser, "--remat", Remat, again)
+    over = f"over what it takes statistics ({spec.batchnorm.value})"
+    _add_kind(parser, "--batchnorm", BatchNorm, over)
+    _add_kind(parser, "--precision", Precision, f"({spec.precision.value})")
     parser.add_argument(
         "--compile", action="store_true", help="run the layers of stages through torch.compile"
     )
@@ -371,6 +357,10 @@ def _add_common(parser: argparse.ArgumentParser, spec: PipelineSpec) -> None:
         help="seconds for another rank (600)",
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+
+
+def _add_kind(parser: argparse.ArgumentParser, name: str, kinds: type[Enum], text: str) -> None:
+    parser.add_argument(name, choices=[kind.value for kind in kinds], help=text)
 
 
 def _processes(spec: PipelineSpec) -> str:

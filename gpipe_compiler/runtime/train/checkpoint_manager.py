@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import socket
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +22,6 @@ from ..core.ranks import together
 from ..core.storing import HeldError, locked
 from ..core.typed import from_environment
 from ..errors import CheckpointError, UsageError
-from .claim import Claim
 from .process import say
 
 LATEST = "latest"
@@ -33,6 +34,9 @@ _ENDING_S = 20.0
 
 _REFUSED = ".refused"
 """Beside the checkpoints: the job whose start was refused because of them."""
+
+_CLAIM = "run"
+"""The file beside the checkpoints that says whose they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,3 +262,65 @@ class CheckpointManager:
         if problem:
             raise UsageError(problem, hint=hint)
         return path, newest
+
+
+# --- an address, where storage has no locks: who has claimed it last writes ---------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """That of this run, kept until it ends or another one takes it.
+
+    Attributes:
+        text: by lines: the process, torchrun's name of the job, and what no other run has.
+    """
+
+    file: Address
+    text: str
+
+    @classmethod
+    def take(cls, directory: Address, job: str, *, again: bool, resumed: bool) -> Claim:
+        """Claim an address.
+
+        Args:
+            again: whether torchrun has restarted the job: it takes its own claim, and no other.
+            resumed: whether the user wants to go on from what is there, whoever wrote it: a run
+                that was killed leaves its claim.
+
+        Raises:
+            HeldError: when another run has begun there and has not ended.
+            OSError: when the address cannot be reached.
+        """
+        file = directory / _CLAIM
+        held = _holder_of(file)
+        holder, _, rest = held.partition("\n")
+        own = again and rest.partition("\n")[0] == job
+        if held and not own and (again or not resumed):
+            raise HeldError(holder)
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        claim = cls(file, f"{process}\n{job}\n{uuid.uuid4()}\n")
+        file.write_text(claim.text, encoding="utf-8")
+        return claim
+
+    def check(self) -> None:
+        """Raises a CheckpointError when another run has claimed the address since."""
+        held = _holder_of(self.file)
+        if held != self.text:
+            holder = held.partition("\n")[0] or "a run that has ended"
+            raise CheckpointError(
+                f"another run has gone on from {self.file.parent}: {holder}",
+                hint="only the newest run writes there; name another --checkpoint-dir",
+            )
+
+    def release(self) -> None:
+        with contextlib.suppress(OSError):
+            if _holder_of(self.file) == self.text:
+                self.file.unlink()
+
+
+def _holder_of(file: Address) -> str:
+    """What the claim says, nothing where there is none."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""

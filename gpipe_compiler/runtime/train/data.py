@@ -8,7 +8,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +24,7 @@ from ..sizes import Sizes, shape_at
 from ..spec import Input, PipelineSpec
 from ..wording import said
 from .hooks import has_state
-from .own_rows import Rows, ShareSampler, with_own_rows
+from .own_rows import Rows, ShareSampler, takes_share, with_own_rows
 
 EXAMPLE = Path("weights", "example.safetensors")
 
@@ -96,9 +98,9 @@ def _refuse_too_large(
         raise UsageError(f"a batch of {size:,} bytes is larger than the memory of this machine")
 
 
-def samples_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
+def samples_of(pipe: Pipeline, inputs: object, target: object) -> int:
     """The samples in a mini-batch; where nothing is batched, micro-batches are as planned."""
-    return sum(_bound(spec, microbatches, inputs, target).samples)
+    return sum(_bound(pipe.spec, pipe.microbatches, inputs, target).samples)
 
 
 TOKENS = "tokens"
@@ -127,11 +129,13 @@ def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[ob
     call: dict[object, object] = {"args": {}, "kwargs": {}}
     for source in spec.inputs:
         if source.name in tensors:
-            _place(call, source, tensors[source.name])
-    positional = call["args"]
-    assert isinstance(positional, dict)
-    count = max((key for key in positional if isinstance(key, int)), default=-1) + 1
-    args = tuple(positional.get(index) for index in range(count))
+            *way, last = source.path
+            inner: Any = call
+            for key in way:  # nested containers become dicts by key or index
+                inner = inner.setdefault(key, {})
+            inner[last] = tensors[source.name]
+    positional: Any = call["args"]
+    args = tuple(positional.get(index) for index in range(max(positional, default=-1) + 1))
     return (args, call["kwargs"]), call.get("target")
 
 
@@ -152,17 +156,6 @@ def named_input(spec: PipelineSpec, path: Path) -> tuple[object, object]:
             hint=f"its inputs are {', '.join(wanted)}",
         )
     return call_of(spec, tensors)
-
-
-def _place(call: dict[object, object], source: Input, tensor: torch.Tensor) -> None:
-    """Put a tensor where its path leads; nested containers become dicts by key or index."""
-    *way, last = source.path
-    inner: dict[object, object] = call
-    for key in way:
-        following = inner.setdefault(key, {})
-        assert isinstance(following, dict)
-        inner = following
-    inner[last] = tensor
 
 
 def resized(tensor: torch.Tensor, dim: int | None, samples: int) -> torch.Tensor:
@@ -209,6 +202,13 @@ class Source:
     name: str
     begin: Callable[[], Iterable[object]]
     own: bool = False
+
+    @classmethod
+    def of_hook(cls, name: str, hook: Callable[..., Iterable[object]], pipe: Pipeline) -> Source:
+        """The user's, which gives this replica its share where it asks which one that is."""
+        own = takes_share(hook)
+        begin = partial(hook, pipe.replica, pipe.replicas) if own else hook
+        return cls(name, begin, own and pipe.replicas > 1)
 
     @classmethod
     def repeated(cls, inputs: object, target: object) -> Source:
@@ -350,11 +350,6 @@ class Batches:
         )
 
 
-def samples_in(pipe: Pipeline, batch: Batch) -> int:
-    """The samples of a batch that are read here."""
-    return samples_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)
-
-
 def share_read(pipe: Pipeline, batch: Batch) -> tuple[Inputs, object]:
     """This replica's share of a mini-batch, of which it may have read no more.
 
@@ -365,7 +360,7 @@ def share_read(pipe: Pipeline, batch: Batch) -> tuple[Inputs, object]:
         return batch.inputs, batch.target
     if batch.rows is None:
         return pipe.shard(batch.inputs, batch.target)
-    found, rows = samples_in(pipe, batch), batch.rows
+    found, rows = samples_of(pipe, batch.inputs, batch.target), batch.rows
     if found != rows.count:
         raise PipelineError(
             f"{batch.place}: {rows.count} rows of the data set became {found} samples",

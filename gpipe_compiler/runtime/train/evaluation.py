@@ -24,7 +24,6 @@ from .data import (
     share_read,
 )
 from .hooks import UserHooks
-from .own_rows import share_of_data, takes_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,8 @@ class _Pass:
         assert hooks.eval_data is not None
         self.pipe = pipe
         self.hooks = hooks
-        several = pipe.replicas > 1
-        own = several and takes_share(hooks.eval_data)
-        begin = share_of_data(hooks.eval_data, pipe)
-        source = Source(f"eval_data() of {hooks.name}", begin, own)
-        self.batches = Batches(source, pipe if own_rows and several else None)
+        source = Source.of_hook(f"eval_data() of {hooks.name}", hooks.eval_data, pipe)
+        self.batches = Batches(source, pipe if own_rows and pipe.replicas > 1 else None)
         self.batch = NOTHING
         self.share: tuple[object, object] = (None, None)
         self.found: tuple[list[float], list[float], object] | None = None
@@ -164,7 +160,7 @@ class _Pass:
     def _add(self, losses: Sequence[float], weights: Sequence[float], output: object) -> None:
         for term, loss, weight in zip(self.terms, losses, weights, strict=True):
             term.add(loss, weight)
-        samples = samples_of(self.pipe.spec, self.pipe.microbatches, *self.share)
+        samples = samples_of(self.pipe, *self.share)
         for name, number in self.hooks.measured(output, self.share[1]).items():
             self.metrics[name] = self.metrics.get(name, 0.0) + number * samples
         self.samples += samples

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import safetensors
@@ -15,10 +15,11 @@ import torch
 from .. import checkpoint
 from ..checkpoint.files import Stored
 from ..core.address import Place
-from ..core.stored_weights import ADAPTER_FILE, HUGGING_FACE_INDEX, ONE_FILE
-from ..core.weights import write_file
+from ..core.stored_weights import ADAPTER_FILE, HUGGING_FACE_INDEX
+from ..core.weights import by_file, write_file
 from ..errors import CheckpointError, UsageError
 from ..spec import PipelineSpec
+from ..wording import some
 from .process import say
 
 HUGGING_FACE = "huggingface"
@@ -110,16 +111,10 @@ def _tensors(stored: Stored, names: Mapping[str, str]) -> dict[str, torch.Tensor
     missing = [name for name in names.values() if name not in known]
     if missing:
         raise CheckpointError(
-            f"{stored.folder} does not hold {', '.join(missing[:5])}",
+            f"{stored.folder} does not hold {some(missing)}",
             hint="export a checkpoint of this package, or of the same folder in other stages",
         )
-    like = {}
-    for key, name in names.items():
-        facts = stored.tensor_facts(f"model.{name}")
-        if facts is None:
-            raise CheckpointError(f"model.{name} of {stored.folder} is no tensor")
-        like[key] = torch.empty(facts[0], dtype=facts[1], device="meta")
-    return like
+    return {key: stored.like(f"model.{name}") for key, name in names.items()}
 
 
 def _write_files(
@@ -130,29 +125,12 @@ def _write_files(
     *,
     adapter: bool,
 ) -> None:
-    shards = [like] if adapter else list(_shards(like, shard_bytes))
-    files: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = ADAPTER_FILE if adapter else ONE_FILE
-        if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    shards = {ADAPTER_FILE: like} if adapter else by_file(like, shard_bytes)
+    for name, shard in shards.items():
         write_file(shard, folder / name, _FORMAT, read=read)
-        files.update(dict.fromkeys(shard, name))
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in like.values())
+        files = {key: name for name, shard in shards.items() for key in shard}
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
         text = json.dumps(index, indent=2) + "\n"
         (folder / HUGGING_FACE_INDEX).write_text(text, encoding="utf-8")
-
-
-def _shards(tensors: Mapping[str, torch.Tensor], most: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in order, in parts of that many bytes at most."""
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for key, tensor in tensors.items():
-        if shard and size + tensor.nbytes > most:
-            yield shard
-            shard, size = {}, 0
-        shard[key] = tensor
-        size += tensor.nbytes
-    yield shard

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
@@ -99,10 +100,8 @@ class UserHooks:
         """The user's own objects that are part of a checkpoint, by name; raises as `optimizer`."""
         if self.make_state is None:
             return {}
-        try:
+        with self._explained("make_state"):
             made = self.make_state(pipe, optimizer)
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise self._failed("make_state", error) from error
         named: dict[str, Any] = made if type(made) is dict else {type(made).__name__: made}
         for name, item in named.items():
             if not (type(name) is str and name and "." not in name and has_state(item)):
@@ -117,40 +116,38 @@ class UserHooks:
         """The user's metrics of a batch, none where he has none; raises as `optimizer`."""
         if self.metrics is None:
             return {}
-        try:
+        with self._explained("metrics"):
             return {str(name): float(x) for name, x in self.metrics(output, target).items()}
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise self._failed("metrics", error) from error
 
     def logged(self, step: int, numbers: dict[str, float]) -> None:
         """Calls the user's `log`, where he has one; raises as `optimizer`."""
-        if self.log is None:
-            return
-        try:
-            self.log(step, numbers)
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise self._failed("log", error) from error
+        if self.log is not None:
+            with self._explained("log"):
+                self.log(step, numbers)
 
     def _made(
         self, name: str, kind: type[Result], make: Callable[[Argument], object], argument: Argument
     ) -> Result:
-        try:
+        with self._explained(name):
             made = make(argument)
-        except (Exception, SystemExit) as error:  # whatever the user's code raises
-            raise self._failed(name, error) from error
         if not isinstance(made, kind):
             raise PipelineError(
                 f"{name}() of {self.name} gives a {type(made).__name__}, not a {kind.__name__}"
             )
         return made
 
-    def _failed(self, name: str, error: BaseException) -> PipelineError:
-        """The error to raise, with the last line of the user's own file that led to it."""
-        frames = traceback.walk_tb(error.__traceback__)
-        own = (self.name, f"user_{Path(self.name).stem}")
-        lines = [line for frame, line in frames if frame.f_globals.get("__name__") in own]
-        where = f", line {lines[-1]}," if lines else ""
-        return PipelineError(f"{name}() of {self.name}{where} failed: {said(error)}")
+    @contextlib.contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """Raises errors with the last line of the user's own file that led to them."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # whatever the user's code raises
+            frames = traceback.walk_tb(error.__traceback__)
+            own = (self.name, f"user_{Path(self.name).stem}")
+            lines = [line for frame, line in frames if frame.f_globals.get("__name__") in own]
+            where = f", line {lines[-1]}," if lines else ""
+            problem = f"{name}() of {self.name}{where} failed: {said(error)}"
+            raise PipelineError(problem) from error
 
 
 def has_state(item: object) -> bool:

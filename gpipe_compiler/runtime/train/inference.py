@@ -73,7 +73,7 @@ def bench(
     timed = measure_stages(pipe, once, steps) if stages or calibration else []
     if pipe.rank != 0:
         return
-    samples = samples_of(pipe.spec, pipe.microbatches, inputs, target)
+    samples = samples_of(pipe, inputs, target)
     sizes = {size.name: size.example for size in pipe.spec.sizes} | {**choice.sizes}
     planned = all(size.example == sizes[size.name] for size in pipe.spec.sizes)
     told = Told.of(pipe, directory, samples) if planned else None

@@ -13,22 +13,19 @@ from ..core.pipeline import Pipeline
 from ..core.stored_weights import (
     ADAPTER_FILE,
     HUGGING_FACE_INDEX,
-    ONE_FILE,
     PICKLED,
     Weights,
 )
-from ..core.weights import INDEX, save_file, save_weights
+from ..core.weights import INDEX, ONE_FILE, save_file, save_weights
 from ..errors import UsageError, WeightsError
 from ..spec import PipelineSpec
-from ..wording import said
+from ..wording import said, some
 from .process import say
 
 ANEW = "none"
 """As `--weights`: none are read, and the stages begin as a new model."""
 
 _PICKLES = (".pt", ".pth", ".bin")
-_SHOWN = 5
-"""Names of tensors in a message."""
 
 
 def open_weights(own: Path | None, asked: str | None) -> Weights | None:
@@ -153,9 +150,7 @@ def _keys(
         f"{key} is unknown" for key in given if key not in known
     ]
     if problems:
-        more = f"; {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        listing = "; ".join(problems[:_SHOWN])
-        raise UsageError(f"these weights do not fit {spec.name}: {listing}{more}")
+        raise UsageError(f"these weights do not fit {spec.name}: {some(problems, '; ')}")
     return found
 
 

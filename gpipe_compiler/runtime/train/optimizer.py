@@ -16,7 +16,7 @@ from ..core.shards import local
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
 from ..wording import said
-from .data import NOTHING, Batch, has_tokens, located, samples_in, share_read, tokens_of
+from .data import NOTHING, Batch, has_tokens, located, samples_of, share_read, tokens_of
 from .hooks import UserHooks
 
 _OPTIMIZERS: Mapping[OptimizerKind, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
@@ -290,7 +290,9 @@ class Update:
     def _samples(self, batch: Batch) -> int:
         if batch is NOTHING:
             return 0
-        return samples_in(self.pipe, batch) if batch.rows is None else batch.rows.whole
+        if batch.rows is not None:
+            return batch.rows.whole
+        return samples_of(self.pipe, batch.inputs, batch.target)
 
     def _tokens(self, batches: Sequence[Batch]) -> int | None:
         spec, most = self.pipe.spec, self.pipe.microbatches

@@ -8,7 +8,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -110,10 +109,3 @@ def takes_share(hook: Callable[..., object] | None) -> bool:
     except (TypeError, ValueError):
         return False
     return names[:2] == ["rank", "world"]
-
-
-def share_of_data(
-    hook: Callable[..., Iterable[object]], pipe: Pipeline
-) -> Callable[[], Iterable[object]]:
-    """The hook without arguments: where it takes them, what it gives is this replica's."""
-    return partial(hook, pipe.replica, pipe.replicas) if takes_share(hook) else hook

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..core.options import execution_options
 from ..core.pipeline import Pipeline
 from ..core.topology import planned_placement
 from ..errors import UsageError
+from ..spec import PipelineSpec
 from .process import most_resident
 from .stage_times import StageSeconds
 
@@ -59,38 +60,25 @@ _OTHER_KINDS = {"PCIE", "NVL", "TI", "SUPER", "LAPTOP", "MOBILE", "D"}
 """Words after the name of a GPU by which it has other figures."""
 
 
-@dataclass(frozen=True)
-class ProcessTold:
-    """Bytes of processes on a host, as predicted.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What a plan raises that is not there, or is none; a package without its plan still runs."""
 
-    Attributes:
-        base: of each, before it holds a model.
-        tensors: of each device, at most.
-        keeps_freed: whether its memory holds what malloc keeps of freed tensors.
-    """
 
-    base: int
-    tensors: tuple[int, ...]
-    keeps_freed: bool
+def _plan_in(directory: Path) -> Any:
+    return json.loads((directory / "plan.json").read_text(encoding="utf-8"))
 
-    @classmethod
-    def of(cls, prediction: Mapping[str, Any]) -> ProcessTold | None:
-        """Of the prediction in a plan, which may say nothing of it."""
-        found = prediction.get("process")
-        if found is None:
-            return None
-        sizes = tuple(int(size) for size in found["tensors"])
-        return cls(int(found["base"]), sizes, bool(found["keeps_freed"]))
+
+def planned_samples(spec: PipelineSpec) -> int:
+    return spec.microbatches * spec.microbatch_size
 
 
 def planned_to_give_back(directory: Path) -> bool:
     """Whether the plan of a package has memory for its tensors, but not for freed ones too."""
     try:
-        plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
-        found = ProcessTold.of(plan["prediction"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        process = _plan_in(directory)["prediction"].get("process")
+        return process is not None and not process["keeps_freed"]
+    except _UNREADABLE:
         return False
-    return found is not None and not found.keeps_freed
 
 
 @dataclass(frozen=True)
@@ -103,7 +91,8 @@ class Told:
         peak_bytes: tensors of every device, and what its allocator reserves, at most.
         bubble: the share of device time that is spent waiting; None where the plan does not say.
         peak: what its devices compute at most; None where it does not say, or they are unequal.
-        process: what processes take on a host; None where the plan does not say.
+        process: bytes of a process on a host before it holds a model, and of the tensors of each
+            device at most; None where the plan does not say.
         calibration: by which the forwards and backwards of its costs were scaled already.
     """
 
@@ -114,7 +103,7 @@ class Told:
     calibration: tuple[float, float] = (1.0, 1.0)
     bubble: float | None = None
     peak: Peak | None = None
-    process: ProcessTold | None = None
+    process: tuple[int, tuple[int, ...]] | None = None
 
     @classmethod
     def of(cls, pipe: Pipeline, directory: Path, samples: int) -> Told | None:
@@ -128,14 +117,13 @@ class Told:
         if pipe.replicas == spec.replicas and pipe.sharding is not spec.sharding:
             return None
         planned = spec.microbatches, spec.schedule, planned_placement(spec)
-        whole = spec.microbatches * spec.microbatch_size
-        if here != (*planned, execution_options(spec, None, None, None), whole):
+        options = execution_options(spec, None, None, None)
+        if here != (*planned, options, planned_samples(spec)):
             return None
         try:
-            plan = json.loads((directory / "plan.json").read_text(encoding="utf-8"))
-            return cls._read(plan, alone=pipe.world.size == 1)
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None  # a package without its plan still runs
+            return cls._read(_plan_in(directory), alone=pipe.world.size == 1)
+        except _UNREADABLE:
+            return None
 
     @classmethod
     def _read(cls, plan: Mapping[str, Any], *, alone: bool) -> Told:
@@ -144,7 +132,7 @@ class Told:
         expected = float(prediction.get("here_s", prediction["step_s"]))
         memory = prediction.get("memory", ())
         forward, backward = plan.get("calibration", (1.0, 1.0))
-        bubble = prediction.get("bubble")
+        bubble, process = prediction.get("bubble"), prediction.get("process")
         return cls(
             "predicted" if timed is None else "when it was compiled",
             expected if timed is None else float(timed),
@@ -153,8 +141,17 @@ class Told:
             (float(forward), float(backward)),
             None if bubble is None else float(bubble),
             Peak.read(plan),
-            ProcessTold.of(prediction),
+            process and (int(process["base"]), tuple(map(int, process["tensors"]))),
         )
+
+    def numbers(
+        self, seconds: float, devices: Collection[str], minibatches: int = 1
+    ) -> dict[str, float]:
+        """What it says of a step that took so long on devices that PyTorch calls so."""
+        found = {} if self.bubble is None else {"planned_bubble": self.bubble}
+        if self.peak is not None and all(map(self.peak.is_of, devices)):
+            found["mfu"] = minibatches * self.peak.step_s / seconds
+        return found
 
 
 def _stage(stage: Mapping[str, Any]) -> StageSeconds:
@@ -290,7 +287,8 @@ def memory_lines(told: Told, devices: Mapping[int, torch.device]) -> list[str]:
     if on_host and len(told.peak_bytes) > max(on_host):
         words = f"told {sum(told.peak_bytes[rank][0] for rank in on_host) / _MB:,.0f} MB of tensors"
         if told.process is not None:
-            most = told.process.base + sum(told.process.tensors[rank] for rank in on_host)
+            base, tensors = told.process
+            most = base + sum(tensors[rank] for rank in on_host)
             words = f"told at most {most / _MB:,.0f}, {words.removeprefix('told ')}"
         lines.append(
             f"memory of the process: {most_resident() / _MB:,.0f} MB at most, with Python and "

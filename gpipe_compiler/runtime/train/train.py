@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoint.progress import Progress
+from ..core.options import refuse_fused
 from ..core.pipeline import Pipeline
 from ..core.ranks import from_rank_0
 from ..errors import AgreedError, StageError
@@ -18,12 +19,12 @@ from .data import NOTHING, Batch, Batches, InputChoice, Source, call_on, disagre
 from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
-from .own_rows import share_of_data, takes_share
+from .own_rows import takes_share
 from .process import StopSignals
 from .profiling import StepProfiler
-from .told import Told, format_time, told_lines
+from .told import Told, format_time, planned_samples, told_lines
 from .training_log import StepLog, StepPrinter
-from .watching import Watchers, planned_steps
+from .watching import Watchers
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,8 @@ class _Training:
         self.options = options
         self.signals = signals
         if hooks.eval_data is not None:
-            pipe.execution.refuse_fused(training=False)  # now, not after the first pass
+            devices = [engine.device for engine in pipe.execution.engines]
+            refuse_fused(pipe.spec, pipe.options, devices, training=False)  # not after a pass
         self.batches: Batches | None = None
         self._taken: list[Batch] = []
         self._started = 0.0
@@ -133,10 +135,11 @@ class _Training:
         self.profiler = StepProfiler(pipe, folder, self._first, options.profile)
         self.log: StepLog | None = None
         from_rank_0(pipe.world, "the log", self._open_log)
-        planned = {}
-        if self._sizes_are_planned():
-            planned = planned_steps(pipe, directory, options.accumulate)
-        self.watchers = Watchers(pipe, hooks, self.step, options.tensorboard, planned)
+        told = None
+        if self._sizes_are_planned() and pipe.replicas == pipe.spec.replicas:
+            told = Told.of(pipe, directory, planned_samples(pipe.spec))
+        watched = pipe, hooks, self.step, options.tensorboard
+        self.watchers = Watchers(*watched, told, options.accumulate)
 
     def run(self) -> int:
         """Train to the end; the number of the signal that came before it, or 0."""
@@ -298,9 +301,8 @@ class _Training:
     def _open(self, directory: Path) -> None:
         hooks, choice = self.hooks, self.options.input
         if hooks.train_data is not None and choice.file is None:
-            own = self.pipe.replicas > 1 and takes_share(hooks.train_data)
-            begin = share_of_data(hooks.train_data, self.pipe)
-            source = Source(f"train_data() of {hooks.name}", begin, own)
+            name = f"train_data() of {hooks.name}"
+            source = Source.of_hook(name, hooks.train_data, self.pipe)
         else:
             source = Source.repeated(*call_on(self.pipe.spec, directory, choice))
         shares = self.options.own_rows and self.pipe.replicas > 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from .data import has_tokens
 from .evaluation import EvaluationResult
 from .hooks import UserHooks
 from .optimizer import StepResult
-from .told import Peak, Told
+from .told import Told, planned_samples
 
 _FLUSH_S = 10
 """Seconds of which a process that is killed loses what it gave to TensorBoard."""
@@ -33,7 +32,8 @@ class Watchers:
     Args:
         steps: that are done; TensorBoard hides what it has of later ones.
         tensorboard: the folder of its files; None for none.
-        planned: by the samples of a step, what its plan tells.
+        told: the prediction for a mini-batch, where this run is the one that was planned.
+        accumulate: mini-batches for a step.
     """
 
     def __init__(
@@ -42,9 +42,11 @@ class Watchers:
         hooks: UserHooks,
         steps: int,
         tensorboard: Path | None,
-        planned: Mapping[int, Planned],
+        told: Told | None,
+        accumulate: int,
     ) -> None:
-        self.pipe, self.hooks, self.planned = pipe, hooks, planned
+        self.pipe, self.hooks, self.told, self.accumulate = pipe, hooks, told, accumulate
+        self._planned = planned_samples(pipe.spec) * pipe.replicas * accumulate
         self._wanted = hooks.log is not None or tensorboard is not None
         self._writer: _TensorBoard | None = None
         if not self._wanted:
@@ -93,8 +95,8 @@ class Watchers:
                 numbers["tokens_per_s"] = tokens / seconds
             for device, peak in enumerate(peak for rank in peaks for peak in rank):
                 numbers[f"peak_bytes/device_{device}"] = float(peak)
-            if stepped.samples in self.planned:
-                numbers |= self.planned[stepped.samples].told(seconds, self._names)
+            if self.told is not None and stepped.samples == self._planned:
+                numbers |= self.told.numbers(seconds, self._names, self.accumulate)
             if self._writer is not None:
                 self._writer.add(step, numbers)
             self.hooks.logged(step, numbers)
@@ -110,45 +112,6 @@ class Watchers:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What a plan tells of a step.
-
-    Attributes:
-        bubble: the share of device time that it expects to be spent waiting; None for not told.
-        peak: its arithmetic at the peak of its devices; None for not told.
-        minibatches: of the step.
-    """
-
-    bubble: float | None
-    peak: Peak | None
-    minibatches: int = 1
-
-    def told(self, seconds: float, devices: Collection[str]) -> dict[str, float]:
-        """The numbers of a step that took so long on devices that PyTorch calls so."""
-        found = {} if self.bubble is None else {"planned_bubble": self.bubble}
-        if self.peak is not None and all(map(self.peak.is_of, devices)):
-            found["mfu"] = self.minibatches * self.peak.step_s / seconds
-        return found
-
-
-def planned_steps(pipe: Pipeline, directory: Path, accumulate: int) -> dict[int, Planned]:
-    """By the samples of a step, what its plan tells of it.
-
-    Empty where this run is not the one that was planned.
-
-    Args:
-        accumulate: mini-batches for a step.
-    """
-    spec = pipe.spec
-    samples = spec.microbatches * spec.microbatch_size
-    told = Told.of(pipe, directory, samples) if pipe.replicas == spec.replicas else None
-    if told is None:
-        return {}
-    whole = samples * spec.replicas * accumulate
-    return {whole: Planned(told.bubble, told.peak, accumulate)}
 
 
 def check_tensorboard() -> None:

@@ -14,7 +14,7 @@ from gpipe_compiler.runtime.core.address import Address, place_of
 from gpipe_compiler.runtime.core.storing import HeldError
 from gpipe_compiler.runtime.core.weights import load_file
 from gpipe_compiler.runtime.errors import CheckpointError
-from gpipe_compiler.runtime.train.claim import Claim
+from gpipe_compiler.runtime.train.checkpoint_manager import Claim
 from gpipe_compiler.runtime.train.command import main
 from gpipe_compiler.runtime.train.optimizer import Update
 

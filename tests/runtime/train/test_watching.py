@@ -20,8 +20,7 @@ from training_commands import EVALUATION, LOG, METRICS, PLAIN, Run, plain_loop
 from gpipe_compiler.runtime.sizes import Size
 from gpipe_compiler.runtime.train.data import has_tokens, tokens_of
 from gpipe_compiler.runtime.train.hooks import is_log
-from gpipe_compiler.runtime.train.told import Peak
-from gpipe_compiler.runtime.train.watching import Planned
+from gpipe_compiler.runtime.train.told import Peak, Told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,11 +71,11 @@ def test_the_arithmetic_of_a_plan_is_held_against_known_gpus_alone():
     plan = {"stages": stages, "cluster": cluster, "slots": [0, 1], "microbatches": 4}
     peak = Peak.read(plan)
     assert peak == Peak(0.5, "A100")
-    step = Planned(0.25, peak, minibatches=2)
+    told = Told("predicted", 1.0, bubble=0.25, peak=peak)
     same = {"NVIDIA A100-SXM4-80GB"}
-    assert step.told(4.0, same) == {"planned_bubble": 0.25, "mfu": 0.25}
+    assert told.numbers(4.0, same, minibatches=2) == {"planned_bubble": 0.25, "mfu": 0.25}
     for other in ("NVIDIA A100-PCIE-40GB", "NVIDIA A10", "Tesla T4", "cpu"):
-        assert step.told(4.0, {*same, other}) == {"planned_bubble": 0.25}
+        assert told.numbers(4.0, {*same, other}, minibatches=2) == {"planned_bubble": 0.25}
     assert Peak(1.0, "H100 PCIe").is_of("NVIDIA H100 PCIe")
     assert not Peak(1.0, "H200").is_of("NVIDIA GH200 480GB")
     assert not Peak(1.0, "x86_64 host").is_of("cpu")
