@@ -171,15 +171,14 @@ def covers(names: Iterable[str], name: str) -> bool:
 
 
 @cache
-def _own_names(module: type[torch.nn.Module]) -> tuple[str, ...]:
-    """The names of the parameters and buffers of a stage, constructed without memory."""
+def _own_state(module: type[torch.nn.Module]) -> Mapping[str, torch.Tensor]:
+    """The parameters and buffers of a stage by its own names, without memory."""
     import torch
 
     with torch.device("meta"):
         made = module()
     parameters = made.named_parameters(remove_duplicate=False)
-    buffers = made.named_buffers(remove_duplicate=False)
-    return tuple(name for name, _ in (*parameters, *buffers))
+    return {**dict(parameters), **dict(made.named_buffers(remove_duplicate=False))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +231,13 @@ class StageSpec:
     @property
     def state(self) -> Mapping[str, str]:
         """The stage's own state names to the model's canonical ones."""
-        names = _own_names(self.module)  # type: ignore[arg-type]  # a class can be hashed
-        return {own: self.named(own) for own in names}
+        return {own: self.named(own) for own in _own_state(self.module)}  # type: ignore[arg-type]  # a class can be hashed
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The parameters that are trained, by the model's names."""
+        state = _own_state(self.module)  # type: ignore[arg-type]  # as above
+        return frozenset(self.named(own) for own, tensor in state.items() if tensor.requires_grad)
 
     @property
     def writes_samples(self) -> bool:

@@ -1,4 +1,5 @@
-"""One device per process, under torchrun, on any number of hosts: torch carries the messages.
+"""One device per process, under torchrun, on any number of hosts: runs the stages of a process on
+all micro-batches, in the planned order. Torch carries the messages.
 
 torch is needed for this alone. Values go through the memory of the processor and gloo.
 """
@@ -7,10 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from onnxruntime import OrtValue
@@ -18,7 +20,9 @@ from onnxruntime import OrtValue
 from ...runtime.core.typed import from_environment
 from ...runtime.errors import PipelineError, UsageError
 from .arrays import array_of, foreign_name, value_of
+from .flow import last_uses
 from .spec import OnnxPipelineSpec
+from .stage import OnnxStage, Values
 
 TIMEOUT_S = 600.0
 
@@ -143,3 +147,72 @@ def gathered(
         for into, part in zip(whole, world.broadcast(mine, rank), strict=True):
             into.update(part)
     return whole
+
+
+Action: TypeAlias = tuple[int, int]
+"""Stage and micro-batch."""
+
+_ACTION = re.compile(r"(\d+)F(\d+)")
+
+
+def order_for(spec: OnnxPipelineSpec, device: int, microbatches: int) -> tuple[Action, ...]:
+    """A device's actions: as planned, or for another number of micro-batches in the same way.
+
+    Every device takes the micro-batches one after another, each through all of its stages. Nobody
+    waits for what comes later, so no schedule of this kind can hang.
+
+    Raises:
+        PipelineError: when the planned orders cannot be read.
+    """
+    if microbatches == spec.microbatches and spec.orders:
+        return _parse(spec.orders[device])
+    held = [stage for stage, place in enumerate(spec.placement) if place == device]
+    return tuple((stage, number) for number in range(microbatches) for stage in held)
+
+
+def _parse(order: str) -> tuple[Action, ...]:
+    actions = []
+    for word in order.split():
+        match = _ACTION.fullmatch(word)
+        if match is None:
+            raise PipelineError(f"schedule.py: {word!r} is no forward of a stage")
+        actions.append((int(match[1]), int(match[2])))
+    return tuple(actions)
+
+
+def run_device(
+    spec: OnnxPipelineSpec,
+    stages: Mapping[int, OnnxStage],
+    actions: Sequence[Action],
+    inputs: Sequence[Values],
+    links: ProcessLinks,
+) -> list[Values]:
+    """The outputs of the pipeline that are made here, for each micro-batch.
+
+    Args:
+        stages: those of this process, by number.
+        actions: stages and micro-batches, in order.
+        inputs: those of the pipeline, for each micro-batch.
+
+    Raises:
+        StageError: when a stage fails.
+    """
+    outputs = frozenset(output.name for output in spec.outputs)
+    last = last_uses(spec, stages)
+    values = [dict(given) for given in inputs]
+    results = [{name: v for name, v in given.items() if name in outputs} for given in inputs]
+    for index, number in actions:
+        held = values[number]
+        for name in spec.stages[index].inputs:
+            if name not in held:
+                held[name] = links.take(name, spec.crossings[name][0])
+        for name, value in stages[index].run(number, held).items():
+            held[name] = value
+            if name in outputs:
+                results[number][name] = value
+            _, targets = spec.crossings.get(name, (0, ()))
+            links.send(name, value, [target for target in targets if target not in stages])
+        for name in [name for name in held if last.get(name, -1) <= index]:
+            del held[name]
+    links.flush()
+    return results

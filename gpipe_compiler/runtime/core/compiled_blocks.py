@@ -28,6 +28,7 @@ from ..schedule.choosing import splits_backward
 from ..spec import ScheduleKind, StageSpec, WeightSharding, covers
 from ..wording import first_line
 from .random import SeededRandom
+from .written import stand_in
 
 
 def refuse_compiled(schedule: ScheduleKind, sharding: WeightSharding) -> None:
@@ -114,10 +115,7 @@ class CompiledBlocks:
         """`run` stands in for the forward of some blocks, and is given the block first."""
         with contextlib.ExitStack() as around:
             for block in blocks:
-                own = vars(block)  # not by setattr, which looks for modules and parameters
-                before = own.get("forward")
-                own["forward"] = functools.partial(run, block)
-                around.callback(_put_back, own, before)
+                stand_in(around, block, "forward", functools.partial(run, block))
             yield
 
     def _note(self, random: SeededRandom, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -175,9 +173,3 @@ def _is_written(module: nn.Module) -> bool:
     """Whether a module runs the forward of a class that is none of torch's own."""
     as_it_was = "forward" not in vars(module) and module._compiled_call_impl is None
     return as_it_was and not type(module).__module__.startswith("torch.")
-
-
-def _put_back(own: dict[str, Any], before: object) -> None:
-    del own["forward"]
-    if before is not None:
-        own["forward"] = before

@@ -115,14 +115,15 @@ class Network:
             ) from error
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> tuple[Any, torch.Tensor] | None:
-        """Start sending; keep what is returned until it has been waited for. Nothing: no work."""
+        """Start sending; keep what is returned until it has been waited for. None: it is done."""
         payload = _bytes_of(tensor.detach().to(self.carrier).resolve_conj().resolve_neg())
         if payload.numel() == 0:
             return None
         member = self.members[rank]
         with self._on_the_way("to", member):
             if member in self.peers:
-                return self.peers.send(payload, member, tag, self.timeout_s), payload
+                self.peers.send(payload, member, tag, self.timeout_s)
+                return None
             return dist.isend(payload, member, tag=tag), payload
 
     def receive(self, buffer: torch.Tensor, rank: int, tag: int) -> Any:

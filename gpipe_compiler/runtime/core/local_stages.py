@@ -111,17 +111,8 @@ def owners_of(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
 
 def trainable_shared(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
     """The shared parameters whose gradients are to be summed, with the stages that own them."""
-    trained: dict[int, set[str]] = {}
-    result = {}
-    for name, owners in owners_of(spec).items():
-        first = spec.stages[owners[0]]
-        if owners[0] not in trained:
-            with torch.device("meta"):
-                parameters = first.module().named_parameters(remove_duplicate=False)
-            trained[owners[0]] = {first.named(own) for own, p in parameters if p.requires_grad}
-        if name in trained[owners[0]]:
-            result[name] = owners
-    return result
+    several = owners_of(spec).items()
+    return {name: owners for name, owners in several if name in spec.stages[owners[0]].trained}
 
 
 class LocalStages:

@@ -34,11 +34,11 @@ class LossWeigher:
     """
 
     def __init__(self, spec: PipelineSpec, weights: Weights | None, seed: int) -> None:
-        self.loss = spec.loss
         self.terms: tuple[LossTerm, ...] = spec.loss.summands if spec.loss is not None else ()
-        self.module: nn.Module | None = None
-        if self.loss is not None and self.loss.weight is not None:
-            self.module = build_stage(self.loss.weight, weights, torch.device("cpu"), seed)
+        self._spec = None if spec.loss is None else spec.loss.weight
+        self._module: nn.Module | None = None
+        if self._spec is not None:
+            self._module = build_stage(self._spec, weights, torch.device("cpu"), seed)
 
     def weigh(self, call: BoundCall) -> tuple[Counts, ...]:
         """The counts of each micro-batch.
@@ -70,12 +70,12 @@ class LossWeigher:
         return any(term.per_sample is None and not term.counted for term in means)
 
     def _counted(self, part: Values) -> tuple[float, ...]:
-        if self.module is None or self.loss is None or self.loss.weight is None:
+        if self._module is None or self._spec is None:
             return ()
-        names = self.loss.weight.inputs
+        names = self._spec.inputs
         try:
             with torch.no_grad():
-                found = self.module(*(part[name].cpu() for name in names))
+                found = self._module(*(part[name].cpu() for name in names))
         except Exception as error:  # whatever the model's code raises
             raise UsageError(
                 f"what the loss is a mean over cannot be counted: {said(error)}",
@@ -85,12 +85,11 @@ class LossWeigher:
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what a state of the model says of its own state."""
-        if self.module is None or self.loss is None or self.loss.weight is None:
+        if self._module is None or self._spec is None:
             return
-        names = self.loss.weight.renamed
-        for own, tensor in self.module.state_dict().items():
-            if names.get(own, own) in state:
-                tensor.copy_(state[names.get(own, own)])
+        for own, tensor in self._module.state_dict().items():
+            if self._spec.named(own) in state:
+                tensor.copy_(state[self._spec.named(own)])
 
     def shares(self, counts: Sequence[Counts], total: Counts) -> tuple[tuple[float, ...], ...]:
         """For each micro-batch, the weights of its terms in those of the mini-batch.

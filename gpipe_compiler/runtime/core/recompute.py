@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .random import OverDraws, SeededRandom
-from .written import Copies, WrittenBuffers
+from .written import Copies, WrittenBuffers, stand_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,43 +211,29 @@ class Segments:
         return frozenset(name for name, _ in named)
 
     @contextlib.contextmanager
-    def run_again(self, context: SegmentContext) -> Iterator[None]:
-        """Around a forward whose segments are to run a second time in its backward."""
-        with self._instead(functools.partial(self._first, context)):
-            yield
+    def forward(self, context: SegmentContext | None) -> Iterator[None]:
+        """Around a forward whose segments run a second time in its backward.
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Around a forward of which all is kept that autograd saves."""
-        with self._instead(self._whole):
-            yield
-
-    @contextlib.contextmanager
-    def _instead(self, run: Callable[..., Any]) -> Iterator[None]:
-        """The methods of the segments are replaced by `run`, which is given these first."""
+        Args:
+            context: of the second time; None where all is kept that autograd saves.
+        """
+        run = self._whole if context is None else functools.partial(self._first, context)
         with contextlib.ExitStack() as around:
             for name in self._written:
-                around.enter_context(self._replaced(name, run))
+                owner, attribute = self._called(name)
+                segment = _Segment(name, getattr(owner, attribute))
+                stand_in(around, owner, attribute, functools.partial(run, segment))
             yield
 
-    @contextlib.contextmanager
-    def _replaced(self, name: str, run: Callable[..., Any]) -> Iterator[None]:
-        owner, attribute = self._module, name
-        if name in self._modules:
-            owner = self._module.get_submodule(name)
-            # What `nn.Module.__call__` runs, hooks included: `forward` alone would leave these to
-            # torch's checkpoint, and `Module.compile` would trace what stands in for it.
-            compiled = owner._compiled_call_impl is not None
-            attribute = "_compiled_call_impl" if compiled else "_call_impl"
-        own = vars(owner)  # not by setattr, which the modules of torch.compile pass on
-        before = own.get(attribute)  # what the user has put on it from outside
-        own[attribute] = functools.partial(run, _Segment(name, getattr(owner, attribute)))
-        try:
-            yield
-        finally:
-            del own[attribute]
-            if before is not None:
-                own[attribute] = before
+    def _called(self, name: str) -> tuple[nn.Module, str]:
+        """The module of a segment, and the name of its method."""
+        if name not in self._modules:
+            return self._module, name
+        owner = self._module.get_submodule(name)
+        # What `nn.Module.__call__` runs, hooks included: `forward` alone would leave these to
+        # torch's checkpoint, and `Module.compile` would trace what stands in for it.
+        compiled = owner._compiled_call_impl is not None
+        return owner, "_compiled_call_impl" if compiled else "_call_impl"
 
     def _whole(self, segment: _Segment, *arguments: object) -> Any:
         with saved_tensors_hooks(_hold, _held):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,8 @@ BUCKET_BYTES = 25 << 20
 """About what is reduced at a time, as in torch's DistributedDataParallel."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Started:
-    """A bucket on its way: its gradients in a row, then a flag for each, summed in place."""
-
-    parameters: tuple[nn.Parameter, ...]
-    row: torch.Tensor
-    work: Any
+Started = tuple[Any, Callable[[], None]]
+"""A bucket on its way: what to wait for, and what then takes its gradients."""
 
 
 @dataclass(eq=False)
@@ -57,7 +53,7 @@ class Reducer:
     paused: bool = field(default=False, init=False)
     _waiting: list[int] = field(default_factory=list, init=False)
     _ended: set[int] = field(default_factory=set, init=False)
-    _started: list[_Started] = field(default_factory=list, init=False)
+    _started: list[Started] = field(default_factory=list, init=False)
 
     @contextlib.contextmanager
     def pause(self, paused: bool = True) -> Iterator[None]:
@@ -99,9 +95,13 @@ class Reducer:
     def _wait(self) -> None:
         """For all that has been started."""
         started, self._started = self._started, []
-        for bucket in started:
-            self.topology.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
-            self._unpack(bucket)
+        for one in started:
+            self._end(one)
+
+    def _end(self, started: Started) -> None:
+        work, take = started
+        self.topology.world.wait(work, lambda: "at the gradients of the other replicas")
+        take()
 
     def abandon(self) -> None:
         """After a step that failed."""
@@ -112,9 +112,10 @@ class Reducer:
         for bucket in buckets(trained, self.limit):
             row = self._pack(bucket)
             work = self.topology.collectives.all_reduce(row)
-            self._started.append(_Started(bucket, row, work))
+            self._started.append((work, partial(self._unpack, bucket, row)))
 
     def _pack(self, bucket: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Its gradients in a row, then a flag for each, to be summed in place."""
         pieces = []
         for parameter in bucket:
             gradient = parameter.grad
@@ -126,14 +127,14 @@ class Reducer:
         # Divided before the sum: what fits a gradient's type then still does.
         return torch.cat(pieces).div_(self.topology.replicas).to(self.topology.world.carrier)
 
-    def _unpack(self, bucket: _Started) -> None:
-        row = bucket.row.to(bucket.parameters[0].device)
-        missing = [parameter.grad is None for parameter in bucket.parameters]
-        count = len(bucket.parameters)
+    def _unpack(self, bucket: Sequence[nn.Parameter], row: torch.Tensor) -> None:
+        row = row.to(bucket[0].device)
+        missing = [parameter.grad is None for parameter in bucket]
+        count = len(bucket)
         # The flags are only looked at where they matter: that waits for a GPU.
         flags = row[-count:].tolist() if any(missing) else [1.0] * count
         offset = 0
-        for parameter, flag in zip(bucket.parameters, flags, strict=True):
+        for parameter, flag in zip(bucket, flags, strict=True):
             length = _real(parameter.detach()).numel()
             mean = row[offset : offset + length]
             offset += length

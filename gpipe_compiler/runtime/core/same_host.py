@@ -47,16 +47,6 @@ MOST_FREE_BYTES = 1 << 28
 """Bytes of these pieces: they come on top of what a plan counts."""
 
 
-class Sent:
-    """A message that has been written: nothing is left to wait for."""
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: timedelta) -> None:
-        """Not at all."""
-
-
 @dataclass(slots=True)
 class Coming:
     """A message to be waited for.
@@ -242,7 +232,7 @@ class Peers:
     def __contains__(self, rank: int) -> bool:
         return rank in self._peers
 
-    def send(self, payload: torch.Tensor, rank: int, tag: int, timeout_s: float) -> Sent:
+    def send(self, payload: torch.Tensor, rank: int, tag: int, timeout_s: float) -> None:
         """Write a row of bytes for another process.
 
         Raises:
@@ -256,13 +246,12 @@ class Peers:
             try:
                 if _write(payload, descriptor):
                     self._tell(rank, header, [descriptor], end)
-                    return Sent()
+                    return
             finally:
                 os.close(descriptor)
         memory = memory_of(payload)
         for start in range(0, size, INLINE_BYTES):
             self._tell(rank, header + memory[start : start + INLINE_BYTES], [], end)
-        return Sent()
 
     def _tell(self, rank: int, packet: bytes, descriptors: Sequence[int], end: float) -> None:
         while not self._peers[rank].tell(packet, descriptors):

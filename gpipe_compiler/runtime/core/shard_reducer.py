@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
 
 from .blocks import StageBlocks
 from .local_stages import LocalStages, SharedParameter
-from .reducer import Reducer, buckets
+from .reducer import Reducer, Started, buckets
 from .shards import Group, Shard, Shards, as_gradient, rows_each
 from .topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class _Scattered:
-    """A bucket on its way: this replica's rows of its gradients, then a flag for each."""
-
-    shards: tuple[Shard, ...]
-    row: torch.Tensor
-    work: Any
 
 
 @dataclass(eq=False)
@@ -34,12 +25,10 @@ class ShardReducer(Reducer):
     """
 
     shards: Shards = field(kw_only=True)
-    _scattered: list[_Scattered] = field(default_factory=list, init=False)
-    _of_block: _Scattered | None = field(default=None, init=False)
+    _of_block: Started | None = field(default=None, init=False)
 
     def begin(self) -> None:
         self.shards.begin()
-        self._scattered = []
         self._of_block = None
         super().begin()
 
@@ -50,7 +39,6 @@ class ShardReducer(Reducer):
         super().finish()
 
     def abandon(self) -> None:
-        self._scattered = []
         self._of_block = None
         super().abandon()
 
@@ -59,7 +47,7 @@ class ShardReducer(Reducer):
         super()._start([p for p in parameters if self.shards.of(p) is None])
         for bucket in buckets(self._left(divided), self.limit):
             shards = tuple(shard for p in bucket if (shard := self.shards.of(p)) is not None)
-            self._scattered.append(self._scatter(shards))
+            self._started.append(self._scatter(shards))
 
     def _left(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Those of which something is to be reduced: of blocks, where it came too late before."""
@@ -77,13 +65,13 @@ class ShardReducer(Reducer):
         self._of_block = self._scatter(shards)
 
     def _wait_for_block(self) -> None:
-        bucket, self._of_block = self._of_block, None
-        if bucket is not None:
-            self._take(bucket)
+        started, self._of_block = self._of_block, None
+        if started is not None:
+            self._end(started)
 
-    def _scatter(self, shards: Sequence[Shard]) -> _Scattered:
+    def _scatter(self, shards: Sequence[Shard]) -> Started:
         row, work = self.topology.collectives.reduce_scatter(self._rows(shards))
-        return _Scattered(tuple(shards), row, work)
+        return work, partial(self._take, shards, row)
 
     def _rows(self, shards: Sequence[Shard]) -> torch.Tensor:
         """For each replica a row: its rows of every gradient, filled up to as many, and flags."""
@@ -106,20 +94,13 @@ class ShardReducer(Reducer):
         # Divided before the sum: what fits a gradient's type then still does.
         return rows.div_(replicas)
 
-    def _wait(self) -> None:
-        super()._wait()
-        self._wait_for_block()
-        scattered, self._scattered = self._scattered, []
-        for bucket in scattered:
-            self._take(bucket)
-
-    def _take(self, bucket: _Scattered) -> None:
-        self.topology.world.wait(bucket.work, lambda: "at the gradients of the other replicas")
-        flags = bucket.row[-len(bucket.shards) :].tolist()
+    def _take(self, shards: Sequence[Shard], row: torch.Tensor) -> None:
+        """Add this replica's rows of the mean to what was reduced before."""
+        flags = row[-len(shards) :].tolist()
         offset = 0
-        for shard, flag in zip(bucket.shards, flags, strict=True):
+        for shard, flag in zip(shards, flags, strict=True):
             if flag:
-                _add(shard, bucket.row[offset : offset + shard.part.numel()])
+                _add(shard, row[offset : offset + shard.part.numel()])
             offset += _width(shard, self.topology.replicas)
 
     def _pass_on(self, item: SharedParameter) -> None:

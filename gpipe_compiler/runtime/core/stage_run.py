@@ -20,7 +20,7 @@ from .recompute import Received, SegmentContext, Segments, unwritten
 from .request import RunRequest, StepRequest, Values
 from .split_backward import WeightPart, split_backward
 from .wiring import StageWiring
-from .written import WrittenBuffers, WrittenOnce
+from .written import WrittenBuffers
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -108,8 +108,8 @@ class StageRun:
         return WrittenBuffers(self._module, self._stage.spec.writes, self._once)
 
     @cached_property
-    def _written_once(self) -> WrittenOnce:
-        return WrittenOnce(self._module, self._once)
+    def _written_once(self) -> WrittenBuffers:
+        return WrittenBuffers(self._module, self._once)
 
     def forward(
         self, microbatch: int, received: Sequence[torch.Tensor], *, waits: bool
@@ -250,7 +250,7 @@ class StageRun:
         self, random: SeededRandom | None
     ) -> contextlib.AbstractContextManager[object]:
         if not self._segmented:
-            return self._segments.kept()
+            return self._segments.forward(None)
 
         def around() -> contextlib.ExitStack:
             contexts = contextlib.ExitStack()
@@ -264,7 +264,7 @@ class StageRun:
             contexts.enter_context(self._in_blocks(random, watched=False))
             return contexts
 
-        return self._segments.run_again(SegmentContext(around, random))
+        return self._segments.forward(SegmentContext(around, random))
 
     def _random(self, microbatch: int) -> SeededRandom | None:
         numbers, shared = self._stage.spec.randoms(training=self._module.training)

@@ -16,6 +16,19 @@ Copies = tuple[torch.Tensor, ...]
 """Copies of a stage's written buffers, one for each place that holds one."""
 
 
+def stand_in(around: contextlib.ExitStack, owner: object, name: str, item: object) -> None:
+    """Until the end of a block, an attribute of an object is another one."""
+    own = vars(owner)  # not by setattr, which modules of torch have ideas of their own about
+    around.callback(_put_back, own, name, own.get(name))
+    own[name] = item
+
+
+def _put_back(own: dict[str, Any], name: str, before: object) -> None:
+    del own[name]
+    if before is not None:
+        own[name] = before
+
+
 class WrittenBuffers:
     """The buffers and frozen parameters that a stage's forward writes to, and how others stand in
     for them.
@@ -45,6 +58,7 @@ class WrittenBuffers:
         self._places: tuple[tuple[dict[str, Any], str], ...] = tuple(
             (own._buffers if key in own._buffers else own._parameters, key) for own, key in owners
         )
+        self._before: Copies | None = None
 
     def copies(self) -> Copies:
         """The values of now. Names of one tensor get one copy."""
@@ -56,6 +70,14 @@ class WrittenBuffers:
 
     def take_over(self, copies: Copies) -> None:
         _copy(self._held(), copies)
+
+    def begin(self) -> None:
+        """Before each micro-batch, of buffers that a mini-batch changes once: they are as they were
+        before the first one, so that all come to the same."""
+        if self._before is None:
+            self._before = self.copies()
+        else:
+            self.take_over(self._before)
 
     @contextlib.contextmanager
     def replaced(self, copies: Copies) -> Iterator[None]:
@@ -88,30 +110,6 @@ class WrittenBuffers:
     def _place(self, tensors: Copies) -> None:
         for (table, key), tensor in zip(self._places, tensors, strict=True):
             table[key] = tensor
-
-
-class WrittenOnce:
-    """The buffers that a mini-batch changes once: each micro-batch begins with them as they were
-    before it, and comes to the same.
-
-    Args:
-        names: as those of `WrittenBuffers`.
-    """
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._buffers = WrittenBuffers(module, names)
-        self._before: Copies | None = None
-
-    def begin(self) -> None:
-        """Before each forward of a micro-batch."""
-        if self._before is None:
-            self._before = self._buffers.copies()
-        else:
-            self._buffers.take_over(self._before)
-
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """As of `WrittenBuffers`."""
-        return self._buffers.apart()
 
 
 @contextlib.contextmanager

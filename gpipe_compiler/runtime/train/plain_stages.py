@@ -22,7 +22,7 @@ from ..core.random import OverDraws, SeededRandom, seed_in_eval
 from ..core.request import Values
 from ..core.stored_weights import Weights
 from ..core.wiring import inputs_for, most_work, output_leaves
-from ..core.written import WrittenOnce
+from ..core.written import WrittenBuffers
 from ..spec import BatchNorm, LossSpec, PipelineSpec, Precision, covers
 from .comparison import ComparedKind, Tensors, flat_tensors
 
@@ -95,9 +95,9 @@ class _Stages:
                 found.append(self._forward(0, part, None, {})[0])
         return found
 
-    def _once(self) -> list[WrittenOnce]:
+    def _once(self) -> list[WrittenBuffers]:
         pairs = zip(self.modules, self.spec.stages, strict=True)
-        return [WrittenOnce(module, stage.once) for module, stage in pairs if stage.once]
+        return [WrittenBuffers(module, stage.once) for module, stage in pairs if stage.once]
 
     def train(
         self, loss: LossSpec, parts: Sequence[Values], weights: Sequence[Sequence[float]]
