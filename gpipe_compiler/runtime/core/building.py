@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..errors import WeightsError
-from ..spec import StageSpec, Steps
+from ..spec import StageSpec
 from ..wording import some
 from .replay import replay, seed_of
 from .stored_weights import Weights
@@ -42,11 +42,11 @@ def build_stage(
         if any(spec.beginning(name) is None for name in left):
             # Something is computed by the constructor: let it.
             module = _constructed(spec, device, seed, reset=not left.isdisjoint(trained))
-        stored |= {
-            name: _anew(name, steps, like[name], device, seed)
-            for name in left
-            if (steps := spec.beginning(name)) is not None
-        }
+        for name in left:
+            steps = spec.beginning(name)
+            if steps is not None:
+                stored[name] = torch.empty_like(like[name], device=device, requires_grad=False)
+                replay(stored[name], name, steps, seed)
     made = dict(module.named_parameters(remove_duplicate=False))
     new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
     for own, parameter in parameters:
@@ -60,15 +60,6 @@ def build_stage(
         if spec.named(own) in stored:
             put(module, own, stored[spec.named(own)])
     return module
-
-
-def _anew(
-    name: str, steps: Steps, like: torch.Tensor, device: torch.device, seed: int
-) -> torch.Tensor:
-    """A tensor as in a new model."""
-    memory = torch.empty_like(like, device=device, requires_grad=False)
-    replay(memory, name, steps, seed)
-    return memory
 
 
 def put(module: nn.Module, own: str, tensor: torch.Tensor) -> None:

@@ -201,10 +201,17 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
         _check_same(topology.world.rank, call, rank, other)
     for rank, other in zip(firsts, calls, strict=True):
         if other.refusal is not None:
-            raise _refused(call.refusal or other.refusal, None if call.refusal else rank)
+            problem, hint = call.refusal or other.refusal
+            who = "" if call.refusal else f"rank {rank} refused its inputs: "
+            raise UsageError(f"{who}{problem}", hint=hint)
     for rank, other in zip(firsts, calls, strict=True):
         if other.read and calls[0].read and other.read != calls[0].read:
-            raise _other_data(rank, number)
+            raise AgreedError(
+                f"mini-batch {number}, as rank {rank} has read it, is not that of rank 0",
+                hint="every replica reads the same mini-batches, whole, and takes its share of "
+                "each: use the same seed on every rank and a sampler that does not know the rank; "
+                "samples that only one replica reads are passed to step() without shard()",
+            )
     if not all(other.samples for other in calls):
         samples = sum(sum(other.samples) for other in calls)
         raise UsageError(f"a batch of {samples} is too small for {topology.replicas} replicas")
@@ -235,20 +242,3 @@ def _check_same(own_rank: int, own: Call, rank: int, other: Call) -> None:
             f"{modes[other.training]} mode",
             hint="every rank calls train() and eval()",
         )
-
-
-def _refused(refusal: tuple[str, str], rank: int | None = None) -> UsageError:
-    """The error of what this process refuses, or another rank."""
-    problem, hint = refusal
-    return UsageError(
-        problem if rank is None else f"rank {rank} refused its inputs: {problem}", hint=hint
-    )
-
-
-def _other_data(rank: int, number: int) -> AgreedError:
-    return AgreedError(
-        f"mini-batch {number}, as rank {rank} has read it, is not that of rank 0",
-        hint="every replica reads the same mini-batches, whole, and takes its share of each: use "
-        "the same seed on every rank and a sampler that does not know the rank; samples that only "
-        "one replica reads are passed to step() without shard()",
-    )

@@ -65,7 +65,9 @@ class HeldState:
             }
             for m in range(len(call.samples))
         ]
-        self.samples, self.sizes = call.samples, _next_sizes(spec, call.sizes[0])
+        self.samples, shapes = call.samples, {state.past: state.shape for state in spec.carried}
+        own = _own_sizes(spec).items()
+        self.sizes = {n: value_at(shapes[past][dim], call.sizes[0]) for n, (past, dim) in own}
 
 
 class Session:
@@ -109,13 +111,6 @@ def _own_sizes(spec: PipelineSpec) -> dict[str, tuple[str, int]]:
     names = {state.past for state in spec.carried}
     sizes = (size for source in spec.inputs for size in sizes_in(source.shape or ()))
     return {size.name: size.of for size in sizes if size.of[0] in names}
-
-
-def _next_sizes(spec: PipelineSpec, sizes: Sizes) -> Sizes:
-    """The sizes of the state after a call of these sizes."""
-    shapes = {state.past: state.shape for state in spec.carried}
-    own = _own_sizes(spec).items()
-    return {name: value_at(shapes[past][dim], sizes) for name, (past, dim) in own}
 
 
 def _nothing_yet(

@@ -307,7 +307,8 @@ def divide(
     for index in sorted(modules):
         parameters: dict[str, nn.Parameter] = {}
         for own, parameter in modules[index].named_parameters():
-            if _is_divisible(parameter) and id(parameter) not in elsewhere:
+            divisible = parameter.dim() > 0 and parameter.is_floating_point()
+            if divisible and parameter.requires_grad and id(parameter) not in elsewhere:
                 parameters[spec.stages[index].named(own)] = parameter
         units = blocks_of([n for n in parameters if n not in shared]) if by_block else {}
         kinds: dict[tuple[str, torch.dtype], dict[str, nn.Parameter]] = {}
@@ -372,7 +373,3 @@ def _numbered(path: str) -> list[str]:
     """The beginnings of a path that end with a number."""
     parts = path.split(".")
     return [".".join(parts[: n + 1]) for n, part in enumerate(parts) if part.isdecimal()]
-
-
-def _is_divisible(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad and parameter.dim() > 0 and parameter.is_floating_point()

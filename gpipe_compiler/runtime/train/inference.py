@@ -6,7 +6,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from ..core.weights import save_file
 from .comparison import flat_tensors
 from .data import InputChoice, call_on, samples_of
 from .process import say
-from .stage_times import WARM_UP, StageSeconds, measure_stages
+from .stage_times import WARM_UP, measure_stages
 from .told import Told, format_time, stage_table, told_lines, write_calibration
 
 
@@ -85,7 +85,8 @@ def bench(
         for line in told_lines(pipe, told, median, timed):
             print(line)
     if report is not None:
-        _write_times(report, median, timed)
+        times = {"step_s": median, "stages": [dataclasses.asdict(stage) for stage in timed]}
+        report.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
     if calibration is not None:
         write_calibration(calibration, told, timed, pipe.spec.name)
         what = f"gpipe-compile --calibration {calibration} plans with it"
@@ -104,11 +105,6 @@ def _print_steps(
         f"{what}: median {format_time(median)} of {len(measured)}, fastest {fastest}, "
         f"{samples / median:.1f} samples/s"
     )
-
-
-def _write_times(report: Path, step_s: float, stages: Sequence[StageSeconds]) -> None:
-    times = {"step_s": step_s, "stages": [dataclasses.asdict(stage) for stage in stages]}
-    report.write_text(json.dumps(times, indent=1) + "\n", encoding="utf-8")
 
 
 def _dtype(tensor: torch.Tensor) -> str:

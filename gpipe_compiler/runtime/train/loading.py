@@ -74,7 +74,8 @@ def load_weights(pipe: Pipeline, path: Place, home: Weights | None = None) -> No
         return
     else:
         stored = Weights.of_file(path)
-    keys = _keys(pipe.spec, stored.files, home, partly=_is_adapter(stored))
+    adapter = {Path(file).name for file in stored.files.values()} == {ADAPTER_FILE}
+    keys = _keys(pipe.spec, stored.files, home, partly=adapter)
     found = Weights(stored.directory, {n: stored.files[key] for n, key in keys.items()}, keys)
     states = _states(pipe.spec)
     try:
@@ -91,10 +92,6 @@ def _load_checkpoint(pipe: Pipeline, path: Place) -> None:
     seed, step = pipe.seed, pipe.step_number
     checkpoint.load_checkpoint(pipe, None, checkpoint.latest(path) or path)
     pipe.seed, pipe.step_number = seed, step
-
-
-def _is_adapter(stored: Weights) -> bool:
-    return {Path(file).name for file in stored.files.values()} == {ADAPTER_FILE}
 
 
 def _load_pickled(pipe: Pipeline, path: Path, home: Weights | None) -> None:
