@@ -91,10 +91,12 @@ class SearchResult:
         chain: indices of down-sets from the empty one to the whole; None when nothing in the
             family is better than the incumbent.
         bound_s: no cut of the family takes less, or less than the incumbent if that is lower.
+        all_seen: whether nothing was given up for want of room.
     """
 
     chain: tuple[int, ...] | None
     bound_s: float
+    all_seen: bool
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def search(
         layer, lost = _next_layer(work, starts, layer, ceiling)
         dropped = min(dropped, lost)
         if not len(layer.state):
-            return SearchResult(None, min(dropped, incumbent_s))
+            return SearchResult(None, min(dropped, incumbent_s), math.isinf(dropped))
         layers.append(layer)
     best = int(np.argmin(layer.bounds))
     value = float(layer.bounds[best])
@@ -140,7 +142,7 @@ def search(
     for level in reversed(layers):
         chain.append(int(level.state[best]))
         best = int(level.parent[best])
-    return SearchResult(tuple(chain), min(dropped, incumbent_s, value))
+    return SearchResult(tuple(chain), min(dropped, incumbent_s, value), math.isinf(dropped))
 
 
 @dataclass(frozen=True, slots=True)

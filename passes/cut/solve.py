@@ -35,8 +35,11 @@ SHORTLY = WORK // 40
 SMALL = 16
 """Nodes of a graph that is small in this sense; of larger ones, a tenth has to do."""
 
-MOST_ROUNDS = 400
+GLANCE = 400
 """Labels per stage in a first search for a good cut of 1F1B."""
+
+MOST_ROUNDS, ROUNDS_IN_ALL = 10_000, 500_000
+"""In a second one; and in that of all stages together."""
 
 IMPROVED = 12
 """Orders of devices, the most promising ones, on which a first cut is bettered."""
@@ -216,8 +219,14 @@ class Solver:
             return plain
         least = plain
         if kind is ScheduleKind.ONE_F_ONE_B:
-            rounds = Rounds(m, stages, device_order.again, MOST_ROUNDS)
-            least = max(least, self._search(space, device_order, bounds, rounds).bound_s)
+            # With few labels for a good cut, and then with many.
+            for beam in (GLANCE, max(GLANCE, min(MOST_ROUNDS, ROUNDS_IN_ALL // stages))):
+                rounds = Rounds(m, stages, device_order.again, beam)
+                found = self._search(space, device_order, bounds, rounds)
+                least = max(least, found.bound_s)
+                if found.all_seen:
+                    break
+                space.limit(self.longest_stage())
             if least >= self.value * (1 - TOLERANCE):
                 return least
             space.limit(self.longest_stage())
