@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from gpipe_compiler.ir import Call, FunctionCall, Graph, MethodCall, ModuleCall, ModuleSpec, Op, Ref
-from gpipe_compiler.passes.verbs import verb
+from gpipe_compiler.passes.verbs import verb, writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def variants(graph: Graph, op: Op) -> Iterator[Variant]:
     training = graph.loss is not None
     activations = _ACTIVATIONS if training else _ACTIVATIONS_WITHOUT_GRADIENT
     methods = _METHODS if training else _METHODS_WITHOUT_GRADIENT
-    made, name = op.call, verb(op)
+    made, name = op.call, _verb(op)
     match made:
         case FunctionCall() | MethodCall() if name in _AUGMENTED:
             if len(made.args) == 2 and not made.kwargs:
@@ -144,7 +144,7 @@ _PRODUCTS: frozenset[object] = frozenset(
     }
 )
 _ARITHMETIC = frozenset({*_AUGMENTED, "neg", "masked_fill"})
-"""By what they do (`verb`)."""
+"""By what they do (`_verb`)."""
 
 _TYPE_FOLLOWS: frozenset[object] = frozenset(
     {
@@ -186,7 +186,7 @@ _DROPOUTS: frozenset[object] = frozenset(
 
 def makes_new(graph: Graph, op: Op) -> bool:
     """Whether what an op returns is its own, and nobody's when its one reader has read it."""
-    called, name = _called(graph, op), verb(op)
+    called, name = _called(graph, op), _verb(op)
     if called in _NEW or name in _ARITHMETIC:
         return True
     kept = called in _NEW_BUT_KEPT or name in _METHODS_WITHOUT_GRADIENT
@@ -214,13 +214,18 @@ def half_precision(graph: Graph) -> frozenset[str]:
     for op in graph.ops:
         called = _called(graph, op)
         made = called in _CONVOLUTIONS or called in _PRODUCTS
-        if verb(op) in _ARITHMETIC:
+        if _verb(op) in _ARITHMETIC:
             made = half(op.call.args)
         elif called in _TYPE_FOLLOWS or called in _ACTIVATIONS:
             made = half(op.call.args[:1])
         if made:
             found.update(op.outputs)
     return frozenset(found)
+
+
+def _verb(op: Op) -> str:
+    """What an op does that makes a tensor of its own; "" for one that writes in place already."""
+    return "" if writes(op) else verb(op)
 
 
 def _called(graph: Graph, op: Op) -> object:

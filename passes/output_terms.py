@@ -16,8 +16,8 @@ from gpipe_compiler.ir import Graph, Loss, Op, Reduction
 from gpipe_compiler.passes.joined_outputs import Unjoined, Way, joined_outputs, ways_of
 from gpipe_compiler.passes.loss_functions import ConstantTerm, Division, Other, Summand, Targets
 from gpipe_compiler.passes.loss_weight import terms_of_loss
-from gpipe_compiler.passes.split_loss import Tail, TermGroup, writes
-from gpipe_compiler.passes.verbs import verb
+from gpipe_compiler.passes.split_loss import Tail, TermGroup
+from gpipe_compiler.passes.verbs import verb, writes
 from gpipe_compiler.runtime.spec import Joined, LossTerm, OutputTerm
 
 

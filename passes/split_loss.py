@@ -29,6 +29,7 @@ from gpipe_compiler.ir.ops import NoGrad, with_arguments, without_unread
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_functions import Summand, put
 from gpipe_compiler.passes.shapes import annotate
+from gpipe_compiler.passes.verbs import writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +92,6 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
         loss = dataclasses.replace(loss, reduction=reduction, weight=weight, terms=())
     made = graph.replace(ops=(*kept, *tail.made), values={}, loss=loss)
     return annotate(made, graph.batch_size, graph.precision)
-
-
-def writes(op: Op) -> bool:
-    """Whether an op that adds or scales terms does so in place."""
-    match op.call:
-        case FunctionCall(function=function):
-            return function in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
-        case MethodCall(method=method):
-            return method.endswith("_")
-        case _:
-            return True
 
 
 def _written_is_read(graph: Graph, adding: set[str], dropped: set[str]) -> bool:

@@ -109,6 +109,17 @@ def verb(op: Op) -> str:
             return ""
 
 
+def writes(op: Op) -> bool:
+    """Whether an arithmetic op, or a method, writes over its first operand."""
+    match op.call:
+        case FunctionCall(function=function):
+            return function in (operator.iadd, operator.isub, operator.imul, operator.itruediv)
+        case MethodCall(method=method):
+            return method.endswith("_")
+        case _:
+            return True
+
+
 def name_of(graph: Graph, op: Op) -> str:
     """What an op does, also where it is written as a module of torch's: the name of its class."""
     if not isinstance(op.call, ModuleCall):
