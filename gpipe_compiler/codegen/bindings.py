@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from gpipe_compiler.codegen.expressions import ExpressionWriter, runs_again
+from gpipe_compiler.codegen.expressions import ExpressionWriter, OwnModule, runs_again
 from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.loops import Loop, loop_begun
@@ -20,6 +20,7 @@ from gpipe_compiler.codegen.value_names import (
     called_for,
     cast_by,
     is_operand,
+    is_result,
     plain_name,
     reshaped_by,
     wishes,
@@ -80,7 +81,7 @@ class Bindings:
         here = op.name in self.graph.op_of
         inner = here and any(is_operand(self.graph, op, value) for value in op.outputs)
         asked = dict(zip(op.outputs, wishes(op, run), strict=True))
-        if inner:
+        if inner or self._is_cut(op):
             asked = dict.fromkeys(op.outputs)
         elif not here and len(op.outputs) > 1:
             asked = self._sorted(asked)
@@ -111,6 +112,14 @@ class Bindings:
         readers = self.graph.consumers.get(value, ())
         own = not isinstance(op.call, ModuleCall)
         return own and any(reader.module == around for reader in readers)
+
+    def _is_cut(self, op: Op) -> bool:
+        """Whether an op is the call of a module of which another stage has the rest."""
+        if op.name in self.graph.op_of:
+            return False
+        called = op.call.args[0] if runs_again(op.call) else op.call
+        path = called.path if isinstance(called, OwnModule) else getattr(called, "module", "")
+        return bool(path) and not all(is_result(self.graph, v, path) for v in op.outputs)
 
     def _sorted(self, asked: Mapping[str, str | None]) -> dict[str, str | None]:
         """The user's names for the results of a block, which makes them in an order of its own."""

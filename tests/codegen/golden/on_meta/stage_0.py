@@ -36,13 +36,13 @@ class Stage0(nn.Module):
 
         Returns:
             x: (B, 8, 32) float32, for stage 1.
-            blocks_1: (B, 8, 32) float32, for stage 1.
+            out: (B, 8, 32) float32, for stage 1.
         """
         # meta_decoder.py:77-79
         x = self.tokens(tokens) + self.position + self.shift  # (B, 8, 32)
         x = self.blocks["0"](x)
-        blocks_1 = self.blocks["1"](x)
-        return x, blocks_1
+        out = self.blocks["1"](x)
+        return x, out
 
 
 # How state begins where there are no weights (runtime/core/replay.py); * is any layer's number.

@@ -44,7 +44,7 @@ class Stage0(nn.Module):
 
         Returns:
             inputs_embeds: (B, input_ids.1, 32) float32, for stage 1.
-            hidden_states: (B, input_ids.1, 32) float32, for stage 1.
+            attn_output: (B, input_ids.1, 32) float32, for stage 1.
         """
         # modeling_llama.py:377
         length = input_ids.shape[1]
@@ -54,5 +54,5 @@ class Stage0(nn.Module):
         position_ids = torch.arange(length, device=input_ids.device).unsqueeze(0)
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
-        hidden_states = self.model.layers["0"](inputs_embeds, cos, sin)  # (B, input_ids.1, 32)
-        return inputs_embeds, hidden_states
+        attn_output = self.model.layers["0"](inputs_embeds, cos, sin)  # (B, input_ids.1, 32)
+        return inputs_embeds, attn_output
