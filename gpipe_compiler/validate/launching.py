@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -126,12 +126,21 @@ class _Spare:
 
 
 def _serve(asked: Connection, asking: Connection) -> None:
-    """Runs the script that is asked for, in a process that is like a new one but for what torch
-    imports."""
+    """Runs the script that is asked for."""
     asking.close()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    words, threads, environment, folder, errors = asked.recv()
+    run_forked(*asked.recv())
+
+
+def run_forked(
+    words: list[str], threads: int, environment: Mapping[str, str], folder: str, errors: str
+) -> None:
+    """Runs a script, in a process that is like a new one but for what torch imports.
+
+    Args:
+        errors: the file that stderr goes to.
+    """
     import torch
 
     null = os.open(os.devnull, os.O_RDWR)

@@ -214,8 +214,17 @@ def agree(topology: Topology, call: Call, number: int) -> Call:
             )
     if not all(other.samples for other in calls):
         samples = sum(sum(other.samples) for other in calls)
-        raise UsageError(f"a batch of {samples} is too small for {topology.replicas} replicas")
+        raise too_small(samples, topology.replicas)
     return calls[topology.replica].among(calls, topology.replica)
+
+
+def too_small(samples: int, replicas: int) -> UsageError:
+    """The error for a mini-batch of which a replica would have no sample."""
+    return UsageError(
+        f"a batch of {samples} is too small for {replicas} replicas",
+        hint=f"give every batch {replicas} samples or more (drop_last=True leaves out a rest), or "
+        "run fewer replicas",
+    )
 
 
 def _exchange(topology: Topology, call: Call) -> list[Call]:

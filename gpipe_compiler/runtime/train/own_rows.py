@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from ..core.call import too_small
 from ..core.pipeline import Pipeline
 from ..core.sharding import bounds
-from ..errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,7 @@ class ShareSampler(Sampler[list[Any]]):
             parts = pipe.replicas, pipe.microbatches
             last, _ = bounds(pipe.spec, len(indices), pipe.replicas - 1, *parts)
             if last == len(indices):
-                raise UsageError(
-                    f"a batch of {len(indices)} is too small for {pipe.replicas} replicas"
-                )
+                raise too_small(len(indices), pipe.replicas)
             start, stop = bounds(pipe.spec, len(indices), pipe.replica, *parts)
             mark = zlib.crc32(repr(indices).encode()) + 1
             self.given.append(Rows(mark, stop - start, len(indices)))
