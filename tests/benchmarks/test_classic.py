@@ -54,7 +54,7 @@ def hold(problem: CutProblem, setting: CutSetting) -> None:
         assert found <= (excess, measure.objective(stage_of, order) * (1 + 1e-9))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(SEEDS, SIZES)
 def test_no_classic_cut_is_better(seed: int, size: int) -> None:
     hold(*drawn(seed, size))

@@ -68,7 +68,7 @@ def same_weights(file, state):
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ("optimizer", "optimizer and resting weights divided"),
+        pytest.param("optimizer", "optimizer and resting weights divided", marks=pytest.mark.slow),
         ("full", "weights, gradients and optimizer divided"),
     ],
 )
@@ -122,6 +122,7 @@ def test_others_go_on_where_sharded_replicas_were_killed(packages, plain, tmp_pa
     same_weights(tmp_path / "e.safetensors", state)
 
 
+@pytest.mark.slow
 def test_each_replica_keeps_its_part_alone(packages, tmp_path):
     """Of weights, gradients and what Adam remembers: the rows of a replica, and no more memory."""
     kinds = ("optimizer", "full")

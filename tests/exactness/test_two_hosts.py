@@ -50,7 +50,8 @@ def hosts():
         pytest.skip(f"no network namespaces: {made.stderr.decode(errors='replace').strip()}")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_training_on_two_hosts(folder, packages, plain, tmp_path, schedule):
     """All cases in four stages, two on each host."""
     packages(4)

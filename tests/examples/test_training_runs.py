@@ -65,7 +65,7 @@ def whole_runs(packages):
     return found
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_do_not_change_the_run(whole_runs, name, stages):
     """Twenty steps with the example's own data and optimizer, dropout and tied weights."""

@@ -40,7 +40,7 @@ def assert_same(weights, expected):
 @pytest.mark.parametrize(
     ("kills", "seed", "words"),
     [
-        (2, 0, []),
+        pytest.param(2, 0, [], marks=pytest.mark.slow),
         (2, 2, ["--async-checkpoint"]),
         pytest.param(20, 1, [], marks=pytest.mark.slow),
         pytest.param(20, 3, ["--async-checkpoint"], marks=pytest.mark.slow),

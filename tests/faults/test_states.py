@@ -64,6 +64,7 @@ def train(package: Path, folder: Path, *words: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_states_survive_kills_and_other_numbers_of_stages(packages, tmp_path):
     """Two processes, one of which is killed; then one alone, from the states of both."""
     train(packages / "x1", tmp_path / "whole")

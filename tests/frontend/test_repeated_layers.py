@@ -347,16 +347,21 @@ def attending() -> nn.Module:
     ("make", "device"),
     [
         (stack, "meta"),
-        (stack, "cpu"),
         (attending, "cpu"),
         (Pair, "meta"),
-        (normed, "cpu"),
         (Zipped, "cpu"),
-        (placed, "cpu"),
         (windowed, "cpu"),
-        (wary, "cpu"),
         (rooted, "cpu"),
-        (rooted, "meta"),
+        *(
+            pytest.param(make, device, marks=pytest.mark.slow)
+            for make, device in (
+                (stack, "cpu"),
+                (normed, "cpu"),
+                (placed, "cpu"),
+                (wary, "cpu"),
+                (rooted, "meta"),
+            )
+        ),
     ],
 )
 def test_the_graph_is_that_of_the_whole_model(

@@ -85,6 +85,7 @@ def stack(tmp_path: Path) -> Path:
     return model
 
 
+@pytest.mark.slow
 def test_a_repeated_layer_is_traced_described_and_priced_once(stack: Path) -> None:
     subject = load(str(stack))
     traced: list[int] = []
