@@ -10,29 +10,42 @@ from enum import Enum
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .limits import NO_GROUP
-from .limits import SampleGroup as SampleGroup
-from .limits import SampleLimit as SampleLimit
-from .schedule.actions import Crossing as Crossing
-from .schedule.choosing import ScheduleKind as ScheduleKind
-from .sizes import Dim, Shape, example_shape, sizes_in
-from .sizes import Relation as Relation
-from .sizes import Requirement as Requirement
-from .sizes import Size as Size
-from .sizes import larger as larger
-from .sizes import smaller as smaller
-from .structure import Joined as Joined
-from .structure import Leaf as Leaf
-from .structure import LossTerm as LossTerm
-from .structure import OutputClass as OutputClass
-from .structure import OutputTerm as OutputTerm
-from .structure import Reduction as Reduction
-from .structure import Samples as Samples
-from .structure import Structure as Structure
-from .structure import Unreturned as Unreturned
+from .limits import NO_GROUP, SampleGroup, SampleLimit
+from .schedule.actions import Crossing
+from .schedule.choosing import ScheduleKind
+from .sizes import (
+    Dim,
+    Relation,
+    Requirement,
+    Shape,
+    Size,
+    example_shape,
+    larger,
+    sizes_in,
+    smaller,
+)
+from .structure import (
+    Joined,
+    Leaf,
+    LossTerm,
+    OutputClass,
+    OutputTerm,
+    Reduction,
+    Samples,
+    Structure,
+    Unreturned,
+)
 
 if TYPE_CHECKING:
     import torch
+
+__all__ = [
+    "BatchNorm", "Carried", "Crossing", "Input", "Joined", "Leaf", "LossSpec", "LossTerm",
+    "OptimizerKind", "OutputClass", "OutputTerm", "PipelineSpec", "Precision", "Reduction",
+    "Relation", "Remat", "Requirement", "SampleGroup", "SampleLimit", "Samples", "ScheduleKind",
+    "Size", "StageSpec", "Steps", "Structure", "Unreturned", "WeightSharding", "covers", "larger",
+    "layer_name", "smaller",
+]  # fmt: skip
 
 
 class Remat(Enum):
