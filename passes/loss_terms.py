@@ -36,7 +36,6 @@ from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
-from gpipe_compiler.passes.joined_outputs import Way, ways_of
 from gpipe_compiler.passes.loss_functions import (
     LAST,
     ConstantTerm,
@@ -48,12 +47,10 @@ from gpipe_compiler.passes.loss_functions import (
     Summand,
     mask_of_mean,
     mean_over_targets,
+    reduction_of,
 )
 from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb
 from gpipe_compiler.runtime.sizes import Expression
-from gpipe_compiler.runtime.spec import Joined
-
-_KINDS: Mapping[Way, Reduction] = {Joined.SUM: Reduction.SUM, Joined.MEAN: Reduction.MEAN}
 
 _Divisor: TypeAlias = tuple[str, tuple[tuple[str, Argument], ...]]
 
@@ -122,7 +119,29 @@ class Terms:
 
     def kind(self, value: str) -> Reduction | None:
         """Whether a scalar is a sum over samples or their mean; None where that is not known."""
-        return _KINDS.get(ways_of(self.graph)[value])
+        op = self.graph.producer.get(value)
+        if op is None:
+            return None
+        name, args = verb(op), op.call.args
+        match name:
+            case _ if self.keeps(op):
+                return self.kind(args[0].name)
+            case "neg" if self.is_scalar(args[0]):
+                return self.kind(args[0].name)
+            case "mul" | "div" if len(args) == 2:
+                scaled, factor = args if self.is_scalar(args[0]) else args[::-1]
+                if not self.is_scalar(scaled) or (name == "div" and scaled is not args[0]):
+                    return None
+                return self._times(self.kind(scaled.name), name, factor)
+            case "sum" | "mean" if isinstance(args[0], Ref):
+                if self.is_scalar(args[0]):
+                    return self.kind(args[0].name)
+                known = self.value(args[0])
+                if known is None or known.batch_dim is None or not known.splittable:
+                    return None
+                return Reduction.SUM if name == "sum" else Reduction.MEAN
+            case _:
+                return reduction_of(self.graph, op)
 
     def _times(self, kind: Reduction | None, name: str, factor: Argument) -> Reduction | None:
         """The kind of a scalar of some kind times a factor, or divided by it."""

@@ -19,7 +19,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.spec import Precision
+from gpipe_compiler.runtime.spec import BatchNorm, Precision
 from gpipe_compiler.runtime.train.check import check_pipeline
 from gpipe_compiler.runtime.train.comparison import Row, pack
 from gpipe_compiler.runtime.train.data import InputChoice, example_call
@@ -131,6 +131,12 @@ def test_many_random_models_equal_their_packages(recipe: Recipe, layout: Layout)
             {"output": "tensor", "call": "none"},
             Layout(4, 1),
             id="dropout gives its argument back in eval mode, which is written later",
+        ),
+        pytest.param(
+            [("linear",), ("running", 0, 1, 1), ("linear",)],
+            {"output": "dict", "call": "extra"},
+            Layout(2, 2, batchnorm=BatchNorm.EXACT),
+            id="a sum of what goes with running means is a sum",
         ),
     ],
 )
