@@ -20,6 +20,8 @@ from gpipe_compiler.passes.split_loss import Tail, TermGroup
 from gpipe_compiler.passes.verbs import verb, writes
 from gpipe_compiler.runtime.spec import Joined, LossTerm, OutputTerm
 
+_KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
+
 
 def weigh_outputs(graph: Graph) -> Graph:
     """The graph, with the terms of those of its outputs that are losses."""
@@ -57,8 +59,8 @@ def _is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:
             return False
         case Division(op=op):
             return group.weight is not None and _divides(graph, op, ways)
-        case Other(kind=kind):
-            return kind is not None and kind is group.reduction
+        case Other() if isinstance(summand.value, str) and group.reduction is not None:
+            return ways[summand.value] is _KINDS[group.reduction]
         case _:
             return False
 

@@ -18,6 +18,7 @@ from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.joined_outputs import joined_outputs
+from gpipe_compiler.passes.output_terms import weigh_outputs
 from gpipe_compiler.runtime.spec import Joined
 from gpipe_compiler.runtime.train.comparison import flat_tensors
 
@@ -73,6 +74,16 @@ APART: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "variance": lambda y: y.var(0).mean(),
+    "of the mean": lambda y: (y.mean(0) ** 2).mean(),
+    "softmax": lambda y: y.softmax(0).mean(),
+    "centred": lambda y: ((y - y.mean(0)) ** 2).sum(),
+    "products": lambda y: (y @ y.T).mean(),
+}
+"""Scalars that are written as a sum or a mean, of what takes other samples along."""
+
+
 def ways(reduce: Callable[[Tensor], object]) -> list[Joined]:
     graph = trace(Reducing(reduce), torch.randn(BATCH, WIDTH), training=False)
     return list(joined_outputs(graph).values())
@@ -89,6 +100,27 @@ def test_what_cannot_be_put_together_is_known() -> None:
     found = ways(lambda y: tuple(reduce(y) for reduce in APART.values()))
 
     assert found == [Joined.APART] * len(APART)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_mean_of_what_takes_other_samples_is_no_term(name: str) -> None:
+    graph = trace(
+        Reducing(lambda y: (y, MIXED[name](y))), torch.randn(BATCH, WIDTH), training=False
+    )
+
+    assert not weigh_outputs(graph).output_terms
+
+
+def test_a_sum_and_a_mean_of_rows_are_terms() -> None:
+    graph = trace(
+        Reducing(lambda y: (y, y.square().mean() + y.exp().sum())),
+        torch.randn(BATCH, WIDTH),
+        training=False,
+    )
+
+    (terms,) = weigh_outputs(graph).output_terms.values()
+
+    assert len(terms) == 2
 
 
 def serving(reduce: Callable[[Tensor], object], name: str = "serving") -> Subject:
