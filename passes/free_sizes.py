@@ -54,7 +54,7 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.positions.coordinates import Affine, Cases
 from gpipe_compiler.passes.positions.known import Positions
 from gpipe_compiler.passes.unknown_sizes import of_unknown_size
-from gpipe_compiler.passes.verbs import changes_forms
+from gpipe_compiler.passes.verbs import changes_form
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Shape, Size, value_at
 
@@ -143,7 +143,7 @@ def _with_symbolic_calls(graph: Graph) -> Graph:
 
 def _run_of(graph: Graph, training: bool) -> _Run:
     """The run in one mode that goes on from graph to graph, as passes change it."""
-    if changes_forms(graph):
+    if any(map(changes_form, graph.ops)):
         return _Run(graph, training)
     key = ("symbolic", training, graph.precision, graph.inputs)
     if key not in graph.kept:

@@ -91,6 +91,10 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
         reduction, weight = terms[0].reduction, terms[0].weight
         loss = dataclasses.replace(loss, reduction=reduction, weight=weight, terms=())
     made = graph.replace(ops=(*kept, *tail.made), values={}, loss=loss)
+    places = {op.name: place for place, op in enumerate(graph.ops)}
+    changed = min((places[name] for name in adding | dropped), default=len(places))
+    if all(stretch.end <= changed for stretch in graph.repeats):
+        made = dataclasses.replace(made, repeats=graph.repeats)
     return annotate(made, graph.batch_size, graph.precision)
 
 

@@ -23,7 +23,7 @@ from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import Form, Storage, observed
 from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.simplify import only_asks, without_idle
-from gpipe_compiler.passes.verbs import FILLED, changes_forms
+from gpipe_compiler.passes.verbs import FILLED, changes_form
 from gpipe_compiler.runtime.spec import Precision
 
 _MOST_ELEMENTS = 2**24
@@ -42,7 +42,7 @@ def read_stores(graph: Graph) -> Graph:
     Only where that is so for the graph's samples and for twice as many, in every precision that the
     graph is for. Where a value has another type in one of them, it is cast as by the store.
     """
-    if not any(map(_target, graph.ops)) or changes_forms(graph):
+    if not any(map(_target, graph.ops)):
         return graph
     found = effects(graph)
     same: dict[_Read, _Stored] | None = None
@@ -125,6 +125,8 @@ class _Following:
         seen = observed(graph, samples).tensors
         self.final = {name: _Part.of(form, memory) for name, form, memory in seen}
         ops = (op for op in graph.ops if op.mode is Mode.ALWAYS)
+        changed = (value for op in graph.ops if changes_form(op) for value in op.inputs)
+        self.changed = {self._memory(value) for value in changed}
         self.targets = {op.name: target for op in ops if (target := _target(op)) is not None}
 
     def reads(self) -> Mapping[_Read, _Stored]:
@@ -182,10 +184,12 @@ class _Following:
             return None
         name, index, value = target
         part, given = self.final.get(name), self.final.get(value)
-        if part is not None and index is not None:
+        if part is None or given is None or part.memory in self.changed:
+            return None
+        if index is not None:
             part = part.at(index)
         changes = self.found.alias_set(value) & self.found.written_values
-        if part is None or given is None or changes or given.shape != part.shape:
+        if part is None or changes or given.shape != part.shape:
             return None
         floating = given.dtype.is_floating_point and part.dtype.is_floating_point
         return (part, value) if floating or given.dtype is part.dtype else None

@@ -85,9 +85,9 @@ _RESHAPING = frozenset(
 )
 
 
-def changes_forms(graph: Graph) -> bool:
+def changes_form(op: Op) -> bool:
     """Whether a method gives another shape to the tensor that it is called on."""
-    return any(called(o.call) in _RESHAPING for op in graph.ops for o in ops_within(op))
+    return any(called(inner.call) in _RESHAPING for inner in ops_within(op))
 
 
 def verb(op: Op) -> str:

@@ -83,19 +83,19 @@ def _run(entry: Entry, samples: int, *, gradients: bool) -> list[Any] | None:
     """What an entry returns for its example; None where it cannot be run, as on meta."""
     if entry.states.on_meta:
         return None
-    try:
-        with (
-            entry.on_a_copy(),
-            quiet(),
-            torch.random.fork_rng(),
-            torch.set_grad_enabled(gradients),
-            as_exported(),
-            activations_kept(),
-        ):
-            torch.manual_seed(0)
-            return entry(*entry.signature.samples(samples))  # type: ignore[no-any-return]  # a list
-    except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace explains it
-        return None
+    with entry.on_a_copy():
+        try:
+            with (
+                quiet(),
+                torch.random.fork_rng(),
+                torch.set_grad_enabled(gradients),
+                as_exported(),
+                activations_kept(),
+            ):
+                torch.manual_seed(0)
+                return entry(*entry.signature.samples(samples))  # type: ignore[no-any-return]  # a list
+        except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace explains it
+            return None
 
 
 def refuse_gradient_branches(entry: Entry, asked: SourceLocation) -> None:

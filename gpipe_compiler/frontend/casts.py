@@ -87,7 +87,7 @@ class CastWatch(TorchFunctionMode):
         self._traced = traced
         self._leaves_open = 0
         self._trains = entry.has_loss
-        self._leaves = {id(module) for module in entry.modules() if is_plain(module)}
+        self._leaves = {module for module in entry.modules() if is_plain(module)}
 
     @property
     def looks(self) -> bool:
@@ -111,7 +111,7 @@ class CastWatch(TorchFunctionMode):
         """Calls of modules, those of leaves counted while they are open."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            is_leaf = id(module) in self._leaves
+            is_leaf = module in self._leaves
             self._leaves_open += is_leaf
             try:
                 return own_call(module, *args, **kwargs)

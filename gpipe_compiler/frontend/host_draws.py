@@ -149,11 +149,12 @@ def keeps_layers(subject: Subject) -> tuple[TraceError, bool | None] | None:
         entry = make_entry(subject, training=True)
         way = ways[keeps] = Decisions(lambda _, keeps=keeps: keeps)  # type: ignore[misc]  # bound at once
         followed = True
-        try:
-            with entry.on_a_copy(), torch.random.fork_rng(), torch.no_grad(), way:
-                entry(*entry.signature.samples(2))
-        except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
-            followed = False
+        with entry.on_a_copy():
+            try:
+                with torch.random.fork_rng(), torch.no_grad(), way:
+                    entry(*entry.signature.samples(2))
+            except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
+                followed = False
         if way.line is None:
             return None
         if way.others is not None or not followed:

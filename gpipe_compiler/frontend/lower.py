@@ -257,7 +257,7 @@ class _Lowering:
             case "call_method":
                 return MethodCall(str(node.target), args, kwargs)
             case _:
-                return ModuleCall(self._module(str(node.target)), args, kwargs)
+                return ModuleCall(self._module(str(node.target), node), args, kwargs)
 
     def argument(self, item: Any) -> Argument:
         return map_argument(self._leaf, item)
@@ -292,12 +292,16 @@ class _Lowering:
         self._names[id(tensor)] = name
         return name
 
-    def _module(self, target: str) -> str:
+    def _module(self, target: str, node: fx.Node) -> str:
         path = local_path(target)
         if path not in self.modules:
             module = self.entry.get_submodule(target)
             spec = rebuild(path, module)
-            assert spec is not None  # or it were no leaf
+            if spec is None:
+                raise TraceError(
+                    f"the module {path} ({type(module).__name__}) cannot be constructed anew",
+                    location=node.meta["source"],
+                )
             state = {
                 local: self._state(f"{target}.{local}", tensor)
                 for local, tensor in named_state(module)

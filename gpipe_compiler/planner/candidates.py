@@ -331,7 +331,7 @@ class CandidateBuilder:
     def _cut_of(self, problem: CutProblem, recompute: tuple[bool, ...]) -> Candidate:
         setting = dataclasses.replace(self.setting, recompute=recompute)
         asked = run_again(problem, dict.fromkeys(self.again, 1.0)) if self.again else problem
-        key: Hashable = asked, recompute, setting.slots, self.inside
+        key: Hashable = asked, setting, self.inside
         if key not in self.candidates:
             prove = self.policy.prove and self.work >= WORK
             best = self._best_cut(asked, setting, prove=prove)
@@ -345,7 +345,7 @@ class CandidateBuilder:
         return self.candidates[key]
 
     def _best_cut(self, problem: CutProblem, setting: CutSetting, *, prove: bool = False) -> Cut:
-        key: Hashable = problem, setting.recompute, setting.slots, prove
+        key: Hashable = problem, setting, prove
         if key not in self.cuts:
             self.cuts[key] = cut(problem, setting, work=self.work, prove=prove, known=self.known)
         return self.cuts[key]

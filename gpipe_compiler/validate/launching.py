@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import multiprocessing
+import json
 import os
 import runpy
 import signal
@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Protocol
 
@@ -93,58 +93,81 @@ class _Spare:
     """The one who holds a forked process; it ends with this object, or with this process."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        asked, self._asking = context.Pipe(duplex=False)
-        self._process = context.Process(target=_serve, args=(asked, self._asking))
-        self._process.start()
-        asked.close()
-        self._is_waiting = True
+        asked, self._asking = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            os.close(self._asking)
+            _serve(asked)
+        os.close(asked)
 
     def run(self, words: Sequence[str], *, threads: int) -> Ended:
         """The first script in the forked process, further ones in new processes."""
-        if not self._is_waiting:
+        if not self._process:
             return fresh(words, threads=threads)
         with tempfile.NamedTemporaryFile("r", encoding="utf-8", errors="replace") as errors:
+            asked = _Asked(list(words), threads, _environment(), str(Path.cwd()), errors.name)
+            text = json.dumps([getattr(asked, name) for name in _Asked.__slots__])
             try:
-                asked = (list(words), threads, _environment(), str(Path.cwd()), errors.name)
-                self._asking.send(asked)
-                self._process.join()
+                with os.fdopen(self._asking, "w", encoding="utf-8") as pipe:
+                    print(text, file=pipe)
+                _, status = os.waitpid(self._process, 0)
             except BrokenPipeError:  # it was killed as it waited
-                self.end()
+                self._kill()
                 return fresh(words, threads=threads)
             except BaseException:
-                self.end()
+                self._kill()
                 raise
-            self._is_waiting = False
-            return Ended(self._process.exitcode or 0, errors.read())
+            self._process = 0
+            return Ended(os.waitstatus_to_exitcode(status), errors.read())
 
     def end(self) -> None:
+        """Ends a process that was given nothing to do."""
+        if self._process:
+            os.close(self._asking)
+            self._kill()
+
+    def _kill(self) -> None:
         """Without waiting for it to read: what the user's file forks holds the pipe open."""
-        self._is_waiting = False
-        self._process.kill()
-        self._process.join()
+        process, self._process = self._process, 0
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
-def _serve(asked: Connection, asking: Connection) -> None:
-    """Runs the script that is asked for."""
-    asking.close()
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    run_forked(*asked.recv())
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A script and its arguments, how to run it, and the file that stderr goes to."""
+
+    words: list[str]
+    threads: int
+    environment: Mapping[str, str]
+    folder: str
+    errors: str
 
 
-def run_forked(
-    words: list[str], threads: int, environment: Mapping[str, str], folder: str, errors: str
-) -> None:
-    """Runs a script, in a process that is like a new one but for what torch imports.
+def _serve(asking: int) -> None:
+    """Runs what is asked for, and does not return."""
+    code = 1
+    try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with os.fdopen(asking, encoding="utf-8") as pipe:
+            text = pipe.readline()
+        code = _obey(_Asked(*json.loads(text))) if text else 0
+    except BaseException:  # noqa: BLE001  # nobody else could report it
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)
 
-    Args:
-        errors: the file that stderr goes to.
-    """
+
+def _obey(asked: _Asked) -> int:
+    """The exit code of a script, in a process that is like a new one but for what torch imports."""
     import torch
 
     null = os.open(os.devnull, os.O_RDWR)
-    for place, file in enumerate((null, null, os.open(errors, os.O_WRONLY))):
+    errors = os.open(asked.errors, os.O_WRONLY)
+    for place, file in enumerate((null, null, errors)):
         os.dup2(file, place)
     sys.stdin, sys.stdout, sys.stderr = (
         open(place, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  # to the end
@@ -152,14 +175,21 @@ def run_forked(
     )
     sys.path[:] = _clean_path()
     os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
+    os.environ.update(asked.environment)
+    os.chdir(asked.folder)
     for name in [name for name in sys.modules if name.partition(".")[0] == _OWN]:
         del sys.modules[name]
     sys.modules[_OWN] = None  # type: ignore[assignment]  # so that importing it raises
-    sys.argv = words
-    torch.set_num_threads(threads)
-    runpy.run_path(words[0], run_name="__main__")
+    sys.argv = asked.words
+    torch.set_num_threads(asked.threads)
+    try:
+        runpy.run_path(asked.words[0], run_name="__main__")
+    except SystemExit as ended:
+        if isinstance(ended.code, int | None):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _clean_path() -> list[str]:

@@ -16,18 +16,25 @@ from pathlib import Path
 from gpipe_compiler.validate import launching
 
 _SERVER = """
-import importlib.util, json, multiprocessing, sys
+import importlib.util, json, os, sys
 spec = importlib.util.spec_from_file_location("launching", sys.argv[1])
 launching = importlib.util.module_from_spec(spec)
 sys.modules["launching"] = launching  # dataclasses look there
 spec.loader.exec_module(launching)
 import torch.fx.experimental.symbolic_shapes
-forking = multiprocessing.get_context("fork")
 for line in sys.stdin:
-    child = forking.Process(target=launching.run_forked, args=json.loads(line))
-    child.start()
-    child.join()
-    print(child.exitcode, flush=True)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = launching._obey(launching._Asked(*json.loads(line)))
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 

@@ -61,8 +61,19 @@ def scaled_in_place(inner: nn.Linear, x: Tensor, out: Tensor, t: int) -> None:
     out[:, t] += h
 
 
-FREED = [last, last_and_cast]
-LEFT = [half_of_it, overwritten, scaled_in_place]
+def beside_another_form(inner: nn.Linear, x: Tensor, out: Tensor, t: int) -> None:
+    now = x[:, t : t + 1].clone().squeeze_(1)
+    out[:, t] = out[:, t - 1] * 0.5 + inner(now)
+
+
+def of_another_form(inner: nn.Linear, x: Tensor, out: Tensor, t: int) -> None:
+    out.transpose_(0, 1)
+    out[t] = out[t - 1] * 0.5 + inner(x[:, t])
+    out.transpose_(0, 1)
+
+
+FREED = [last, last_and_cast, beside_another_form]
+LEFT = [half_of_it, overwritten, scaled_in_place, of_another_form]
 
 
 @pytest.mark.parametrize("fill", [*FREED, *LEFT])

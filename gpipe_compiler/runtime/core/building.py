@@ -31,22 +31,24 @@ def build_stage(
         module = spec.module()
     parameters = list(module.named_parameters(remove_duplicate=False))
     buffers = list(module.named_buffers(remove_duplicate=False))
-    like = {spec.named(own): tensor for own, tensor in (*parameters, *buffers)}
+    like = _tensors(spec, module)
     trained = {spec.named(own) for own, _ in parameters}
     stored = {} if weights is None else weights.load(like, device)
     if weights is not None and (missing := trained - stored.keys() - weights.anew):
         problem = f"the weights in {weights.directory} do not hold {some(sorted(missing))}"
         raise WeightsError(problem)
     left = like.keys() - stored.keys()
+    unknown = {name for name in left if spec.beginning(name) is None}
     with torch.random.fork_rng(devices=_generators(device)):
-        if any(spec.beginning(name) is None for name in left):
+        if unknown:
             # Something is computed by the constructor: let it.
-            module = _constructed(spec, device, seed, reset=not left.isdisjoint(trained))
-        for name in left:
-            steps = spec.beginning(name)
-            if steps is not None:
-                stored[name] = torch.empty_like(like[name], device=device, requires_grad=False)
-                replay(stored[name], name, steps, seed)
+            reset = weights is None or not trained.isdisjoint(unknown)
+            module = _constructed(spec, device, seed, reset=reset)
+        in_memory = _tensors(spec, module)
+        for name in left - unknown:
+            memory = in_memory[name].detach() if unknown else _memory_for(like[name], device)
+            replay(memory, name, spec.beginning(name) or (), seed)
+            stored[name] = memory
     made = dict(module.named_parameters(remove_duplicate=False))
     new: dict[str, torch.Tensor] = {}  # what two modules of a stage share is one tensor again
     for own, parameter in parameters:
@@ -60,6 +62,20 @@ def build_stage(
         if spec.named(own) in stored:
             put(module, own, stored[spec.named(own)])
     return module
+
+
+def _tensors(spec: StageSpec, module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a stage's module, by their names in the model."""
+    found: dict[str, torch.Tensor] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    for own, tensor in (*parameters, *buffers):
+        found.setdefault(spec.named(own), tensor)
+    return found
+
+
+def _memory_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device, requires_grad=False)
 
 
 def put(module: nn.Module, own: str, tensor: torch.Tensor) -> None:
