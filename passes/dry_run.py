@@ -166,7 +166,10 @@ def fake_input(graph: Graph, source: Input, base: int, batch_size: int) -> torch
 
 
 def like_strides(example: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of this shape whose dimensions lie as in the example."""
+    """Strides of a dense tensor of this shape whose dimensions lie as in the example, or as torch
+    lays out one like it, where the example is expanded."""
+    if 0 in example.stride():
+        example = torch.empty_like(example, device="meta")
     inner_first = sorted(
         range(len(shape)), key=lambda d: (example.stride(d), example.shape[d] != 1, -d)
     )

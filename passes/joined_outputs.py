@@ -111,6 +111,11 @@ def joined_outputs(graph: Graph) -> Mapping[str, Joined]:
     return {**joined, **dict.fromkeys(graph.output_terms, Joined.TERMS)}
 
 
+def apart_outputs(graph: Graph) -> list[str]:
+    """The outputs of a graph that do not follow from those of micro-batches."""
+    return [name for name, way in joined_outputs(graph).items() if way is Joined.APART]
+
+
 @found_once
 def ways_of(graph: Graph) -> Mapping[str, Way]:
     """Of every value of an annotated graph, how it depends on the samples."""

@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.passes.joined_outputs import joined_outputs
+from gpipe_compiler.passes.joined_outputs import apart_outputs
 from gpipe_compiler.plan import Plan
-from gpipe_compiler.runtime.spec import Joined
 
 _LEAST = 4
 """Samples that are tried, so that both micro-batches have two, as BatchNorm needs."""
@@ -34,11 +33,6 @@ def refuse_apart(plan: Plan) -> None:
         location=None if maker is None else maker.source,
         hint="compile with --microbatches 1, or leave it out of what the model returns",
     )
-
-
-def apart_outputs(graph: Graph) -> list[str]:
-    """The outputs of a graph that do not follow from those of micro-batches."""
-    return [name for name, way in joined_outputs(graph).items() if way is Joined.APART]
 
 
 def _outputs(names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut.inside import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
+from gpipe_compiler.passes.joined_outputs import apart_outputs
 from gpipe_compiler.passes.kernel_times import kernel_times
 from gpipe_compiler.passes.measure import costs_by_kind, scaled
 from gpipe_compiler.passes.pass_setting import PassSetting
@@ -28,7 +29,6 @@ from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
-from gpipe_compiler.planner.batch_outputs import apart_outputs
 from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.constrain import check_names, ops_of
 from gpipe_compiler.planner.cut_problem import MicrobatchGraph

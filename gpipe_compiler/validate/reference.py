@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.entry import make_entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
+from gpipe_compiler.passes.joined_outputs import apart_outputs
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.plan import Plan
@@ -153,6 +154,11 @@ class _Work(ComparedRuns):
         return {ComparedKind.OUTPUT: whole.outputs}, ()
 
     def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
+        """The outputs in eval mode, and notes on them: of the mini-batch in as many pieces as the
+        package takes it in."""
+        if len(self.batch.sizes) > 1 and apart_outputs(self.graph):
+            batch = dataclasses.replace(self.batch, sizes=(sum(self.batch.sizes),))
+            return dataclasses.replace(self, batch=batch, shares=()).evaluated()
         draws = Draws.of(self.graph, self.seed, training=False)
         error, alike = None, False
         try:

@@ -181,6 +181,32 @@ def test_a_package_that_trains_evaluates_them_in_one_piece(tmp_path: Path) -> No
         equal(pipe.eval(), given.model, 7)
 
 
+def test_draws_of_what_is_evaluated_in_one_piece_are_those_of_one(tmp_path: Path) -> None:
+    """A loss over what is masked at random, in eval mode too, as masked autoencoders have it."""
+
+    class Masked(Reducing):
+        def __init__(self) -> None:
+            super().__init__(lambda y: y)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = (torch.rand(x.shape[0], 3).argsort(1) < 2).float()
+            return (super().forward(x).square() * mask).sum() / mask.sum()
+
+    torch.manual_seed(0)
+    given = Subject(
+        "masked",
+        Masked(),
+        (torch.randn(BATCH, WIDTH),),
+        target=torch.zeros(BATCH),
+        loss_fn=lambda output, target: output + 0 * target.mean(),
+    )
+
+    made = compile_subject(given, CompileOptions(2, 4), tmp_path / "out")
+
+    assert made.validation is not None
+    assert made.validation.passed
+
+
 def test_batchnorm_after_global_pooling_trains_by_default(tmp_path: Path) -> None:
     """On micro-batches of two, where the default would leave one."""
 

@@ -67,6 +67,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "in another order": lambda x: F.dropout(laid_out(x), 0.4),
     "channels": lambda x: F.dropout1d(x, 0.4),
     "noise": lambda x: x + torch.randn_like(x) + torch.rand(x.shape[0], 1, 1),
+    "like rows that are expanded": lambda x: x + torch.rand_like(x[0, :1, :1].expand(x.shape)),
     "rows dropped": lambda x: stochastic_depth(x, "row"),
     "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
     "normal": lambda x: torch.normal(x, 0.5),
