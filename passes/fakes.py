@@ -16,7 +16,10 @@ _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
 _INDEX = torch.ops.aten.index.Tensor
-_CTC = torch.ops.aten._ctc_loss
+
+CTC = frozenset({torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor})
+"""The kernels of `ctc_loss`, of which torch makes no fakes where lengths are tensors."""
+
 _EMBEDDING = "EmbeddingBackward0"
 _BAG_BACKWARD = torch.ops.aten._embedding_bag_backward.default
 _BAGS = 3
@@ -112,9 +115,9 @@ class HostFakes(QuickFakes):
         if func is _BAG_BACKWARD and not args[_BAGS].numel():
             with self:
                 args = (*args[:_BAGS], torch.empty_like(args[1]), *args[_BAGS + 1 :])
-        if func in (_CTC.default, _CTC.Tensor):
+        if func in CTC:
             with self:
-                return _ctc_loss(*args[:2])
+                return ctc_loss(*args[:2])
         unknown = of_unknown_size(self, func, args, kwargs or {})
         if unknown is not None:
             self.guesses += 1
@@ -252,7 +255,7 @@ hundred times as long."""
 # --- what torch does not know ---------------------------------------------------------------------
 
 
-def _ctc_loss(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def ctc_loss(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each sample, and what is kept of targets that are all as long as they can be."""
     steps, samples, _ = scores.shape
     return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * targets.shape[-1] + 1)

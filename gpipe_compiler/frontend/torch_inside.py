@@ -82,7 +82,10 @@ USED: Mapping[str, tuple[str, ...]] = {
         "tree_map_only",
         "tree_unflatten",
     ),
-    "torch.utils._sympy.functions": (*("CleanDiv", "FloorDiv", "Max", "Min", "Mod", "PythonMod"),),
+    "torch.utils._sympy.functions": (
+        *("CeilToInt", "CleanDiv", "FloatTrueDiv", "FloorDiv", "FloorToInt", "IntTrueDiv", "Max"),
+        *("Min", "Mod", "PythonMod", "ToFloat"),
+    ),
     "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }
 """Names by what holds them. Beside them stand checkpoints, which are looked for where they are used

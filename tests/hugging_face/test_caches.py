@@ -9,6 +9,7 @@ import torch
 from loading import load_package
 from transformers import (
     DynamicCache,
+    Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -17,6 +18,7 @@ from transformers import (
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.runtime.core.nest import leaves_of
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +121,14 @@ def test_a_mask_grows_with_the_cache(tmp_path):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
                 tokens = expected[:, -1:].argmax(-1)
                 mask = torch.cat((mask, torch.ones_like(tokens)), 1)
+
+
+def test_a_cache_with_windows_is_a_leaf():
+    """Its layers hold more than tensors: it is given back whole, or not at all."""
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=4)
+    cache = DynamicCache(config=config)
+    for layer in range(2):
+        cache.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), layer)
+
+    assert [leaf for _, leaf in leaves_of({"past": cache})] == [cache]

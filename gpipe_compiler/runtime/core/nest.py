@@ -42,12 +42,20 @@ def _fields(item: Any) -> dict[str, object]:
 
 
 def cache_fields(item: object) -> dict[str, object] | None:
-    """What a cache of transformers holds, or a layer of one; None for anything else."""
+    """What a cache of transformers holds, or a layer of one; None for anything else, such as a
+    cache with a layer that holds more than tensors."""
     cls = type(item)
     if cls.__module__ != CACHES or cls.__name__ not in _HELD_BY:
         return None
     pairs = {name: getattr(item, name, None) for name in _HELD_BY[cls.__name__]}
+    parts = [part for held in pairs.values() for part in (held if type(held) is list else [held])]
+    if any(cache_fields(part) is None for part in parts if not _is_known(part)):
+        return None
     return {name: held for name, held in pairs.items() if held is not None}
+
+
+def _is_known(part: object) -> bool:
+    return part is None or isinstance(part, torch.Tensor)
 
 
 def tensors_of(nest: object, *, objects: bool = False) -> Iterator[tuple[Path, torch.Tensor]]:
