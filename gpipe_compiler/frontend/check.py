@@ -97,7 +97,7 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
             if slow and place == int(training):
                 continue
             started = time.process_time()
-            freed = (entry.signature.at(graph.inputs, others),) if place and graph.sizes else ()
+            freed = (entry.signature.at(graph.inputs, free) for free in others if place)
             examples = (*freed, entry.signature)
             found.extend(_compare(graph, subject, entry, batches, examples, outputs))
             entry.signature = examples[-1]

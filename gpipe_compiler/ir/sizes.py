@@ -68,17 +68,29 @@ SMALLEST = 2
 """torch takes a dimension of one for a constant, which broadcasts."""
 
 
-def other_sizes(sizes: Sequence[Size], requires: Iterable[Requirement]) -> dict[str, int]:
-    """Sizes near the example's that are others and fulfil what is required, each by another step.
+def other_sizes(
+    sizes: Sequence[Size], requires: Iterable[Requirement]
+) -> tuple[dict[str, int], ...]:
+    """Sizes near the example's that are others and fulfil what is required, each by another step;
+    and larger ones alone, for models that are told how much of the example is no padding.
 
     Those that are equal in the example change together, as torch may ask for that and not say so;
-    where no step does, they stay.
+    where no step does, they stay. None where all do.
     """
+    example, required = {size.name: size.example for size in sizes}, tuple(requires)
+    steps = _STEPS, tuple(step for step in _STEPS if step > 0)
+    near, larger = (_changed(sizes, required, each) for each in steps)
+    distinct = (near,) if near == larger else (near, larger)
+    return tuple(found for found in distinct if found != example)
+
+
+def _changed(
+    sizes: Sequence[Size], required: Sequence[Requirement], steps: Sequence[int]
+) -> dict[str, int]:
     found = {size.name: size.example for size in sizes}
-    required = tuple(requires)
     for place, example in enumerate(dict.fromkeys(found.values())):
         equal = [size.name for size in sizes if size.example == example]
-        for step in (*_STEPS[place % 4 :], *_STEPS[: place % 4]):
+        for step in (*steps[place % 4 :], *steps[: place % 4]):
             tried = found | dict.fromkeys(equal, example + step)
             if example + step >= SMALLEST and all(item.holds(tried) for item in required):
                 found = tried

@@ -236,10 +236,10 @@ def _second_reference(
         for count, parts in other_numbers(plan.batch_size // group, plan.microbatches, least)
     ]
     met = ""
-    sizes = other_sizes(graph.sizes, required(graph))
-    resized = entry.signature.at(graph.inputs, sizes)
+    others = other_sizes(graph.sizes, required(graph))
+    resized = [(sizes, entry.signature.at(graph.inputs, sizes)) for sizes in others]
     few = plan.microbatch_size
-    for batch in other_batches(entry, numbers, seed, resized, sizes, few):
+    for batch in other_batches(entry, numbers, seed, resized, few):
         refuse_other_way(graph, batch_of(plan, entry.signature, batch).parts(entry.signature))
         try:
             expected, _ = reference_of(

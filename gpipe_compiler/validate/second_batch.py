@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,8 +73,7 @@ def other_batches(
     entry: Entry,
     numbers: Sequence[tuple[int, int]],
     seed: int,
-    resized: Signature | None = None,
-    sizes: Mapping[str, int] = MappingProxyType({}),
+    resized: Sequence[tuple[Mapping[str, int], Signature]] = (),
     few: int = 0,
 ) -> Iterator[OtherBatch]:
     """Batches, from the one most unlike the example to the one most like it; none of a model that
@@ -85,17 +83,19 @@ def other_batches(
 
     Args:
         numbers: as `other_numbers` gives them, the example's own at the end.
-        resized: with examples of other sizes, where some are free; `sizes` are these.
+        resized: sizes other than the example's, where some are free, and the signature at them.
         few: samples on which the model is watched; by default as many as in the example.
     """
     sources = entry.signature.inputs
     if not any(source.batched for source in sources):
         return
     uses = integer_uses(entry, entry.signature.samples(few or numbers[-1][0]))
-    told = "".join(f", {name} {size}" for name, size in sizes.items())
     kinds = [(*pair, entry.signature, "") for pair in numbers]
-    if resized is not None and sizes:
-        kinds[:0] = [(*pair, resized, told) for pair in numbers[:-1]]
+    kinds[:0] = [
+        (*pair, signature, "".join(f", {name} {size}" for name, size in sizes.items()))
+        for sizes, signature in resized
+        for pair in numbers[:-1]
+    ]
     for samples, microbatches, signature, at_sizes in kinds:
         for fresh in (True, False):
             maker = _Maker(samples, uses, torch.Generator().manual_seed(seed))

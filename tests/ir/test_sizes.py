@@ -1,8 +1,8 @@
-"""How small sizes may be, by trials of a model that is known."""
+"""Sizes to try, and how small they may be, by trials of a model that is known."""
 
 from __future__ import annotations
 
-from gpipe_compiler.ir.sizes import least_sizes
+from gpipe_compiler.ir.sizes import least_sizes, other_sizes
 from gpipe_compiler.runtime.sizes import Relation, Requirement, Size
 
 NEW, PAST, MASK = (
@@ -41,3 +41,16 @@ def test_a_size_that_follows_goes_along():
 def test_sizes_equal_in_the_example_are_one():
     other = Size("other", ("other", 1), NEW.example)
     assert least_sizes((NEW, other), (), takes(new=1, other=0)) == {"new": 1, "other": 1}
+
+
+def test_sizes_to_try_are_near_the_example_and_then_larger():
+    tokens, wide = Size("tokens", ("x", 1), 12), Size("wide", ("x", 2), 8)
+    even = Requirement(wide % 2, Relation.EQUAL, 0, "")
+
+    near, larger = other_sizes([tokens, wide], [even])
+
+    assert near["tokens"] != 12
+    assert larger["tokens"] > 12
+    assert larger["wide"] > 8
+    assert near["wide"] % 2 == larger["wide"] % 2 == 0
+    assert other_sizes([wide], [Requirement(wide, Relation.EQUAL, 8, "")]) == ()
