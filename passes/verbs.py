@@ -103,7 +103,7 @@ def verb(op: Op) -> str:
             own = function in [getattr(home, name, None) for home in (torch, F, operator)]
             return _SYNONYMS.get(name, name) if own else ""
         case MethodCall(method=method):
-            name = method.removesuffix("_")
+            name = method if method.endswith("__") else method.removesuffix("_")
             return _SYNONYMS.get(name, name)
         case _:
             return ""
