@@ -32,8 +32,8 @@ def decided_by_draws(where: SourceLocation | None, more: str = "") -> TraceError
         + (more and f", and {more}")
         + ": a stage would hold what one draw led to",
         location=where,
-        hint="set the chance to 0 (layerdrop=0.0); have no layer fill a cache (use_cache=False), "
-        "as that tells which of them ran; or draw for every sample and choose by torch.where, as "
+        hint="set the chance to 0 (layerdrop=0.0); switch off a cache (use_cache=False), which "
+        "shows what layers ran; or draw for every sample and choose by torch.where, as "
         "stochastic depth does; for inference alone --mode infer takes the model as it is",
     )
 

@@ -5,10 +5,10 @@ afterwards, and the names of the state; in train mode the gradient of every para
 floating-point input too. Models on meta have no numbers: shapes and types are compared instead.
 
 Each mode is compared for 2 and for 3 samples, or 4 where the model takes no 3; then with other
-sizes of dimensions that are free too, where the model takes these. Less is done where a
-comparison takes over a second: train mode is compared for 2 samples, eval mode for the other size.
-A model without batched inputs is compared as it is called, and one that takes 2 samples only is
-compared for these, with a warning.
+sizes of dimensions that are free too, near the example's, or larger ones where the model takes
+none of these. Less is done where a comparison takes over a second: train mode is compared for 2
+samples, eval mode for the other size. A model without batched inputs is compared as it is called,
+and one that takes 2 samples only is compared for these, with a warning.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
                 location=location,
                 hint="wrap it in torch.from_numpy(...)",
             )
-        elif not callable(leaf) and tensors(getattr(leaf, "__dict__", {})):
+        elif not callable(leaf) and _hides_tensors(leaf):
             raise ModelError(
                 f"{what} holds tensors inside of {_a(leaf)} at {path}: of other batches a package "
                 "would not see them",
@@ -196,6 +196,14 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
             location=location,
             hint="a pipeline splits tensors into samples, so there has to be one",
         )
+
+
+def _hides_tensors(leaf: object, depth: int = 2) -> bool:
+    """Whether an object holds tensors, or other objects that do, as a cache of windows does."""
+    held = [item for _, item in leaves_of(getattr(leaf, "__dict__", {}))]
+    if any(isinstance(item, torch.Tensor) for item in held):
+        return True
+    return depth > 0 and any(_hides_tensors(item, depth - 1) for item in held if item is not leaf)
 
 
 def check_call(model: nn.Module, call: Call, what: str) -> None:

@@ -63,6 +63,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.autograd.function": ("_SingleLevelFunction",),
     "torch.fx.experimental": ("_config",),
+    "torch.fx.experimental.sym_node.SymNode": ("_ceil", "_floor"),
     "torch.overrides": ("_get_current_function_mode_stack", "_pop_mode_temporarily"),
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": (
         *("_log_guard", "_set_replacement", "evaluate_expr"),
@@ -83,8 +84,8 @@ USED: Mapping[str, tuple[str, ...]] = {
         "tree_unflatten",
     ),
     "torch.utils._sympy.functions": (
-        *("CeilToInt", "CleanDiv", "FloatTrueDiv", "FloorDiv", "FloorToInt", "IntTrueDiv", "Max"),
-        *("Min", "Mod", "PythonMod", "ToFloat"),
+        *("CleanDiv", "FloatTrueDiv", "FloorDiv", "IntTrueDiv", "Max", "Min", "Mod", "PythonMod"),
+        "ToFloat",
     ),
     "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }

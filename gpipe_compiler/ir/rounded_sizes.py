@@ -1,96 +1,83 @@
 """Whole numbers that torch computes of sizes by fractions, in integers alone.
 
 The length of `torch.arange(0, tokens, 1.0)` is `ceil(float(tokens) / 1.0)`, which is `tokens`; that
-of `math.ceil(tokens / 4)` is `-(-tokens // 4)`. These are equal as long as sizes stay below 2^40:
-what is divided is exact, and the nearest fraction of 64 bits to a quotient that is no whole number
-is none either.
+of `torch.ones(math.ceil(tokens / 4))` is `(tokens + 3) // 4`. These are equal for sizes below 2^40:
+both numbers of the division are exact, and its result is a whole number only where the quotient is.
+
+torch adds and multiplies constants before anyone sees them: `tokens + 0.1 - 0.1` is `tokens` to it,
+and to Python, for some numbers, a little less. So products are left as they are, and so is all that
+is rounded once fractions have been added.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import sympy
-from torch.utils._sympy.functions import (
-    CeilToInt,
-    FloatTrueDiv,
-    FloorDiv,
-    FloorToInt,
-    IntTrueDiv,
-    ToFloat,
-)
+from torch import SymFloat
+from torch.fx.experimental.sym_node import SymNode
+from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, ToFloat
 
-_ROUNDING = (CeilToInt, FloorToInt)
+_MOST = 2**10
+"""Of the numerator and the denominator of what is divided by."""
 
-_MOST = 2**20
-"""Of the numerator and the denominator of a constant: with more, sizes are not far from 2^53."""
+_SUMS = ("__add__", "__radd__", "__sub__", "__rsub__")
 
 
 @contextlib.contextmanager
-def whole_quotients() -> Iterator[None]:
-    """While it is open, torch rounds no fraction of sizes that is a whole number anyway.
+def rounded_in_integers() -> Iterator[None]:
+    """While it is open, torch writes a quotient that it rounds up or down as one of integers.
 
-    As fractions they make long conditions of sizes, which torch then reasons about.
+    As fractions they have no form in terms of sizes, and make long conditions, which torch then
+    reasons about.
     """
+    added: list[None] = []
+    node: Any = SymNode  # which gets its methods when torch is imported
+    changes = (
+        (node, "_ceil", _rounding(node._ceil, added, up=True)),
+        (node, "_floor", _rounding(node._floor, added, up=False)),
+        *((SymFloat, name, _noting(getattr(SymFloat, name), added)) for name in _SUMS),
+    )
     with contextlib.ExitStack() as patched:
-        for rounding in _ROUNDING:
-            own = functools.partial(_evaluated, rounding.eval)
-            patched.enter_context(mock.patch.object(rounding, "eval", own))
+        for owner, name, method in changes:
+            patched.enter_context(mock.patch.object(owner, name, method))
         yield
 
 
-def _evaluated(own: Callable[[Any], Any], fraction: Any) -> Any:
-    ratio = _quotient(fraction)
-    return ratio if ratio is not None and ratio.is_integer else own(fraction)
+def _noting(own: Callable[[Any, Any], Any], added: list[None]) -> Callable[[Any, Any], Any]:
+    """A sum of fractions, which is noted."""
+
+    def add(one: Any, other: Any) -> Any:
+        added.append(None)
+        return own(one, other)
+
+    return add
 
 
-def in_integers(expression: Any) -> Any:
-    """An expression with what is rounded up or down in it as a quotient of integers."""
-    return expression.replace(lambda part: part.func in _ROUNDING, _in_integers)
+def _rounding(own: Callable[[Any], Any], added: list[None], *, up: bool) -> Callable[[Any], Any]:
+    """A fraction rounded up or down."""
 
+    def rounded(node: Any) -> Any:
+        made, ratio = own(node), None if added else _quotient(node.expr)
+        if ratio is not None:
+            above, below = ratio.as_numer_denom()
+            above = sympy.expand(above + below - 1 if up else above)
+            made._expr = above if below == 1 else FloorDiv(above, below)
+        return made
 
-def _in_integers(rounded: Any) -> Any:
-    ratio = _quotient(rounded.args[0])
-    if ratio is None:
-        return rounded
-    above, below = ratio.as_numer_denom()
-    if rounded.func is FloorToInt:
-        return FloorDiv(above, below)
-    return -FloorDiv(sympy.expand(-above), below)
+    return rounded
 
 
 def _quotient(fraction: Any) -> Any:
-    """A fraction that is divided once at most, in exact numbers; None where it is another."""
+    """An integer divided by a constant; None for anything else."""
     if fraction.func not in (IntTrueDiv, FloatTrueDiv):
-        return _exact(fraction)
-    above, below = map(_exact, fraction.args)
-    if above is None or below is None or not below.is_number or below == 0:
         return None
-    return above / below
-
-
-def _exact(fraction: Any) -> Any:
-    """A fraction that floats of 64 bits hold as it is, as a multiple of a power of two."""
-    if fraction.is_Float or fraction.is_Rational:
-        number = sympy.Rational(*float(fraction).as_integer_ratio())
-        few = max(abs(number.p), number.q) <= _MOST
-        return number if few else None
-    if fraction.func is ToFloat:
-        return _exact(fraction.args[0])
-    if fraction.is_Add or fraction.is_Mul:
-        parts = [_exact(part) for part in fraction.args]
-        known = [part for part in parts if part is not None]
-        return fraction.func(*known) if len(known) == len(parts) else None
-    if fraction.func in (IntTrueDiv, FloatTrueDiv):
-        ratio = _quotient(fraction)
-        below = None if ratio is None else ratio.as_numer_denom()[1]
-        return ratio if below is not None and below.is_Integer and _is_power(int(below)) else None
-    return fraction if fraction.is_integer else None
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0
+    above, below = fraction.args
+    above = above.args[0] if above.func is ToFloat else above
+    if not above.is_integer or not (below.is_Float or below.is_Rational) or below == 0:
+        return None
+    divisor = sympy.Rational(*float(below).as_integer_ratio())
+    return above / divisor if max(abs(divisor.p), divisor.q) <= _MOST else None

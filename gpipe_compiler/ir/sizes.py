@@ -75,7 +75,7 @@ def other_sizes(
     and larger ones alone, for models that are told how much of the example is no padding.
 
     Those that are equal in the example change together, as torch may ask for that and not say so;
-    where no step does, they stay. None where all do.
+    where no step does, they stay. () where all do.
     """
     example, required = {size.name: size.example for size in sizes}, tuple(requires)
     steps = _STEPS, tuple(step for step in _STEPS if step > 0)

@@ -20,7 +20,7 @@ from torch.utils._sympy.functions import CleanDiv, FloorDiv, Max, Min, Mod, Pyth
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.rounded_sizes import in_integers, whole_quotients
+from gpipe_compiler.ir.rounded_sizes import rounded_in_integers
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Size, larger, sizes_in, smaller
 
@@ -42,9 +42,10 @@ class InexpressibleError(Exception):
 
 @contextlib.contextmanager
 def general() -> Iterator[None]:
-    """While it is open, torch takes sizes for neither 0 nor 1 without a guard that says so."""
+    """While it is open, torch takes sizes for neither 0 nor 1 without a guard that says so, and
+    rounds quotients of them in integers."""
     patched: Any = _config
-    with patched.patch(backed_size_oblivious=True), whole_quotients():
+    with patched.patch(backed_size_oblivious=True), rounded_in_integers():
         yield
 
 
@@ -75,7 +76,7 @@ def dim_of(size: Any, symbols: Symbols) -> Dim:
     Raises:
         InexpressibleError: where it has another form.
     """
-    return size if isinstance(size, int) else _dim(in_integers(expression_of(size)), symbols)
+    return size if isinstance(size, int) else _dim(expression_of(size), symbols)
 
 
 def is_symbolic(size: object) -> bool:
@@ -200,7 +201,7 @@ def requirements(
         InexpressibleError: for what cannot be said in terms of sizes, or not without that number.
     """
     for guard in environment.guards:
-        for condition in _conditions(in_integers(environment.replace(guard.expr)), symbols):
+        for condition in _conditions(environment.replace(guard.expr), symbols):
             free = [symbols[item] for item in condition.free_symbols if item in symbols]
             if any(size is not BATCH for size in free) and not _always(condition):
                 yield _requirement(condition, symbols, where(guard.expr))

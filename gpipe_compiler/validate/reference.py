@@ -154,11 +154,7 @@ class _Work(ComparedRuns):
         return {ComparedKind.OUTPUT: whole.outputs}, ()
 
     def evaluated(self) -> tuple[Tensors, tuple[str, ...]]:
-        """The outputs in eval mode, and notes on them: of the mini-batch in as many pieces as the
-        package takes it in."""
-        if len(self.batch.sizes) > 1 and apart_outputs(self.graph):
-            batch = dataclasses.replace(self.batch, sizes=(sum(self.batch.sizes),))
-            return dataclasses.replace(self, batch=batch, shares=()).evaluated()
+        """The outputs in eval mode, and notes on them."""
         draws = Draws.of(self.graph, self.seed, training=False)
         error, alike = None, False
         try:
@@ -171,9 +167,14 @@ class _Work(ComparedRuns):
         except ApartError as problem:
             error = drawn_apart(self.graph, problem)
         notes = self._accept(error)
+        entry = self.entry(training=False)
+        if len(self.batch.sizes) > 1 and apart_outputs(self.graph):
+            # The package takes the mini-batch in one piece, and draws for it at once.
+            call = ModelCall(self.batch.whole(), draws.of_model())
+            (whole,) = evaluate(entry, [call], self.plan.precision)
+            return {ComparedKind.OUTPUT: whole.outputs}, notes
         if alike and not self.rounds:
             return {ComparedKind.OUTPUT: found.whole.outputs}, notes
-        entry = self.entry(training=False)
         calls = self.calls(entry, draws)
         parts = evaluate(entry, calls, self.plan.precision, self.written_once)
         # For its shapes, and what has no batch dimension.

@@ -17,6 +17,8 @@ from transformers import (
 )
 
 from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
+from gpipe_compiler.errors import ModelError
+from gpipe_compiler.frontend.examples import check_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.core.nest import leaves_of
 
@@ -124,7 +126,7 @@ def test_a_mask_grows_with_the_cache(tmp_path):
 
 
 def test_a_cache_with_windows_is_a_leaf():
-    """Its layers hold more than tensors: it is given back whole, or not at all."""
+    """Its layers hold more than tensors: a package says what it was, and makes none."""
     kinds = ["sliding_attention", "full_attention"]
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=4)
     cache = DynamicCache(config=config)
@@ -132,3 +134,6 @@ def test_a_cache_with_windows_is_a_leaf():
         cache.update(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2), layer)
 
     assert [leaf for _, leaf in leaves_of({"past": cache})] == [cache]
+    given = {"input_ids": torch.ones(1, 1), "past": cache}
+    with pytest.raises(ModelError, match="holds tensors inside of a DynamicCache"):
+        check_tensors(given, "the example", None)

@@ -19,7 +19,6 @@ LENGTHS: dict[str, Callable[[Any], Tensor]] = {
     "float start": lambda n: torch.arange(0.0, n),
     "falling": lambda n: torch.arange(n - 1, -n, -1.0),
     "halves": lambda n: torch.arange(0, n, 0.5),
-    "of a product": lambda n: torch.arange(n * 1.5),
     "thirds": lambda n: torch.arange(0, n, 3.0),
     "rounded up": lambda n: torch.ones(math.ceil(n / 4)),
     "rounded down": lambda n: torch.ones(math.floor((n + 1) / 3)),
@@ -49,11 +48,21 @@ def test_lengths_are_known_at_every_size(name: str) -> None:
         assert shape_at(known, {"x.1": tokens}) == made(tokens).shape
 
 
-@pytest.mark.parametrize("share", [0.1, 1 / 3])
-def test_what_floats_do_not_hold_is_not_taken_for_exact(share: float) -> None:
-    """The nearest fraction to a tenth is none, and what is rounded up of it may be one more."""
-    model = Positions(lambda n: torch.ones(math.ceil(n * share)))
+ROUNDED: dict[str, Callable[[Any], Tensor]] = {
+    "a tenth": lambda n: torch.ones(math.ceil(n * 0.1)),
+    "a third": lambda n: torch.ones(math.ceil(n * (1 / 3))),
+    "hundredths of a hundred": lambda n: torch.ones(math.ceil(n * 0.01 * 100)),
+    "a tenth more and less": lambda n: torch.ones(math.floor(n + 0.1 - 0.1)),
+    "of a quotient": lambda n: torch.ones(math.floor(n / 4 + 0.1 - 0.1)),
+    "in two shares": lambda n: torch.ones(math.ceil(n * 0.3 + n * 0.7)),
+    "as a range": lambda n: torch.arange(0, n + 0.1 - 0.1, 1.0),
+    "exact before": lambda n: torch.ones(math.ceil(n / 4) + math.floor(n / 4 + 0.1 - 0.1)),
+}
+"""What floats round on the way, where exact numbers would come to another length at some size."""
 
-    graph = trace(model, torch.randn(4, 12, 4), training=False)
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_floats_round_is_of_the_size_of_the_example(name: str) -> None:
+    graph = trace(Positions(ROUNDED[name]), torch.randn(4, 12, 4), training=False)
 
     assert not graph.sizes

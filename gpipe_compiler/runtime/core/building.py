@@ -45,7 +45,7 @@ def build_stage(
             reset = weights is None or not trained.isdisjoint(unknown)
             module = _constructed(spec, device, seed, reset=reset)
         in_memory = _tensors(spec, module)
-        for name in left - unknown:
+        for name in sorted(left - unknown):
             memory = in_memory[name].detach() if unknown else _memory_for(like[name], device)
             replay(memory, name, spec.beginning(name) or (), seed)
             stored[name] = memory

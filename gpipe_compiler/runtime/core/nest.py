@@ -23,7 +23,7 @@ _HELD_BY: Mapping[str, tuple[str, ...]] = {
     "DynamicLayer": ("keys", "values"),
     "EncoderDecoderCache": ("self_attention_cache", "cross_attention_cache"),
 }
-"""The caches of transformers that hold nothing but tensors, each with what it holds them by."""
+"""The caches of transformers that may hold tensors alone, each with what it holds them by."""
 
 
 def fields_with_tensors(item: object) -> dict[str, object] | None:
