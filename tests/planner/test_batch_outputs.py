@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_subject
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, UnsplittableError
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.output_terms import weigh_outputs
@@ -205,6 +205,29 @@ def test_draws_of_what_is_evaluated_in_one_piece_are_those_of_one(tmp_path: Path
 
     assert made.validation is not None
     assert made.validation.passed
+
+
+def test_a_loss_in_eval_mode_is_held_to_micro_batches_beside_what_is_in_one_piece(
+    tmp_path: Path,
+) -> None:
+    """`evaluate` runs micro-batches where no outputs are asked for."""
+
+    class Weighed(Reducing):
+        def __init__(self) -> None:
+            super().__init__(lambda y: y)
+
+        def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+            y = super().forward(x)
+            loss = (y - target).square()
+            weights = torch.ones_like(y) if self.training else (4 * y).exp()
+            loss = loss.mean() if self.training else (loss * weights).sum() / weights.sum()
+            return {"loss": loss, "y": y, "norm": y.square().sum().sqrt()}
+
+    torch.manual_seed(0)
+    given = Subject("weighed", Weighed(), (torch.randn(BATCH, WIDTH), torch.randn(BATCH, 3)))
+
+    with pytest.raises(UnsplittableError):
+        compile_subject(given, CompileOptions(2, 4), tmp_path / "out")
 
 
 def test_batchnorm_after_global_pooling_trains_by_default(tmp_path: Path) -> None:
