@@ -35,6 +35,16 @@ settings.register_profile("search", deadline=None, max_examples=500)
 settings.load_profile("suite")
 
 
+SLOW = frozenset(Path(__file__).with_name("slow_tests.txt").read_text("utf-8").splitlines()[1:])
+"""Tests that are marked slow by name: in functions of which others are quick, and long ones."""
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid in SLOW:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture
 def seeing_gpus() -> dict[str, str]:
     """The environment of a process that sees the GPUs of this machine."""
