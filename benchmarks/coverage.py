@@ -165,7 +165,7 @@ def judge(name: str, package: Path) -> dict[str, Any]:
     draws, always = (
         _draws(model, training, lambda: plain.call(model, inputs)) for training in (True, False)
     )
-    whole = not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    whole = not _normalises(model, lambda: plain.call(model, inputs))
 
     class Planned(Case):
         """Where layers normalise over micro-batches, these are as large as they were planned."""
@@ -212,6 +212,21 @@ def _draws(model: Any, training: bool, call: Callable[[], object]) -> bool:
         before = torch.get_rng_state()
         call()
         return not torch.equal(before, torch.get_rng_state())
+
+
+def _normalises(model: Any, call: Callable[[], object]) -> bool:
+    """Whether a call runs a layer that normalises over the batch."""
+    import torch
+
+    ran: list[object] = []
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    layers = (module for module in model.modules() if isinstance(module, kind))
+    hooks = [layer.register_forward_hook(lambda *_: ran.append(None)) for layer in layers]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        call()
+    for hook in hooks:
+        hook.remove()
+    return bool(ran)
 
 
 def commit() -> str:
