@@ -10,16 +10,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from gpipe_compiler.dispatching import QuickFakes, is_within
-from gpipe_compiler.passes.unknown_sizes import of_unknown_size
+from gpipe_compiler.passes.unknown_sizes import of_ctc_loss, of_unknown_size
 
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _WORKSPACE = 3
 """The place of the workspace among the results of an LSTM."""
 _INDEX = torch.ops.aten.index.Tensor
-
-CTC = frozenset({torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor})
-"""The kernels of `ctc_loss`, of which torch makes no fakes where lengths are tensors."""
-
 _EMBEDDING = "EmbeddingBackward0"
 _BAG_BACKWARD = torch.ops.aten._embedding_bag_backward.default
 _BAGS = 3
@@ -115,9 +111,9 @@ class HostFakes(QuickFakes):
         if func is _BAG_BACKWARD and not args[_BAGS].numel():
             with self:
                 args = (*args[:_BAGS], torch.empty_like(args[1]), *args[_BAGS + 1 :])
-        if func in CTC:
-            with self:
-                return ctc_loss(*args[:2])
+        loss = of_ctc_loss(self, func, args)
+        if loss is not None:
+            return loss
         unknown = of_unknown_size(self, func, args, kwargs or {})
         if unknown is not None:
             self.guesses += 1
@@ -253,12 +249,6 @@ hundred times as long."""
 
 
 # --- what torch does not know ---------------------------------------------------------------------
-
-
-def ctc_loss(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each sample, and what is kept of targets that are all as long as they can be."""
-    steps, samples, _ = scores.shape
-    return scores.new_empty(samples), scores.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
 
 
 def _node() -> str:

@@ -51,10 +51,9 @@ from gpipe_compiler.ir.symbolic import (
 )
 from gpipe_compiler.passes.dry_run import DryRun, base_batch, like_strides, modes
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.fakes import CTC, ctc_loss
 from gpipe_compiler.passes.positions.coordinates import Affine, Cases
 from gpipe_compiler.passes.positions.known import Positions
-from gpipe_compiler.passes.unknown_sizes import of_unknown_size
+from gpipe_compiler.passes.unknown_sizes import of_ctc_loss, of_unknown_size
 from gpipe_compiler.passes.verbs import changes_form
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Shape, Size, value_at
@@ -201,10 +200,9 @@ class _SymbolicFakes(QuickFakes):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func in CTC:
-            with self:
-                return ctc_loss(*args[:2])
-        unknown = of_unknown_size(self, func, args, kwargs or {})
+        unknown: object = of_ctc_loss(self, func, args)
+        if unknown is None:
+            unknown = of_unknown_size(self, func, args, kwargs or {})
         return self.dispatch(func, types, args, kwargs or {}) if unknown is None else unknown
 
 

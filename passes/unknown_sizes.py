@@ -77,6 +77,23 @@ def of_unknown_size(
         return _made(func, args, kwargs)
 
 
+_CTC = by_identity({_aten._ctc_loss.default, _aten._ctc_loss.Tensor})
+
+
+def of_ctc_loss(
+    mode: FakeTensorMode, func: Any, args: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What the kernels of `ctc_loss` give: the loss of each sample, and what is kept of targets
+    that are all as long as they can be, which no graph sees. None for any other op."""
+    if id(func) not in _CTC:
+        return None
+    scores, targets, *_ = args
+    steps, samples, _ = scores.shape
+    with mode:
+        kept = scores.new_empty(samples, steps, 2 * targets.shape[-1] + 1)
+        return scores.new_empty(samples), kept
+
+
 def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
     match func:
         case _aten.nonzero.default:

@@ -200,10 +200,11 @@ def check_tensors(nest: object, what: str, location: SourceLocation | None) -> N
 
 def _hides_tensors(leaf: object, depth: int = 2) -> bool:
     """Whether an object holds tensors, or other objects that do, as a cache of windows does."""
-    held = [item for _, item in leaves_of(getattr(leaf, "__dict__", {}))]
-    if any(isinstance(item, torch.Tensor) for item in held):
+    held = getattr(leaf, "__dict__", {})
+    if tensors(held):
         return True
-    return depth > 0 and any(_hides_tensors(item, depth - 1) for item in held if item is not leaf)
+    others = (item for _, item in leaves_of(held) if not callable(item))
+    return depth > 0 and any(_hides_tensors(item, depth - 1) for item in others)
 
 
 def check_call(model: nn.Module, call: Call, what: str) -> None:

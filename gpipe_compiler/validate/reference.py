@@ -167,18 +167,17 @@ class _Work(ComparedRuns):
         except ApartError as problem:
             error = drawn_apart(self.graph, problem)
         notes = self._accept(error)
+        at_once = len(self.batch.sizes) > 1 and bool(apart_outputs(self.graph))
+        if alike and not self.rounds and not at_once:
+            return {ComparedKind.OUTPUT: found.whole.outputs}, notes
         entry = self.entry(training=False)
-        if len(self.batch.sizes) > 1 and apart_outputs(self.graph):
-            # The package takes the mini-batch in one piece, and draws for it at once.
-            call = ModelCall(self.batch.whole(), draws.of_model())
+        call = ModelCall(self.batch.whole(), draws.of_model())
+        if at_once:  # as the package does, which draws for it once
             (whole,) = evaluate(entry, [call], self.plan.precision)
             return {ComparedKind.OUTPUT: whole.outputs}, notes
-        if alike and not self.rounds:
-            return {ComparedKind.OUTPUT: found.whole.outputs}, notes
         calls = self.calls(entry, draws)
         parts = evaluate(entry, calls, self.plan.precision, self.written_once)
         # For its shapes, and what has no batch dimension.
-        call = ModelCall(self.batch.whole(), draws.of_model())
         (whole,) = parts if len(parts) == 1 else evaluate(entry, [call], self.plan.precision)
         return {ComparedKind.OUTPUT: joined(parts, self.batch.sizes, whole)}, notes
 
