@@ -9,18 +9,15 @@ terms, and what they are means over.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from gpipe_compiler.ir import Graph, Loss, Op, Reduction
-from gpipe_compiler.passes.joined_outputs import Unjoined, Way, joined_outputs, ways_of
-from gpipe_compiler.passes.loss_functions import ConstantTerm, Division, Other, Summand, Targets
+from gpipe_compiler.ir import Graph, Loss, Reduction
+from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.loss_weight import terms_of_loss
+from gpipe_compiler.passes.proven_terms import is_proven
 from gpipe_compiler.passes.split_loss import Tail, TermGroup
-from gpipe_compiler.passes.verbs import verb, writes
+from gpipe_compiler.passes.verbs import writes
 from gpipe_compiler.runtime.spec import Joined, LossTerm, OutputTerm
-
-_KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
 
 
 def weigh_outputs(graph: Graph) -> Graph:
@@ -33,47 +30,12 @@ def weigh_outputs(graph: Graph) -> Graph:
             continue
         groups, adding = terms_of_loss(graph.replace(loss=Loss(name)), made.op_of)
         summands = [(group, summand) for group in groups for summand in group.summands]
-        if not any(map(writes, adding)) and all(_is_proven(graph, *pair) for pair in summands):
+        if not any(map(writes, adding)) and all(is_proven(graph, *pair) for pair in summands):
             made, found[name] = _with_terms(made, name, groups)
     if not found:
         return graph
     values = {} if len(made.ops) > len(graph.ops) else graph.values
     return dataclasses.replace(made, values=values, repeats=graph.repeats, output_terms=found)
-
-
-def _is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:
-    """Whether a term is known to be a sum or a mean of rows, none of which takes other samples."""
-    ways = ways_of(graph)
-
-    def are_rows(*names: str) -> bool:
-        return all(ways[name] in (Unjoined.ROWS, Joined.SAME) for name in names)
-
-    if group.weight is not None and group.weight.above > -math.inf:
-        return False
-    match summand.term:
-        case ConstantTerm():
-            return group.adds_up
-        case Targets(op=op):
-            return group.weight is not None and are_rows(*op.inputs)
-        case Division(total=None):
-            return False
-        case Division(op=op):
-            return group.weight is not None and _divides(graph, op, ways)
-        case Other() if isinstance(summand.value, str) and group.reduction is not None:
-            return ways[summand.value] is _KINDS[group.reduction]
-        case _:
-            return False
-
-
-def _divides(graph: Graph, op: Op, ways: Mapping[str, Way]) -> bool:
-    """Whether what is divided is a sum of rows, or their mean: before or after it is divided."""
-    dividend = op.call.args[0]
-    if ways[dividend.name] in (Joined.SUM, Joined.MEAN):
-        return True
-    maker = graph.producer.get(dividend.name)
-    if maker is None or verb(maker) != "div":
-        return False
-    return ways[maker.call.args[0].name] is Unjoined.ROWS
 
 
 def _with_terms(

@@ -26,6 +26,7 @@ from gpipe_compiler.runtime.train.comparison import ComparedKind, Tensors, compa
 from gpipe_compiler.validate.departure import Both
 from gpipe_compiler.validate.draws import Draws
 from gpipe_compiler.validate.later_states import later_models
+from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.plain_run import (
     MiniBatch,
     ModelCall,
@@ -37,7 +38,7 @@ from gpipe_compiler.validate.plain_run import (
     train_step,
     with_terms,
 )
-from gpipe_compiler.validate.rounding import doubled, lower_types, rounded, without_lower
+from gpipe_compiler.validate.rounding import doubled, lower_types, rounded, widening
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,19 +186,31 @@ class ComparedRuns:
         Where a model that computes in 16 bits by itself does not run in 64, their rounding is
         allowed.
         """
+        own = lower_types(self.graph)
+        try:
+            with widening(own) if own else contextlib.nullcontext():
+                return check(self._doubled())
+        except Exception:  # whatever the model's code raises in a type that it does not expect
+            coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+            return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
+
+    def losses_in_double(self, *, training: bool) -> Losses | None:
+        """The losses of a forward in 64 bits throughout; None where the model does not run so."""
+        draws = Draws.of(self.graph, self.seed, training=training)
+        try:
+            with widening({torch.float32, *lower_types(self.graph)}):
+                return self._doubled().both(draws, training=training).losses
+        except Exception:  # whatever the model's code raises in a type that it does not expect
+            return None
+
+    def _doubled(self) -> Self:
         subject = dataclasses.replace(
             self.subject.with_example(double),
             model=doubled(self.subject.model),
             loss_fn=doubled(self.subject.loss_fn),
         )
         batch = dataclasses.replace(self.batch, inputs=tuple(map(double, self.batch.inputs)))
-        own = lower_types(self.graph)
-        try:
-            with without_lower() if own else contextlib.nullcontext():
-                return check(dataclasses.replace(self, subject=subject, batch=batch))
-        except Exception:  # whatever the model's code raises in a type that it does not expect
-            coarsest = max(own, key=lambda dtype: torch.finfo(dtype).eps, default=None)
-            return coarsest is not None and check(dataclasses.replace(self, rounded=coarsest))
+        return dataclasses.replace(self, subject=subject, batch=batch)
 
     @property
     def compares_outputs_alone(self) -> bool:

@@ -91,12 +91,15 @@ class Losses:
 
         A loss that is not finite shows nothing, and counts as equal.
         """
+        return self.within(max(RELATIVE, ROUNDINGS * torch.finfo(self.whole.dtype).eps))
+
+    def within(self, share: float) -> bool:
+        """The same, but for a share of the largest among them."""
         whole = float(self.whole)
         if not math.isfinite(whole):
             return True
-        rounding = max(RELATIVE, ROUNDINGS * torch.finfo(self.whole.dtype).eps)
         size = max(abs(whole), *map(abs, self._weighted))
-        return abs(self.together - whole) <= rounding * size
+        return abs(self.together - whole) <= share * size
 
     @property
     def _weighted(self) -> list[float]:
@@ -112,9 +115,11 @@ class Losses:
 def explain(graph: Graph, losses: Losses) -> UnsplittableError:
     """The error for a loss that micro-batches do not give, with the line at fault, if found."""
     cause, location = cause_of(graph) or _unknown(graph)
+    digits = 12 if losses.within(RELATIVE) else 6
+    whole, together = (f"{loss:.{digits}g}" for loss in (float(losses.whole), losses.together))
     return UnsplittableError(
-        f"the loss of the example batch is {float(losses.whole):.6g}, but that of its "
-        f"{len(losses.parts)} micro-batches put together is {losses.together:.6g}: {cause}",
+        f"the loss of the example batch is {whole}, but that of its "
+        f"{len(losses.parts)} micro-batches put together is {together}: {cause}",
         location=location,
         hint=HINT,
     )

@@ -22,6 +22,7 @@ from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.joined_outputs import apart_outputs
+from gpipe_compiler.passes.proven_terms import loss_is_proven
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.plan import Plan
@@ -42,6 +43,9 @@ from gpipe_compiler.validate.draws import ApartError, Draws
 from gpipe_compiler.validate.loss_splitting import cause_of, explain
 from gpipe_compiler.validate.plain_run import ModelCall, batch_of, evaluate, shares_of
 from gpipe_compiler.validate.second_batch import OtherBatch
+
+_CLOSE = 1e-9
+"""As a share of a loss, what may be rounding in 64 bits."""
 
 _INSIDE = "training is compared with the plain loop of micro-batches: {}"
 
@@ -141,11 +145,19 @@ class _Work(ComparedRuns):
         if not self.plan.training:
             return True
         touchy = mixing_ops(graph) | frozenset(sample_writers(graph))
-        return not touchy and self._modes_agree(apart=random_ops(graph))
+        same = not touchy and self._modes_agree(apart=random_ops(graph))
+        return same and not self._loss_is_open
 
     def _modes_agree(self, *, apart: Collection[str]) -> bool:
         """Whether all ops do the same in training as in eval mode, these apart."""
         return not any(differs_in_training(op) for op in self.graph.ops if op.name not in apart)
+
+    @property
+    def _loss_is_open(self) -> bool:
+        """Whether it is numbers alone that tell whether micro-batches come to the loss."""
+        loss = self.graph.loss
+        several = loss is not None and not loss.over_batch and len(self.batch.sizes) > 1
+        return several and not loss_is_proven(self.graph)
 
     def in_one_piece(self) -> tuple[Tensors, tuple[str, ...]]:
         """The outputs in eval mode, by the mini-batch in one piece alone."""
@@ -163,7 +175,7 @@ class _Work(ComparedRuns):
             if not alike and not self.in_double(ComparedRuns.evaluates_alike):
                 error = self._unlike(found, draws)
             else:
-                error = self._evaluates_otherwise_later(draws)
+                error = self._evaluates_otherwise_later(draws) or self._loss_departs(training=False)
         except ApartError as problem:
             error = drawn_apart(self.graph, problem)
         notes = self._accept(error)
@@ -205,12 +217,14 @@ class _Work(ComparedRuns):
         if layers:
             if not self.accepted and made_in_batchnorm(self.graph, self.subject.model, layers):
                 dataclasses.replace(self, frozen=True).refuse_beside(touchy - layers, layers)
-            return self.loop(draws, self.plan.precision), (self._normalises(layers),)
+            beside = dataclasses.replace(self, frozen=True)._loss_departs(training=True)
+            notes = self._accept(beside) or (self._normalises(layers),)
+            return self.loop(draws, self.plan.precision), notes
         try:
             for whole, flat in self.wholes(draws):
                 plain = not (flat or touchy or self.rounds or self.accepted)
                 if plain or self.steps_alike(self.loop(draws, Precision.FP32), whole):
-                    later = self._departs_later(draws)
+                    later = self._departs_later(draws) or self._loss_departs(training=True)
                     found = self.loop(draws, self.plan.precision) if self.rounds else whole
                     return found, self._accept(later)
         except ApartError as problem:
@@ -267,6 +281,15 @@ class _Work(ComparedRuns):
             if not later.holds(ComparedRuns.trains_alike):
                 return departure(self.graph, later.entry(training=True), self.batch, draws)
         return None
+
+    def _loss_departs(self, *, training: bool) -> UnsplittableError | None:
+        """The error for a loss that micro-batches come to by rounding alone."""
+        loss = self.graph.loss
+        # The graph computes terms, and where it does no BatchNorm is frozen.
+        if loss is None or (self.frozen and loss.terms) or not self._loss_is_open:
+            return None
+        losses = self.losses_in_double(training=training)
+        return None if losses is None or losses.within(_CLOSE) else explain(self.graph, losses)
 
     def _unlike(self, found: Both, draws: Draws) -> UnsplittableError:
         losses, outputs = None if self.compares_outputs_alone else found.losses, found.unlike

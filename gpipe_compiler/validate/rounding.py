@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,25 +147,28 @@ def _of_regions(graph: Graph) -> Iterator[torch.dtype]:
 
 
 @contextlib.contextmanager
-def without_lower() -> Iterator[None]:
-    """Around a model in 64 bits: what it casts to 16 bits stays in 64, and autocast is off."""
-    with torch._C._DisableAutocast(), _Widened():  # type: ignore[no-untyped-call]  # torch's own base
+def widening(narrow: Collection[torch.dtype]) -> Iterator[None]:
+    """Around a model in 64 bits: what it casts to these types stays in 64, and autocast is off."""
+    with torch._C._DisableAutocast(), _Widened(narrow):  # type: ignore[no-untyped-call]  # torch's own base
         yield
 
 
 class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
-    """Every op that is to make 16 bits makes 64."""
+    """Every op that is to make one of some types makes 64 bits."""
+
+    def __init__(self, narrow: Collection[torch.dtype]) -> None:
+        super().__init__()
+        self._narrow = narrow
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        wide, named = tree_map(_widened, (tuple(args), kwargs or {}))
+        wide, named = tree_map(self._widened, (tuple(args), kwargs or {}))
         return func(*wide, **named)
 
-
-def _widened(argument: Any) -> Any:
-    is_lower = isinstance(argument, torch.dtype) and argument in _LOWER
-    return torch.float64 if is_lower else argument
+    def _widened(self, argument: Any) -> Any:
+        is_narrow = isinstance(argument, torch.dtype) and argument in self._narrow
+        return torch.float64 if is_narrow else argument
 
 
 def rounded(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
