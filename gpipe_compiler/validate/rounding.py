@@ -149,7 +149,7 @@ def _of_regions(graph: Graph) -> Iterator[torch.dtype]:
 @contextlib.contextmanager
 def widening(narrow: Collection[torch.dtype]) -> Iterator[None]:
     """Around a model in 64 bits: what it casts to these types stays in 64, and autocast is off."""
-    with torch._C._DisableAutocast(), _Widened(narrow):  # type: ignore[no-untyped-call]  # torch's own base
+    with torch._C._DisableAutocast(), _Widened(narrow):
         yield
 
 
@@ -157,7 +157,7 @@ class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     """Every op that is to make one of some types makes 64 bits."""
 
     def __init__(self, narrow: Collection[torch.dtype]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own base
         self._narrow = narrow
 
     def __torch_dispatch__(
