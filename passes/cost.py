@@ -245,12 +245,18 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
                     differentiate(results, leaves, gradients)
             except RAISED_BY_OPS as error:
                 raise _unplannable_backward(isolated.op, error) from error
+    added = (_added(state) for state in trained) if backward.kernels else ()
     return OpKernels(
         tuple(forward.kernels),
-        tuple(backward.kernels),
+        (*backward.kernels, *added),
         tuple(of_inputs.kernels),
         trains=bool(trained),
     )
+
+
+def _added(parameter: torch.Tensor) -> KernelCost:
+    """What adds a gradient to that of the micro-batches before."""
+    return KernelCost(0, 3 * parameter.nbytes, Arithmetic.FP32, torch.add.__name__)
 
 
 def _unplannable_backward(op: Op, error: Exception) -> ModelError:
@@ -341,26 +347,47 @@ def _kind_of(func: Any) -> _Kind:
 
 
 def _name(func: Any, args: Sequence[Any]) -> str:
-    """That of a kernel; where it writes in place, that of the one that does not. Convolutions have
-    one for each kind, as their speeds differ by their windows, channels and groups."""
+    """That of a kernel; where it writes in place, that of the one that does not. What tells of its
+    speed beyond its arithmetic and its traffic follows, the most important first."""
     name = str(func.overloadpacket.__name__).rstrip("_")
-    if name not in ("convolution", "convolution_backward"):
-        return name
-    weight, transposed, groups = (args[place + name.endswith("backward")] for place in (1, 6, 8))
+    match name:
+        case "convolution" | "convolution_backward":
+            return f"{name} {_kind_of_convolution(*args[name.endswith('backward') :][:9])}"
+        case "mm" | "addmm":
+            sizes = (*args[-2].shape, args[-1].shape[-1])
+            return f"{name}, few rows" if min(sizes) <= _FEW_ROWS else name
+        case "max_pool2d_with_indices":
+            return f"{name}, wide windows" if max(args[1]) > _POOLED else name
+        case _:
+            return name
+
+
+def _kind_of_convolution(
+    x: torch.Tensor, weight: torch.Tensor, *settings: Any
+) -> str:
+    """Of points or windows, with few channels or few positions, or of groups of channels."""
+    *_, transposed, _, groups = settings
     channels, own, *window = weight.shape
     if transposed:
-        kind = "transposed"
-    elif groups > 1:
-        kind = "depthwise" if own == 1 else "grouped"
-    else:
-        few = next((most for most in _CHANNELS if min(own, channels) <= most), None)
-        kind = "of points" if math.prod(window) == 1 else "of windows"
-        kind += "" if few is None else f", at most {few} channels"
-    return f"{name} {kind}"
+        return "transposed"
+    wide = math.prod(window) > _WINDOW
+    if groups > 1:
+        return ("depthwise" if own == 1 else "grouped") + (", wide windows" if wide else "")
+    kind = "of points" if math.prod(window) == 1 else "of windows"
+    few = next((most for most in _CHANNELS if min(own, channels) <= most), None)
+    kind += "" if few is None else f", at most {few} channels"
+    positions = x.shape[0] * math.prod(x.shape[2:])
+    return f"{kind}, few positions" if positions <= _FEW_POSITIONS else kind
 
 
 _CHANNELS = (4, 16, 32)
 """Numbers of channels, in or out, up to which convolutions run at speeds of their own."""
+
+_FEW_ROWS, _FEW_POSITIONS = 16, 128
+"""Rows of a product, and pixels of all images, up to which reading the weights takes longest."""
+
+_POOLED, _WINDOW = 2, 9
+"""The side of windows that most often pool, and pixels of those that convolve each channel."""
 
 
 def _arithmetic(kind: _Kind, tensors: Sequence[torch.Tensor]) -> Arithmetic:

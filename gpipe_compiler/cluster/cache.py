@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def folder() -> Path:

@@ -123,7 +123,7 @@ def _gpus() -> tuple[Device, ...]:
 
 def _measure(device: torch.device) -> Device:
     on_gpu = device.type == "cuda"
-    side, length = (4096, 2**28) if on_gpu else (512, 2**22)
+    side, length = (4096, 2**28) if on_gpu else (512, 2**24)
     source, target = torch.ones(length, device=device), torch.empty(length, device=device)
     one = torch.ones(1, device=device)
     with torch.no_grad():

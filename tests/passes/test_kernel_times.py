@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,16 @@ from gpipe_compiler.cluster.cache import folder, kept
 from gpipe_compiler.compile import trace
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.cost import KernelCost, rooflines
-from gpipe_compiler.passes.kernel_times import (
-    _PROBES,
-    KernelTimes,
-    _Points,
-    _started_s,
-    _time,
-    kernel_times,
-    reference,
-)
+from gpipe_compiler.passes.kernel_probes import PROBES, Case, Points, Probe, started_seconds
+from gpipe_compiler.passes.kernel_times import KernelTimes, kernel_times, reference
 
 HERE = reference(flops=1e9, bandwidth=1e9)
 TIMES = KernelTimes.of(
     {
-        "mul": {1e-6: 4e-6, 1e-4: 1e-4, 1e-2: 3e-2},
-        "mm": {1e-3: 2e-3},
-        "relu": {1e-6: 5e-6},
+        "mul": [(1e-6, 4e-6), (1e-2, 3e-2), (1e-4, 0.5e-4), (1e-4, 2e-4)],
+        "mm": [(1e-3, 2e-3)],
+        "mm, few rows": [(1e-3, 8e-3)],
+        "relu": [(1e-6, 5e-6)],
     },
     HERE,
 )
@@ -45,13 +40,16 @@ def moves(size: int, name: str) -> KernelCost:
     ("kernel", "seconds"),
     [
         (moves(10**3, "mul"), 4e-6),
-        (moves(10**5, "mul"), 1e-4),
+        (moves(10**5, "mul"), 1e-4),  # the mean of two that are alike by the roofline
         (moves(10**4, "mul"), math.sqrt(4e-6 * 1e-4)),  # half-way, as a power
         (moves(10, "mul"), 4e-6),  # no less than the smallest
         (moves(10**8, "mul"), 0.3),  # three times its roofline, as the largest
         (moves(10**5, "unheard of"), 1e-4),  # as one that moves memory
         (KernelCost(10**6, 10, Arithmetic.FP32, "unheard of"), 2e-3),  # that multiplies matrices
         (moves(10**3, "relu"), 5e-6),
+        (moves(10**3, "relu, of a kind that was not timed"), 5e-6),
+        (KernelCost(10**6, 10, Arithmetic.FP32, "mm"), 2e-3),
+        (KernelCost(10**6, 10, Arithmetic.FP32, "mm, few rows"), 8e-3),
     ],
 )
 def test_seconds(kernel: KernelCost, seconds: float) -> None:
@@ -79,7 +77,7 @@ class Net(nn.Module):
 
 
 def test_every_kernel_of_a_model_is_asked_for_by_its_kind() -> None:
-    graph = trace(Net(), torch.randn(2, 3, 12, 12), loss=LossChoice.SUM_OF_SQUARES)
+    graph = trace(Net(), torch.randn(4, 3, 12, 12), loss=LossChoice.SUM_OF_SQUARES)
     asked: list[str] = []
 
     class Clock:
@@ -100,9 +98,17 @@ def test_other_devices_keep_their_rooflines() -> None:
     assert kernel_times(dataclasses.replace(HERE, name="A100")) is None
 
 
+def timed(probe: Probe) -> Iterator[Case]:
+    """In its two smallest sizes, once."""
+    for shapes in probe.shapes[:2]:
+        case = Case(probe, shapes)
+        case.backward(case.forward())
+        yield case
+
+
 class TestProbes:
     def test_what_is_left_is_of_the_kernel_that_is_not_known(self) -> None:
-        points = _Points(HERE)
+        points = Points(HERE)
         points.take([moves(1000, "mul")], 5e-6)
         points.take([moves(2000, "bernoulli"), moves(1000, "mul")], 12e-6)
         points.take([moves(5000, "mul"), moves(1000, "mul")], 1.0)  # nothing new in it
@@ -112,10 +118,11 @@ class TestProbes:
         ((ideal_s, seconds),) = found["bernoulli"]
         assert (ideal_s, seconds) == (pytest.approx(2e-6), pytest.approx(7e-6))
 
-    def test_every_probe_runs_in_its_smallest_size(self) -> None:
-        points = _Points(HERE)
-        for probe in _PROBES:
-            _time(probe, probe.shapes[0], points, _started_s())
+    def test_every_probe_runs_in_small_sizes(self) -> None:
+        points, started_s = Points(HERE), started_seconds()
+        for probe in PROBES:
+            for case in timed(probe):
+                case.tell(points, started_s)
         found = points.found()
 
         assert KernelTimes.from_fields(found.to_fields()) == found
@@ -124,9 +131,10 @@ class TestProbes:
 
     def test_kernels_are_named_as_those_that_are_priced(self) -> None:
         """A layer's kernels, on fakes and as they run."""
-        points = _Points(HERE)
-        for probe in _PROBES:
-            _time(probe, probe.shapes[0], points, 0.0)
+        points = Points(HERE)
+        for probe in PROBES:
+            for case in timed(probe):
+                case.tell(points, 0.0)
         model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
         graph = trace(model, torch.randn(2, 16, 12, 12), loss=LossChoice.SUM_OF_SQUARES)
         asked: list[str] = []
