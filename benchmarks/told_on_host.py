@@ -47,9 +47,10 @@ FOREIGN = (
     *("torchvision:densenet121", "torchvision:squeezenet1_1", "torchvision:mnasnet0_5"),
     *("torchvision:googlenet",),
     *("torchvision:regnet_y_400mf", "torchvision:efficientnet_b0", "torchvision:vgg11"),
-    *("timm:convnext", "timm:efficientnet", "timm:deit", "timm:mobilevit", "timm:mlp_mixer"),
-    *("timm:inception_next", "timm:metaformer", "timm:fasternet", "timm:ghostnet", "timm:levit"),
-    *("timm:hgnet",),
+    *("timm:test_convnext", "timm:test_efficientnet", "timm:deit_tiny_patch16_224"),
+    *("timm:mobilevit_xxs", "timm:gmlp_ti16_224", "timm:inception_next_atto"),
+    *("timm:poolformerv2_s12", "timm:fasternet_t0", "timm:ghostnet_050", "timm:levit_128s"),
+    *("timm:hgnetv2_b0",),
 )
 MICROBATCHES, STEPS = 2, 5
 
