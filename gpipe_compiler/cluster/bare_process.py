@@ -1,8 +1,10 @@
-"""What a process of a package takes before it holds a model: prints its bytes at most.
+"""What a process of a package takes beside its tensors: prints two numbers of bytes.
 
 Run as a script, with the folder of the runtime: `python bare_process.py gpipe_compiler/runtime`. It
 imports what packages import, and makes a step of a model of a few parameters with the common
-kernels, so that their code is there. Nothing of the compiler is imported.
+kernels, so that their code is there: the first number, of the most that was in memory. Then it
+trains convolutions of ever other shapes, for each of which oneDNN writes code of its own: the
+second is what each adds. Nothing of the compiler is imported.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ import importlib.util
 import sys
 from pathlib import Path
 
+SHAPES = 24
+"""Convolutions that are trained for the second number."""
 
-def most_resident() -> int:
-    """Bytes of this process that were in memory at most; 0 where that is not known."""
+
+def resident(line_of: str) -> int:
+    """Bytes of this process in memory, at most (VmHWM) or now (VmRSS); 0 where not known."""
     with contextlib.suppress(OSError):  # of Linux
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(line_of):
                 return 1024 * int(line.split()[1])
     return 0
 
@@ -45,7 +50,12 @@ def _main(runtime: str) -> None:
         loss = nn.functional.cross_entropy(output, torch.zeros(4, dtype=torch.int64))
         torch.autograd.backward(loss)
         optimizer.step()
-    print(most_resident())
+    print(resident("VmHWM:"))
+    before = resident("VmRSS:")
+    for channels in range(16, 16 + SHAPES):
+        convolution = nn.Conv2d(channels, 16, 3)
+        torch.autograd.backward(convolution(torch.randn(2, channels, 8, 8)).sum())
+    print(max(0, resident("VmRSS:") - before) // SHAPES)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ class _Reader:
         launch_s = table.quantity("launch", TIME)
         workspace = table.quantity("workspace", SIZE)
         kept_free = table.quantity("kept_free", SIZE)
+        code = table.quantity("convolution_code", SIZE)
         device = Device(
             name,
             speeds.get(Arithmetic.FP32, old.flops),
@@ -109,6 +110,7 @@ class _Reader:
             bf16_flops=speeds.get(Arithmetic.BF16, old.bf16_flops),
             workspace=old.workspace if workspace is None else int(workspace),
             kept_free=old.kept_free if kept_free is None else int(kept_free),
+            convolution_code=old.convolution_code if code is None else int(code),
         )
         link = _link(table, "link")
         if len(self._faults) > before:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -144,6 +144,7 @@ def _measure(device: torch.device) -> Device:
         bf16_flops=bf16,
         workspace=_workspace(device) if on_gpu else 0,
         kept_free=KEPT_FREE if on_gpu else process_bytes(),
+        convolution_code=0 if on_gpu else _process(anew=False)["convolution"],
     )
 
 
@@ -151,17 +152,23 @@ def process_bytes(*, anew: bool = False) -> int:
     """Bytes that a process of a package takes on this machine before it holds a model: Python,
     torch, and the code of common kernels. Measured once; 0 where it cannot be, as on systems other
     than Linux."""
-    return int(kept("process", lambda: {"bytes": _measured_process()}, anew=anew)["bytes"])
+    return _process(anew=anew)["bytes"]
 
 
-def _measured_process() -> int:
+def _process(*, anew: bool) -> Mapping[str, int]:
+    """The same, and what a convolution of one more shape adds."""
+    return {"bytes": 0, "convolution": 0, **kept("process", _measured_process, anew=anew)}
+
+
+def _measured_process() -> Mapping[str, int]:
     here = Path(__file__).parent
     command = [sys.executable, str(here / "bare_process.py"), str(here.parent / "runtime")]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-        return int(done.stdout)
+        whole, each = map(int, done.stdout.split())
     except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
+        return {}
+    return {"bytes": whole, "convolution": each} if whole else {}
 
 
 def _workspace(gpu: torch.device) -> int:

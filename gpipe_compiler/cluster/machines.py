@@ -51,6 +51,8 @@ class Device:
             matrices; 0 on a processor, and where it is not known.
         kept_free: bytes of its memory that are no tensors', such as those of CUDA's context; 0 on a
             processor, and where it is not known.
+        convolution_code: bytes of code that a processor's library writes for convolutions of each
+            shape; 0 on a GPU, and where it is not known.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Device:
     bf16_flops: float | None = None
     workspace: int = 0
     kept_free: int = 0
+    convolution_code: int = 0
 
     @property
     def room(self) -> int:

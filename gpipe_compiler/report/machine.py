@@ -72,7 +72,11 @@ def machine_file(cluster: Cluster, link: Link | None) -> str:
     places = cluster.places or 1
     memory = device.memory // places if cluster.pooled else device.memory
     speeds = ", ".join(f"{a.value} = {s:.4g}" for a, s in _speeds(device))
-    kept = {"kept_free": device.kept_free, "workspace": device.workspace}
+    kept = {
+        "kept_free": device.kept_free,
+        "workspace": device.workspace,
+        "convolution_code": device.convolution_code,
+    }
     lines = [
         "# What gpipe-inspect machine measured, in bytes, bytes/s, seconds and FLOP/s.",
         f"[devices.{json.dumps(device.name)}]",

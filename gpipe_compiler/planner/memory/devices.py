@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.options import copies_of
 from gpipe_compiler.passes.memory_trace import MemoryTraces
 from gpipe_compiler.passes.observe import observed
@@ -93,7 +93,7 @@ def device_memories(
         if not layout.process:
             return tuple(memories)
         return tuple(
-            dataclasses.replace(memory, reserved=memory.peak + pipeline.copied(device))
+            dataclasses.replace(memory, reserved=memory.peak + pipeline.of_convolutions(device))
             for device, memory in enumerate(memories)
         )
     reserved = {device: pipeline.reserved(device) for device in explained}
@@ -260,19 +260,28 @@ class SimulatedPipeline:
         )
         return footprint_of(job, held, trains=graph.loss is not None).reserved
 
-    def copied(self, device: int) -> int:
-        """Bytes that a convolution of a host takes for a moment, at most: oneDNN copies what it
-        reads and writes to layouts of its own."""
-        ops, graph = observed(self.graph).ops, self.graph
-        most = 0
+    def of_convolutions(self, device: int) -> int:
+        """Bytes that convolutions of a host take beside tensors, at most. For a moment oneDNN
+        copies what one reads and writes to layouts of its own; and it writes code for each shape
+        with windows of more than a point, which stays."""
+        most, shapes = 0, set[object]()
         for stage in self.jobs[device].stages:
             times = self.layout.microbatches if stage in self.layout.joint else 1
-            for name in self.layout.stages[stage].ops:
-                if name in ops and any("convolution" in k.name for k in ops[name].kernels):
-                    values = (*graph.op_of[name].inputs, *graph.op_of[name].outputs)
-                    sizes = (graph.values[v].bytes for v in values if v in graph.values)
-                    most = max(most, times * sum(sizes))
-        return most
+            for op in map(self.graph.op_of.__getitem__, self.layout.stages[stage].ops):
+                if not self._convolves(op):
+                    continue
+                known = self.graph.values
+                values = [known[name] for name in (*op.inputs, *op.outputs) if name in known]
+                weights = [self.graph.state[name] for name in op.states(self.graph.modules)]
+                moved = times * sum(v.bytes for v in values) + sum(w.bytes for w in weights)
+                most = max(most, moved)
+                if any(math.prod(weight.shape[2:]) > 1 for weight in weights):
+                    shapes.add((*(v.shape for v in values), *(w.shape for w in weights)))
+        return most + len(shapes) * self.layout.device.convolution_code
+
+    def _convolves(self, op: Op) -> bool:
+        seen = observed(self.graph).ops.get(op.name)
+        return seen is not None and any("convolution" in kernel.name for kernel in seen.kernels)
 
     def _base(self, device: int) -> dict[Category, int]:
         own = list(self.jobs[device].stages)

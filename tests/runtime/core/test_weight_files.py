@@ -66,6 +66,18 @@ def test_the_contents_are_those_of_the_library_and_begin_with_a_cache_line(tmp_p
     assert found == contents("library")[1]
 
 
+def test_whole_cache_lines_lie_as_torch_has_them(tmp_path):
+    """So that they need not be copied when they are read, whatever else is in the file."""
+    given = {"a": torch.ones(5), "b": torch.ones(32), "c": torch.ones(3, dtype=torch.float64)}
+    given |= {"d": torch.ones(64, dtype=torch.bfloat16), "e": torch.ones(1, dtype=torch.int8)}
+    write_file(given, tmp_path / "file")
+
+    found = load_file(tmp_path / "file")
+    assert_equal(found, given)
+    assert all(found[name].data_ptr() % 64 == 0 for name in ("b", "d"))
+    assert all(found[name].data_ptr() % found[name].itemsize == 0 for name in given)
+
+
 def test_what_shares_memory_or_lies_elsewhere_is_written_as_it_is_read(tmp_path):
     whole = torch.arange(12.0).reshape(3, 4)
     given = {"whole": whole, "turned": whole.t(), "rows": whole[1:], "conjugate": whole.clone()}
