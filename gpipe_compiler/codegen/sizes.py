@@ -255,17 +255,20 @@ class SizeReader:
                 self.writer.variables.update((value, name(variable)) for value in values)
 
     def give_sizes(self, sizes: Mapping[str, FirstSizes]) -> None:
-        """Reads the first sizes of arguments."""
-        for value, first in sizes.items():
-            tensor = self.writer.variables[first.argument].flat
-            if first.count == len(self.graph.values[first.argument].shape):
-                read = f"{tensor}.shape"
-            else:
-                read = f"{tensor}.shape[:{first.count}]"
-            if not self._stays([value], first.argument):
+        """Reads the first sizes of arguments, those of each once."""
+        longest: dict[str, tuple[int, str]] = {}
+        for value, first in sorted(sizes.items(), key=lambda item: -item[1].count):
+            argument = first.argument
+            whole, read = longest.get(argument, (0, ""))
+            if not read:
+                whole = len(self.graph.values[argument].shape)
+                read = f"{self.writer.variables[argument].flat}.shape"
+            read += "" if first.count == whole else f"[:{first.count}]"
+            if argument not in longest and not self._stays([value], argument):
                 variable = self.variables.assign(value, "shape", -1)
                 self._begin(variable, name(read))
                 read = variable
+                longest[argument] = first.count, variable
             self.writer.variables[value] = name(f"*{read}")
 
     def _begin(self, variable: str, expression: Expression) -> None:

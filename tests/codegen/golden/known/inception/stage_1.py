@@ -9,18 +9,15 @@ from .layers import ConvNorm, Inception
 class InceptionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.point = ConvNorm(32, 8, kernel=1, padding=0)
         self.narrow3 = ConvNorm(32, 4, kernel=1, padding=0)
-        self.narrow5 = ConvNorm(32, 4, kernel=1, padding=0)
+        self.conv3 = ConvNorm(4, 8, kernel=3, padding=1)
         self.pooled = ConvNorm(32, 8, kernel=1, padding=0)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        # inception.py:52-55
-        point_out = self.point(x)  # (B, 8, images.2 // 2, images.3 // 2)
-        narrow3_out = self.narrow3(x)  # (B, 4, images.2 // 2, images.3 // 2)
-        narrow5_out = self.narrow5(x)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        # inception.py:53-55
+        conv3_out = self.conv3(self.narrow3(x))  # (B, 8, images.2 // 2, images.3 // 2)
         pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
-        return point_out, narrow3_out, narrow5_out, pooled_out
+        return conv3_out, pooled_out
 
 
 class Stage1(nn.Module):
@@ -28,22 +25,21 @@ class Stage1(nn.Module):
         super().__init__()
         self.early = nn.ModuleDict({"1": Inception(), "2": InceptionPart()})
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             x: (B, 32, images.2 // 2, images.3 // 2) float32, from stage 0, made at inception.py:57.
 
         Returns:
-            point_out: (B, 8, images.2 // 2, images.3 // 2) float32, for stage 2.
-            narrow3_out: (B, 4, images.2 // 2, images.3 // 2) float32, for stage 2.
-            narrow5_out: (B, 4, images.2 // 2, images.3 // 2) float32, for stage 2.
+            x: (B, 32, images.2 // 2, images.3 // 2) float32, for stage 2.
+            conv3_out: (B, 8, images.2 // 2, images.3 // 2) float32, for stage 2.
             pooled_out: (B, 8, images.2 // 2, images.3 // 2) float32, for stage 2.
         """
         # inception.py:75
         x = self.early["1"](x)  # (B, 32, images.2 // 2, images.3 // 2)
-        point_out, narrow3_out, narrow5_out, pooled_out = self.early["2"](x)
-        return point_out, narrow3_out, narrow5_out, pooled_out
+        conv3_out, pooled_out = self.early["2"](x)
+        return x, conv3_out, pooled_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.

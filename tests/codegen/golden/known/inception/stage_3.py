@@ -11,17 +11,16 @@ class InceptionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.point = ConvNorm(32, 8, kernel=1, padding=0)
+        self.narrow3 = ConvNorm(32, 4, kernel=1, padding=0)
         self.conv3 = ConvNorm(4, 8, kernel=3, padding=1)
         self.narrow5 = ConvNorm(32, 4, kernel=1, padding=0)
         self.conv5 = ConvNorm(4, 8, kernel=5, padding=2)
-        self.pooled = ConvNorm(32, 8, kernel=1, padding=0)
 
-    def forward(self, x: Tensor, narrow3_out: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pooled_out: Tensor) -> Tensor:
         # inception.py:52-57
         point_out = self.point(x)  # (B, 8, images.2 // 4, images.3 // 4)
-        conv3_out = self.conv3(narrow3_out)
+        conv3_out = self.conv3(self.narrow3(x))
         conv5_out = self.conv5(self.narrow5(x))
-        pooled_out = self.pooled(F.max_pool2d(x, 3, stride=1, padding=1))
         return torch.cat([point_out, conv3_out, conv5_out, pooled_out], dim=1)
 
 
@@ -31,20 +30,20 @@ class Stage3(nn.Module):
         self.late = nn.ModuleDict({"1": InceptionPart(), "2": Inception()})
         self.scores = nn.Linear(32, 10)
 
-    def forward(self, late_0: Tensor, narrow3_out: Tensor) -> Tensor:
+    def forward(self, late_0: Tensor, pooled_out: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
             late_0: (B, 32, images.2 // 4, images.3 // 4) float32, from stage 2, made at
                 inception.py:57.
-            narrow3_out: (B, 4, images.2 // 4, images.3 // 4) float32, from stage 2, made at
+            pooled_out: (B, 8, images.2 // 4, images.3 // 4) float32, from stage 2, made at
                 inception.py:35.
 
         Returns:
             scores_out: (B, 10) float32, for the caller.
         """
         # inception.py:77-78
-        x = self.late["2"](self.late["1"](late_0, narrow3_out))
+        x = self.late["2"](self.late["1"](late_0, pooled_out))
         scores_out: Tensor = self.scores(x.mean([2, 3]))  # (B, 10)
         return scores_out
 

@@ -69,20 +69,6 @@ def window_partition_2(input_feature: Tensor, view_number: int) -> Tensor:
     return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, 1)
 
 
-def sdpa_attention_forward_2(
-    query_states: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    combined_mask: Tensor,
-    scale: float,
-) -> Tensor:
-    # sdpa_attention.py:193-206
-    attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=combined_mask, scale=scale
-    )
-    return attn_output.transpose(1, 2).contiguous()
-
-
 class SwinPatchMerging(nn.Module):
     def __init__(
         self, normalized_shape: int, out_features: int, height: int, num_channels: int
@@ -111,6 +97,16 @@ class SwinPatchMerging(nn.Module):
         input_feature = self.norm(input_feature)
         input_feature = self.reduction(input_feature)
         return input_feature
+
+
+def sdpa_attention_forward_2(
+    query_states: Tensor, key_states: Tensor, value_states: Tensor, combined_mask: Tensor
+) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        query_states, key_states, value_states, attn_mask=combined_mask, scale=0.25
+    )
+    return attn_output.transpose(1, 2).contiguous()
 
 
 class SwinAttention(nn.Module):
@@ -162,36 +158,58 @@ def get_attn_mask(
 
 
 class SwinLayer(nn.Module):
-    def __init__(self, keep_prob: float) -> None:
+    def __init__(
+        self,
+        channels: int,
+        out_features: int,
+        view_number: int,
+        num_heads: int,
+        height: int,
+        view_number_2: int,
+        keep_prob: float,
+    ) -> None:
         super().__init__()
+        self.channels = channels
+        self.view_number = view_number
+        self.height = height
+        self.view_number_2 = view_number_2
         self.keep_prob = keep_prob
-        self.layernorm_before = nn.LayerNorm(64)
-        self.attention = SwinAttention(64, num_attention_heads=4, scale=0.25, view_number=16)
+        self.layernorm_before = nn.LayerNorm(channels)
+        self.attention = SwinAttention(
+            channels, num_attention_heads=num_heads, scale=0.25, view_number=16
+        )
         self.dropout = nn.Dropout(0.0)
-        self.layernorm_after = nn.LayerNorm(64)
-        self.mlp = SwinMLP(64, 256)
+        self.layernorm_after = nn.LayerNorm(channels)
+        self.mlp = SwinMLP(channels, out_features)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-614
         batch = hidden_states.shape[0]
-        shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
+        hidden_states = self.layernorm_before(hidden_states)
+        hidden_states = hidden_states.view(batch, self.height, self.height, self.channels)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states_windows = window_partition(hidden_states, view_number=2, num_channels=64)
-        del hidden_states
-        hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
-        attention_windows = self.dropout(self.attention(hidden_states_windows)).view(-1, 4, 4, 64)
-        attention_windows = window_reverse(
-            attention_windows, view_number=2, num_channels=64, height=8
+        hidden_states_windows = window_partition(
+            hidden_states, view_number=self.view_number, num_channels=self.channels
         )
-        attention_windows = attention_windows.view(*shape)  # (B, 64, 64)
+        del hidden_states
+        hidden_states_windows = hidden_states_windows.view(-1, 16, self.channels)
+        attention_output = self.dropout(self.attention(hidden_states_windows))
+        attention_windows = attention_output.view(-1, 4, 4, self.channels)
+        attention_windows = window_reverse(
+            attention_windows,
+            view_number=self.view_number,
+            num_channels=self.channels,
+            height=self.height,
+        )
+        del attention_output
+        attention_windows = attention_windows.view(batch, self.view_number_2, self.channels)
 
         # drop_path (modeling_swin.py:58-60)
         if self.training:
             random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
             random_tensor = torch.floor(random_tensor + self.keep_prob)
-            drop_path_out = attention_windows / self.keep_prob * random_tensor  # (B, 64, 64)
+            drop_path_out = attention_windows / self.keep_prob * random_tensor
 
         # modeling_swin.py:567
         hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
@@ -202,4 +220,36 @@ class SwinLayer(nn.Module):
         hidden_states = self.layernorm_after(hidden_states)
         hidden_states = self.mlp(hidden_states)
         hidden_states = self.dropout(hidden_states) + residual
+        return hidden_states
+
+
+class SwinStagePart(nn.Module):
+    def __init__(
+        self,
+        channels: int,
+        out_features: int,
+        view_number: int,
+        num_heads: int,
+        height: int,
+        view_number_2: int,
+        keep_prob: float,
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict(
+            {
+                "0": SwinLayer(
+                    channels,
+                    out_features,
+                    view_number=view_number,
+                    num_heads=num_heads,
+                    height=height,
+                    view_number_2=view_number_2,
+                    keep_prob=keep_prob,
+                ),
+            },
+        )
+
+    def forward(self, input_feature: Tensor) -> Tensor:
+        # modeling_swin.py:694
+        hidden_states: Tensor = self.blocks["0"](input_feature)
         return hidden_states

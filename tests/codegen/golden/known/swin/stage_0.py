@@ -1,12 +1,20 @@
 """Stage 0 of SwinForImageClassification, the 1st of 4.
 
-From swin.embeddings.patch_embeddings.projection to swin.encoder.layers.0.blocks.0.mlp.fc2.
+From swin.embeddings.patch_embeddings.projection
+to swin.encoder.layers.0.blocks.1.attention.relative_position_bias.
 """
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import SwinAttention, SwinMLP, window_partition, window_reverse
+from .layers import (
+    SwinAttention,
+    SwinMLP,
+    SwinRelativePositionBias,
+    get_attn_mask,
+    window_partition,
+    window_reverse,
+)
 
 
 class SwinPatchEmbeddings(nn.Module):
@@ -50,18 +58,19 @@ class SwinLayer2(nn.Module):
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
+        hidden_states = self.layernorm_before(hidden_states)  # (B, 1024, 16)
+        hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
         hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
-        del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
-        attention_windows = self.dropout(self.attention(hidden_states_windows)).view(-1, 4, 4, 16)
+        attn_output = self.attention(hidden_states_windows)
+        attention_output = self.dropout(attn_output)
+        attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
         attention_windows = window_reverse(
             attention_windows, view_number=8, num_channels=16, height=32
         )
         attention_windows = attention_windows.view(*shape)  # (B, 1024, 16)
         hidden_states = shortcut + attention_windows
-        del attention_windows
         residual = hidden_states
         hidden_states = self.layernorm_after(hidden_states)
         hidden_states = self.mlp(hidden_states)
@@ -69,21 +78,72 @@ class SwinLayer2(nn.Module):
         return hidden_states
 
 
-class SwinStagePart(nn.Module):
+class SwinAttentionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": SwinLayer2()})
+        self.q_proj = nn.Linear(16, 16)
+        self.k_proj = nn.Linear(16, 16)
+        self.v_proj = nn.Linear(16, 16)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=2)
 
-    def forward(self, embeddings: Tensor) -> Tensor:
+
+class SwinLayerPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layernorm_before = nn.LayerNorm(16)
+        self.attention = SwinAttentionPart()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:542-621
+        batch = hidden_states.shape[0]
+        hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
+        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
+        hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
+        hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
+        del hidden_states
+        hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
+        attn_mask = get_attn_mask(
+            hidden_states_windows.device, view_number=8, height=32, ge_number=28, ge_number_2=30
+        )
+
+        # attention (modeling_swin.py:428-446, sdpa_attention.py:193)
+        q_proj_out = self.attention.q_proj(hidden_states_windows)  # (64*B, 16, 16)
+        size = hidden_states_windows.shape[0]
+        view = q_proj_out.view(size, 16, -1, 8)  # (64*B, 16, 2, 8)
+        query_states = view.transpose(1, 2)  # (64*B, 2, 16, 8)
+        key_states = (
+            self.attention.k_proj(hidden_states_windows).view(size, 16, -1, 8).transpose(1, 2)
+        )
+        value_states = (
+            self.attention.v_proj(hidden_states_windows).view(size, 16, -1, 8).transpose(1, 2)
+        )
+        relative_position_bias = self.attention.relative_position_bias()  # (1, 2, 16, 16)
+        expand = attn_mask.unsqueeze(1).unsqueeze(0).expand(batch, -1, -1, -1, -1)
+        attention_mask = expand.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
+        del attn_mask, expand
+        combined_mask = relative_position_bias + attention_mask  # (64*B, 2, 16, 16)
+        del attention_mask
+        return F.scaled_dot_product_attention(
+            query_states, key_states, value_states, attn_mask=combined_mask, scale=8**-0.5
+        )
+
+
+class SwinStagePart2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleDict({"0": SwinLayer2(), "1": SwinLayerPart()})
+
+    def forward(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_swin.py:694
-        hidden_states: Tensor = self.blocks["0"](embeddings)  # (B, 1024, 16)
-        return hidden_states
+        hidden_states = self.blocks["0"](embeddings)  # (B, 1024, 16)
+        attn_output = self.blocks["1"](hidden_states)  # (64*B, 2, 16, 8)
+        return hidden_states, attn_output
 
 
 class SwinEncoderPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"0": SwinStagePart()})
+        self.layers = nn.ModuleDict({"0": SwinStagePart2()})
 
 
 class SwinModelPart(nn.Module):
@@ -98,7 +158,7 @@ class Stage0(nn.Module):
         super().__init__()
         self.swin = SwinModelPart()
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
@@ -106,8 +166,9 @@ class Stage0(nn.Module):
 
         Returns:
             hidden_states: (B, 1024, 16) float32, for stage 1.
+            attn_output: (64*B, 2, 16, 8) float32, for stage 1.
         """
         # swin (modeling_swin.py:806-864)
         embeddings = self.swin.embeddings(pixel_values)  # (B, 1024, 16)
-        hidden_states: Tensor = self.swin.encoder.layers["0"](embeddings)
-        return hidden_states
+        hidden_states, attn_output = self.swin.encoder.layers["0"](embeddings)
+        return hidden_states, attn_output

@@ -1,82 +1,45 @@
 """Stage 1 of SwinForImageClassification, the 2nd of 4.
 
-From swin.encoder.layers.0.blocks.1.layernorm_before
-to swin.encoder.layers.1.blocks.0.attention.o_proj.
+From swin.encoder.layers.0.blocks.1.attention to swin.encoder.layers.1.blocks.0.mlp.fc2.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .layers import (
-    SwinAttention,
-    SwinMLP,
-    SwinPatchMerging,
-    SwinRelativePositionBias,
-    get_attn_mask,
-    sdpa_attention_forward_2,
-    window_partition,
-    window_reverse,
-)
+from .layers import SwinMLP, SwinPatchMerging, SwinStagePart, window_reverse
 
 
-class SwinAttention2(nn.Module):
+class SwinAttentionPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(16, 16)
-        self.k_proj = nn.Linear(16, 16)
-        self.v_proj = nn.Linear(16, 16)
-        self.relative_position_bias = SwinRelativePositionBias(num_heads=2)
         self.o_proj = nn.Linear(16, 16)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
-        # modeling_swin.py:428-466
-        shape = hidden_states.shape[:2]
-        query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        relative_position_bias = self.relative_position_bias()  # (1, 2, 16, 16)
-        unsqueeze = attention_mask.unsqueeze(1).unsqueeze(0)  # (1, 64, 1, 16, 16)
-        unsqueeze = unsqueeze.expand(hidden_states.shape[0] // 64, -1, -1, -1, -1)
-        attention_mask = unsqueeze.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
-        combined_mask = relative_position_bias + attention_mask  # (64*B, 2, 16, 16)
-        attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask, scale=8**-0.5
-        )
-        attn_output = attn_output.reshape(*shape, -1)  # (64*B, 16, 16)
-        attn_output = self.o_proj(attn_output)
-        return attn_output
 
-
-class SwinLayer2(nn.Module):
+class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layernorm_before = nn.LayerNorm(16)
-        self.attention = SwinAttention2()
+        self.attention = SwinAttentionPart()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:542-621
+    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
+        rows = hidden_states.shape[0] * 64
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
-        shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
-        del hidden_states
-        hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
-        attn_mask = get_attn_mask(
-            shortcut.device, view_number=8, height=32, ge_number=28, ge_number_2=30
-        )
-        attn_output = self.attention(hidden_states_windows, attn_mask)  # (64*B, 16, 16)
+
+        # attention (sdpa_attention.py:206, modeling_swin.py:465-466)
+        attn_output = attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
+        attn_output = attn_output.reshape(rows, 16, -1)  # (64*B, 16, 16)
+        attn_output = self.attention.o_proj(attn_output)
+
+        # modeling_swin.py:556-621
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
         attention_windows = window_reverse(
             attention_windows, view_number=8, num_channels=16, height=32
         )
+        shortcut = hidden_states
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 1024, 16)
 
@@ -95,52 +58,36 @@ class SwinLayer2(nn.Module):
         return hidden_states
 
 
-class SwinLayerPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layernorm_before = nn.LayerNorm(32)
-        self.attention = SwinAttention(32, num_attention_heads=2, scale=0.25, view_number=16)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:542-614
-        batch = hidden_states.shape[0]
-        hidden_states = self.layernorm_before(hidden_states).view(batch, 16, 16, 32)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states_windows = window_partition(hidden_states, view_number=4, num_channels=32)
-        del hidden_states
-        hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
-        attn_output: Tensor = self.attention(hidden_states_windows)
-        return attn_output
-
-
-class SwinStagePart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({"1": SwinLayer2()})
-        self.downsample = SwinPatchMerging(64, 32, height=32, num_channels=16)
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:694-700
-        hidden_states = self.blocks["1"](hidden_states)  # (B, 1024, 16)
-        hidden_states = self.downsample(hidden_states)  # (B, 256, 32)
-        return hidden_states
-
-
 class SwinStagePart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": SwinLayerPart()})
+        self.blocks = nn.ModuleDict({"1": SwinLayerPart()})
+        self.downsample = SwinPatchMerging(64, 32, height=32, num_channels=16)
 
-    def forward(self, input_feature: Tensor) -> Tensor:
-        # modeling_swin.py:694
-        attn_output: Tensor = self.blocks["0"](input_feature)  # (16*B, 16, 32)
-        return attn_output
+    def forward(self, attn_output: Tensor, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:694-700
+        hidden_states = self.blocks["1"](hidden_states, attn_output)  # (B, 1024, 16)
+        hidden_states = self.downsample(hidden_states)  # (B, 256, 32)
+        return hidden_states
 
 
 class SwinEncoderPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"0": SwinStagePart(), "1": SwinStagePart2()})
+        self.layers = nn.ModuleDict(
+            {
+                "0": SwinStagePart2(),
+                "1": SwinStagePart(
+                    32,
+                    128,
+                    view_number=4,
+                    num_heads=2,
+                    height=16,
+                    view_number_2=256,
+                    keep_prob=0.9714285714285714,
+                ),
+            },
+        )
 
 
 class SwinModelPart(nn.Module):
@@ -154,17 +101,17 @@ class Stage1(nn.Module):
         super().__init__()
         self.swin = SwinModelPart()
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, attn_output: Tensor, hidden_states: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
+            attn_output: (64*B, 2, 16, 8) float32, from stage 0, made at sdpa_attention.py:193.
             hidden_states: (B, 1024, 16) float32, from stage 0, made at modeling_swin.py:572.
 
         Returns:
-            input_feature: (B, 256, 32) float32, for stage 2.
-            attn_output: (16*B, 16, 32) float32, for stage 2.
+            hidden_states: (B, 256, 32) float32, for stage 2.
         """
         # swin.encoder (modeling_swin.py:806)
-        input_feature = self.swin.encoder.layers["0"](hidden_states)  # (B, 256, 32)
-        attn_output = self.swin.encoder.layers["1"](input_feature)  # (16*B, 16, 32)
-        return input_feature, attn_output
+        input_feature = self.swin.encoder.layers["0"](attn_output, hidden_states)  # (B, 256, 32)
+        hidden_states = self.swin.encoder.layers["1"](input_feature)
+        return hidden_states

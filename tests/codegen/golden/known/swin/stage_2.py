@@ -1,6 +1,6 @@
 """Stage 2 of SwinForImageClassification, the 3rd of 4.
 
-From swin.encoder.layers.1.blocks.0.dropout to swin.encoder.layers.2.blocks.0.mlp.fc2.
+From swin.encoder.layers.1.blocks.1.layernorm_before to swin.encoder.layers.2.blocks.0.mlp.fc2.
 """
 
 import torch
@@ -8,50 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
-    SwinLayer,
     SwinMLP,
     SwinPatchMerging,
     SwinRelativePositionBias,
+    SwinStagePart,
     get_attn_mask,
     sdpa_attention_forward_2,
     window_partition,
     window_reverse,
 )
-
-
-class SwinLayerPart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.0)
-        self.layernorm_after = nn.LayerNorm(32)
-        self.mlp = SwinMLP(32, 128)
-
-    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
-        # modeling_swin.py:556-566
-        batch = hidden_states.shape[0]
-        shape = hidden_states.shape
-        attention_output = self.dropout(attn_output)  # (16*B, 16, 32)
-        attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
-        attention_windows = window_reverse(
-            attention_windows, view_number=4, num_channels=32, height=16
-        )
-        attention_windows = attention_windows.view(*shape)  # (B, 256, 32)
-
-        # drop_path (modeling_swin.py:58-60)
-        if self.training:
-            random_tensor = torch.rand(
-                [batch, 1, 1], dtype=torch.float32, device=hidden_states.device
-            )
-            random_tensor = torch.floor(random_tensor + 0.9714285714285714)
-            drop_path_out = attention_windows / 0.9714285714285714 * random_tensor  # (B, 256, 32)
-
-        # modeling_swin.py:567-572
-        hidden_states = hidden_states + (drop_path_out if self.training else attention_windows)
-        residual = hidden_states
-        hidden_states = self.layernorm_after(hidden_states)
-        hidden_states = self.mlp(hidden_states)
-        hidden_states = self.dropout(hidden_states) + residual
-        return hidden_states
 
 
 class SwinAttention2(nn.Module):
@@ -75,7 +40,7 @@ class SwinAttention2(nn.Module):
         attention_mask = unsqueeze.reshape(-1, 1, 16, 16)  # (16*B, 1, 16, 16)
         combined_mask = relative_position_bias + attention_mask  # (16*B, 2, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask, scale=0.25
+            query_states, key_states, value_states, combined_mask
         )
         attn_output = attn_output.reshape(*shape, -1)  # (16*B, 16, 32)
         attn_output = self.o_proj(attn_output)
@@ -129,35 +94,36 @@ class SwinLayer2(nn.Module):
         return hidden_states
 
 
-class SwinStagePart(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleDict({"0": SwinLayerPart(), "1": SwinLayer2()})
-        self.downsample = SwinPatchMerging(128, 64, height=16, num_channels=32)
-
-    def forward(self, attn_output: Tensor, input_feature: Tensor) -> Tensor:
-        # modeling_swin.py:694-700
-        hidden_states: Tensor = self.blocks["0"](input_feature, attn_output)  # (B, 256, 32)
-        hidden_states = self.blocks["1"](hidden_states)
-        hidden_states = self.downsample(hidden_states)  # (B, 64, 64)
-        return hidden_states
-
-
 class SwinStagePart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": SwinLayer(keep_prob=0.9428571428571428)})
+        self.blocks = nn.ModuleDict({"1": SwinLayer2()})
+        self.downsample = SwinPatchMerging(128, 64, height=16, num_channels=32)
 
-    def forward(self, input_feature: Tensor) -> Tensor:
-        # modeling_swin.py:694
-        hidden_states: Tensor = self.blocks["0"](input_feature)  # (B, 64, 64)
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:694-700
+        hidden_states = self.blocks["1"](hidden_states)  # (B, 256, 32)
+        hidden_states = self.downsample(hidden_states)  # (B, 64, 64)
         return hidden_states
 
 
 class SwinEncoderPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"1": SwinStagePart(), "2": SwinStagePart2()})
+        self.layers = nn.ModuleDict(
+            {
+                "1": SwinStagePart2(),
+                "2": SwinStagePart(
+                    64,
+                    256,
+                    view_number=2,
+                    num_heads=4,
+                    height=8,
+                    view_number_2=64,
+                    keep_prob=0.9428571428571428,
+                ),
+            },
+        )
 
 
 class SwinModelPart(nn.Module):
@@ -171,17 +137,16 @@ class Stage2(nn.Module):
         super().__init__()
         self.swin = SwinModelPart()
 
-    def forward(self, attn_output: Tensor, input_feature: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
-            attn_output: (16*B, 16, 32) float32, from stage 1, made at modeling_swin.py:466.
-            input_feature: (B, 256, 32) float32, from stage 1, made at modeling_swin.py:324.
+            hidden_states: (B, 256, 32) float32, from stage 1, made at modeling_swin.py:572.
 
         Returns:
             hidden_states: (B, 64, 64) float32, for stage 3.
         """
         # swin.encoder (modeling_swin.py:806)
-        input_feature = self.swin.encoder.layers["1"](attn_output, input_feature)  # (B, 64, 64)
-        hidden_states: Tensor = self.swin.encoder.layers["2"](input_feature)
+        for layer in self.swin.encoder.layers.values():
+            hidden_states = layer(hidden_states)  # (B, 64, 64)
         return hidden_states

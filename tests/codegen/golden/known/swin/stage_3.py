@@ -40,7 +40,7 @@ class SwinAttention2(nn.Module):
         )
         combined_mask = relative_position_bias + attention_mask  # (4*B, 4, 16, 16)
         attn_output: Tensor = sdpa_attention_forward_2(
-            query_states, key_states, value_states, combined_mask, scale=0.25
+            query_states, key_states, value_states, combined_mask
         )
         attn_output = attn_output.reshape(*shape, -1)  # (4*B, 16, 64)
         attn_output = self.o_proj(attn_output)
@@ -100,13 +100,21 @@ class SwinLayer2(nn.Module):
         return hidden_states
 
 
-class SwinStagePart(nn.Module):
+class SwinStagePart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict(
             {
                 "1": SwinLayer2(keep_prob=0.9285714285714286),
-                "2": SwinLayer(keep_prob=0.9142857142857143),
+                "2": SwinLayer(
+                    64,
+                    256,
+                    view_number=2,
+                    num_heads=4,
+                    height=8,
+                    view_number_2=64,
+                    keep_prob=0.9142857142857143,
+                ),
                 "3": SwinLayer2(keep_prob=0.9),
             },
         )
@@ -121,7 +129,7 @@ class SwinStagePart(nn.Module):
 class SwinEncoderPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({"2": SwinStagePart()})
+        self.layers = nn.ModuleDict({"2": SwinStagePart2()})
 
 
 class SwinModelPart(nn.Module):

@@ -1,4 +1,4 @@
-"""Stage 0 of UNet, the 1st of 4: down.0.0 to down.1.5."""
+"""Stage 0 of UNet, the 1st of 4: down.0.0 to down.2.5."""
 
 from torch import Tensor, nn
 
@@ -8,10 +8,12 @@ from .layers import ConvBlock
 class Stage0(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.down = nn.ModuleDict({"0": ConvBlock(3, 8), "1": ConvBlock(8, 16)})
+        self.down = nn.ModuleDict(
+            {"0": ConvBlock(3, 8), "1": ConvBlock(8, 16), "2": ConvBlock(16, 32)}
+        )
         self.pool = nn.MaxPool2d(kernel_size=2)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """One micro-batch of B samples; sizes in comments are for it.
 
         Args:
@@ -20,14 +22,17 @@ class Stage0(nn.Module):
         Returns:
             down_0: (B, 8, images.2, images.3) float32, for stage 3.
             down_1: (B, 16, images.2 // 2, images.3 // 2) float32, for stage 3.
-            pool_out: (B, 16, images.2 // 4, images.3 // 4) float32, for stage 1.
+            down_2: (B, 32, images.2 // 4, images.3 // 4) float32, for stage 2.
+            pool_out: (B, 32, images.2 // 8, images.3 // 8) float32, for stage 1.
         """
         # unet.py:66
         down_0 = self.down["0"](images)  # (B, 8, images.2, images.3)
         x = self.pool(down_0)  # (B, 8, images.2 // 2, images.3 // 2)
         down_1 = self.down["1"](x)  # (B, 16, images.2 // 2, images.3 // 2)
-        pool_out = self.pool(down_1)  # (B, 16, images.2 // 4, images.3 // 4)
-        return down_0, down_1, pool_out
+        x = self.pool(down_1)  # (B, 16, images.2 // 4, images.3 // 4)
+        down_2 = self.down["2"](x)  # (B, 32, images.2 // 4, images.3 // 4)
+        pool_out = self.pool(down_2)  # (B, 32, images.2 // 8, images.3 // 8)
+        return down_0, down_1, down_2, pool_out
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
