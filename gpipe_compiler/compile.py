@@ -182,7 +182,7 @@ def plan(
     """
     planner = Planner(graph, cluster or local_cluster(), measured, constraints)
     if make_optimizer is None or graph.loss is None:
-        return planner.plan(planner.choose(stages, microbatches, policy), policy)
+        return planner.planned(stages, microbatches, policy)[1]
     found = own_optimizer(graph, make_optimizer)
     if isinstance(found, str):
         raise UsageError(
@@ -190,7 +190,7 @@ def plan(
             hint="name an optimizer that remembers as much: Policy(optimizer=OptimizerKind.ADAM)",
         )
     policy = dataclasses.replace(policy, optimizer=found)
-    made = planner.plan(planner.choose(stages, microbatches, policy), policy)
+    _, made = planner.planned(stages, microbatches, policy)
     return dataclasses.replace(made, optimizer=str(found))
 
 

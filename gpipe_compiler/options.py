@@ -316,7 +316,7 @@ class CompileOptions(Policy):
     Attributes:
         stages, microbatches: AUTO where the best is to be found (`planner/search.py`), as for
             `schedule`; then `remat` AUTO also compares recomputing everywhere and nowhere.
-        microbatches: None for the largest divisor of the batch up to four per stage.
+        microbatches: None for as many as are worth it, up to four per stage.
         training: False for a package that only infers.
         measured: time the ops on this machine, instead of estimating them; and then the stages of
             the package.

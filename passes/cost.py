@@ -245,10 +245,9 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
                     differentiate(results, leaves, gradients)
             except RAISED_BY_OPS as error:
                 raise _unplannable_backward(isolated.op, error) from error
-    added = (_added(state) for state in trained) if backward.kernels else ()
     return OpKernels(
         tuple(forward.kernels),
-        (*backward.kernels, *added),
+        (*backward.kernels, *(map(_added, trained) if backward.kernels else ())),
         tuple(of_inputs.kernels),
         trains=bool(trained),
     )

@@ -36,7 +36,8 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Frontier
 from gpipe_compiler.planner.batch_outputs import check_rows
 from gpipe_compiler.planner.cut_problem import CutFacts, MicrobatchGraph
-from gpipe_compiler.planner.planner import MICROBATCHES_PER_STAGE, Planner
+from gpipe_compiler.planner.microbatch_count import MICROBATCHES_PER_STAGE
+from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.targets.planning import plan_as_asked
 from gpipe_compiler.validate.launching import Launch

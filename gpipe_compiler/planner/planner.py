@@ -15,11 +15,9 @@ from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Calibration, Constraints, Policy, RematChoice
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
 from gpipe_compiler.passes.cost import rooflines
-from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.cut.inside import opened
 from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK
-from gpipe_compiler.passes.joined_outputs import apart_outputs
 from gpipe_compiler.passes.kernel_times import kernel_times
 from gpipe_compiler.passes.measure import costs_by_kind, scaled
 from gpipe_compiler.passes.pass_setting import PassSetting
@@ -33,21 +31,12 @@ from gpipe_compiler.planner.candidates import CandidateBuilder
 from gpipe_compiler.planner.constrain import check_names, ops_of
 from gpipe_compiler.planner.cut_problem import MicrobatchGraph
 from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
+from gpipe_compiler.planner.microbatch_count import MicrobatchCount, likely_microbatches
 from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
 from gpipe_compiler.planner.predict import Candidate, shared
 from gpipe_compiler.runtime.schedule import lower, prove
-from gpipe_compiler.runtime.spec import BatchNorm, Precision
+from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
-
-MICROBATCHES_PER_STAGE = 4
-"""GPipe finds the bubble negligible from four micro-batches per stage on (section 3)."""
-
-
-def likely_microbatches(batch_size: int, stages: int) -> list[int]:
-    """The divisors of the batch up to four per stage, the largest first."""
-    most = max(1, MICROBATCHES_PER_STAGE * stages)
-    return [count for count in range(most, 0, -1) if batch_size % count == 0]
-
 
 Analysis: TypeAlias = Callable[[int, Precision], MicrobatchGraph]
 """Describes and costs a graph for a number of samples, in a precision."""
@@ -93,8 +82,7 @@ class Planner:
         """What is given, as a choice, on as many devices as its schedule needs.
 
         Args:
-            microbatches: None for the largest divisor of the batch up to four per stage that the
-                model takes.
+            microbatches: None for as many as are worth it, up to four per stage.
 
         Raises:
             PlanError, UsageError: when there can be no such pipeline on these devices.
@@ -111,33 +99,42 @@ class Planner:
         devices = pipeline_devices(self.cluster, stages, policy, training=training)
         return Choice(stages, devices, policy.schedule_kind, microbatches, policy.remat)
 
-    def default_microbatches(self, stages: int, policy: Policy) -> int:
-        """As many as a batch should make: fewer where a layer has to have several samples.
+    def planned(self, stages: int, microbatches: int | None, policy: Policy) -> tuple[Choice, Plan]:
+        """What is given, as a choice, and the best plan found for it; as `choose` and `plan`.
 
-        BatchNorm after a global pooling cannot train on one, and elsewhere its statistics would be
-        those of one. A package that only infers takes the batch in one piece where an output does
-        not follow from those of micro-batches.
+        Where no number of micro-batches is given and the one by default does not fit, it is as many
+        as there can be.
+        """
+        choice = self.choose(stages, microbatches, policy)
+        made = self.plan(choice, policy)
+        if microbatches is not None or made.fits:
+            return choice, made
+        most = self._counts(stages, policy).most()
+        if most == choice.microbatches:
+            return choice, made
+        smaller = replace(choice, microbatches=most)
+        other = self.plan(smaller, policy)
+        return (smaller, other) if other.fits else (choice, made)
+
+    def default_microbatches(self, stages: int, policy: Policy) -> int:
+        """As many as are worth it; see `MicrobatchCount`.
 
         Raises:
             ModelError: naming the op that cannot run on the samples of any.
         """
-        samples = self.batch_size // policy.data_parallel
-        counts = likely_microbatches(samples, stages)
-        if takes_several(self.graph):
-            counts = [count for count in counts if 2 * count <= samples] or counts
         if self.analysis is not None:
-            return counts[0]
-        met: list[ModelError] = []
-        for count in counts:
-            try:
-                graph = self.prepare(count, policy).graph
-            except ModelError as error:
-                met.append(error)
-                continue
-            if count == samples > 1 and _mixes(graph, policy):
-                continue
-            return 1 if graph.loss is None and apart_outputs(graph) else count
-        raise met[0]
+            return likely_microbatches(self.batch_size // policy.data_parallel, stages)[0]
+        return self._counts(stages, policy).fastest()
+
+    def _counts(self, stages: int, policy: Policy) -> MicrobatchCount:
+        return MicrobatchCount(
+            self.graph,
+            self.batch_size // policy.data_parallel,
+            stages,
+            policy,
+            self.cluster.link.latency_s,
+            lambda count: self.prepare(count, policy),
+        )
 
     @uncollected()
     def prepare(self, microbatches: int, policy: Policy) -> MicrobatchGraph:
@@ -256,16 +253,6 @@ class Planner:
         """What makes the candidates of a choice; as for `plan`."""
         prepared = self.prepare(choice.microbatches, policy)
         return CandidateBuilder.of(prepared, self.cluster, choice, policy, self.constraints, work)
-
-
-def _mixes(graph: Graph, policy: Policy) -> bool:
-    """Whether training computes results of one sample from the others of its micro-batch, as
-    BatchNorm does.
-    """
-    if graph.loss is None or policy.batchnorm is BatchNorm.EXACT:
-        return False
-    made = (name for op in mixing_ops(graph) for name in graph.op_of[op].outputs)
-    return any(graph.values[name].batch_dim is not None for name in made)
 
 
 def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool = True) -> Plan:

@@ -40,8 +40,7 @@ class SearchSpace:
     """What is given of the settings, and what is to be found.
 
     Attributes:
-        microbatches: None for the largest divisor of the batch up to four per stage that the model
-            takes.
+        microbatches: None for as many as are worth it, up to four per stage.
         remat: AUTO for one of all.
         devices: that one replica of the pipeline has at most.
     """

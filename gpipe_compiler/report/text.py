@@ -338,6 +338,10 @@ def summary_table(
         ("stages", str(len(plan.stages))),
         ("ops", str(len({name for stage in plan.stages for name in stage.ops}))),
         ("parameters", f"{parameter_count(plan):,}"),
+        (
+            "micro-batches",
+            f"{plan.microbatches}, of {counted(plan.microbatch_size, 'sample')} each",
+        ),
         *([("batch", batch)] if batch else []),
         *([("without effect", ", ".join(unread))] if unread else []),
         *constraint_rows(plan),

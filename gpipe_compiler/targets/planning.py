@@ -59,8 +59,7 @@ def plan_as_asked(
         or isinstance(microbatches, Auto)
         or isinstance(options.schedule, Auto)
     ):
-        choice = planner.choose(stages, microbatches, options)
-        made = planner.plan(choice, options)
+        choice, made = planner.planned(stages, microbatches, options)
         if options.must_fit:
             refuse_too_large(planner, made, options, choice)
         return _compared(planner, made, options, progress), None

@@ -234,7 +234,7 @@ class Remembers(nn.Module):
 
     def __init__(self, *, writes: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(12)])
         self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.writes = writes
         self.register_buffer("seen", torch.zeros(8))

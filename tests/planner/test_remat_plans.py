@@ -52,7 +52,7 @@ class Bottlenecks(nn.Module):
 @pytest.fixture(scope="module")
 def graph() -> Graph:
     torch.manual_seed(0)
-    return trace(Bottlenecks(), torch.randn(64, 4), loss=LossChoice.SUM_OF_SQUARES)
+    return trace(Bottlenecks(), torch.randn(256, 4), loss=LossChoice.SUM_OF_SQUARES)
 
 
 def planned(graph: Graph, policy: Policy, memory: int = 2**40, stages: int = K) -> Plan:
@@ -68,7 +68,7 @@ def fixed_bytes(plan_: Plan, stage: int) -> int:
 
 
 def test_a_step_that_recomputes_takes_what_the_closed_form_says(graph: Graph) -> None:
-    made = planned(graph, Policy(remat=RematChoice.FULL, prove=True))
+    made = planned(graph, Policy(remat=RematChoice.FULL, prove=True, cut_inside=0))
 
     times = stage_times(made)
     forward = [s for t in times for s in (t.receive_s, t.forward_s)]
@@ -97,7 +97,7 @@ def test_what_a_stage_that_recomputes_holds(graph: Graph) -> None:
 
 def test_no_other_cut_that_recomputes_is_faster(graph: Graph) -> None:
     """Every cut of the chain of ops into two stages that recompute, simulated."""
-    made = planned(graph, Policy(remat=RematChoice.FULL), stages=2)
+    made = planned(graph, Policy(remat=RematChoice.FULL, cut_inside=0), stages=2)
     assert made.graph is not None
     costs = roofline(made.graph, made.devices[0])
     facts = CutFacts.of(made.graph, costs)
@@ -211,7 +211,7 @@ def test_what_a_stage_holds_that_takes_the_batch_as_one() -> None:
 
 
 def test_inference_recomputes_nothing() -> None:
-    graph = trace(Bottlenecks(), torch.randn(64, 4), training=False)
+    graph = trace(Bottlenecks(), torch.randn(256, 4), training=False)
 
     made = planned(graph, Policy(remat=RematChoice.FULL))
 
