@@ -89,8 +89,8 @@ def _setting_arguments(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         metavar="M",
         type=count_or_auto,
-        help="micro-batches in a mini-batch; auto: as many as are best (default: the most that "
-        "divide the batch, up to 4 for every stage, of two samples or more for BatchNorm)",
+        help="micro-batches in a mini-batch; auto: as many as are best (default: from 1 to 4 for "
+        "every stage, no more than pay, and of two samples or more for BatchNorm)",
     )
     schedules, text = [*words_of(ScheduleKind), AUTO], "the order of the work; auto: the best one"
     choice(parser, "--schedule", schedules, text)
