@@ -361,9 +361,7 @@ def _name(func: Any, args: Sequence[Any]) -> str:
             return name
 
 
-def _kind_of_convolution(
-    x: torch.Tensor, weight: torch.Tensor, *settings: Any
-) -> str:
+def _kind_of_convolution(x: torch.Tensor, weight: torch.Tensor, *settings: Any) -> str:
     """Of points or windows, with few channels or few positions, or of groups of channels."""
     *_, transposed, _, groups = settings
     channels, own, *window = weight.shape

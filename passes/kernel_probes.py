@@ -93,10 +93,7 @@ _SMALL_SIDES = [[(n, c, side, side)] for n, c, side in _SMALL_MAPS]
 """Sizes of products, heads of attention, and samples, channels and sides of images."""
 
 PROBES: tuple[Probe, ...] = (
-    *(
-        Probe(run, _TWO_ROWS)
-        for run in (torch.mul, torch.add, torch.div, torch.sub, torch.maximum)
-    ),
+    *(Probe(run, _TWO_ROWS) for run in (torch.mul, torch.add, torch.div, torch.sub, torch.maximum)),
     *(
         Probe(run, _ROWS)
         for run in (

@@ -105,13 +105,14 @@ def _joined(points: Iterable[tuple[float, float]]) -> Iterator[tuple[float, floa
     start = 0
     for place in range(1, len(ordered) + 1):
         if place == len(ordered) or ordered[place][0] > _ALIKE * ordered[start][0]:
-            ideals, seconds = zip(*ordered[start:place], strict=True)
-            one = place == start + 1
-            yield ordered[start] if one else (
-                statistics.geometric_mean(ideals),
-                statistics.geometric_mean(seconds),
-            )
+            alike = ordered[start:place]
+            yield alike[0] if not alike[1:] else _mean(alike)
             start = place
+
+
+def _mean(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    ideals, seconds = zip(*points, strict=True)
+    return statistics.geometric_mean(ideals), statistics.geometric_mean(seconds)
 
 
 def reference(flops: float, bandwidth: float) -> Device:
