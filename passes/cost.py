@@ -353,7 +353,8 @@ def _name(func: Any, args: Sequence[Any]) -> str:
         case "convolution" | "convolution_backward":
             return f"{name} {_kind_of_convolution(*args[name.endswith('backward') :][:9])}"
         case "mm" | "addmm":
-            sizes = (*args[-2].shape, args[-1].shape[-1])
+            one, other = tensors_in(args)[-2:]
+            sizes = (*one.shape, other.shape[-1])
             return f"{name}, few rows" if min(sizes) <= _FEW_ROWS else name
         case "max_pool2d_with_indices":
             return f"{name}, wide windows" if max(args[1]) > _POOLED else name

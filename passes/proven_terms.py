@@ -11,21 +11,57 @@ import math
 from collections.abc import Mapping
 
 from gpipe_compiler.ir import Graph, Loss, Op, Reduction
+from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.passes.joined_outputs import Unjoined, Way, ways_of
-from gpipe_compiler.passes.loss_functions import ConstantTerm, Division, Other, Summand, Targets
+from gpipe_compiler.passes.loss_functions import (
+    ConstantTerm,
+    Division,
+    Other,
+    Summand,
+    Targets,
+    loss_arguments,
+)
 from gpipe_compiler.passes.loss_weight import terms_of_loss
 from gpipe_compiler.passes.split_loss import TermGroup
-from gpipe_compiler.passes.verbs import verb
+from gpipe_compiler.passes.verbs import AND, COMPARING, MOVES, NOT, OR, verb
 from gpipe_compiler.runtime.spec import Joined
 
 _KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
 
 
+_BY_ELEMENT = frozenset(
+    {
+        *("add", "sub", "mul", "div", "pow", "neg", "abs", "square", "exp", "log", "log1p", "sqrt"),
+        *("relu", "sigmoid", "logsigmoid", "tanh", "softplus", "masked_fill", "where", "clamp"),
+    }
+)
+_BY_ROW = frozenset({"sum", "mean", "pad", "unflatten", "logsumexp"})
+"""Functions that make rows of rows alone, where they make rows; those of elements among them."""
+
+
 def loss_is_proven(graph: Graph) -> bool:
-    """Whether every term of the loss is, in both modes."""
+    """Whether every term of the loss is, in both modes, and made of rows one by one."""
     assert graph.loss is not None
+    if not all(_goes_by_row(graph, graph.op_of[name]) for name in graph.loss_only):
+        return False
     groups, _ = terms_of_loss(graph.replace(loss=Loss(graph.loss.value)))
     return all(is_proven(graph, group, summand) for group in groups for summand in group.summands)
+
+
+def _goes_by_row(graph: Graph, op: Op) -> bool:
+    """Whether the rows that an op makes, if any, are each of one sample."""
+    rows = [graph.values[name] for name in op.outputs if graph.values[name].batch_dim is not None]
+    if not rows or loss_arguments(graph, op) is not None:
+        return True
+    name, (args, named) = verb(op), op.arguments
+    match name:
+        case "softmax" | "log_softmax":
+            dim = named.get("dim", args[1] if len(args) > 1 else None)
+            return isinstance(dim, int) and dim % len(rows[0].dims) != rows[0].batch_dim
+        case "getitem":
+            return not any(True for item in args[1:] for _ in value_names(item))
+        case _:
+            return name in _BY_ELEMENT | _BY_ROW | MOVES | COMPARING | AND | OR | NOT
 
 
 def is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:

@@ -265,6 +265,8 @@ class SizeReader:
                 read = f"{self.writer.variables[argument].flat}.shape"
             read += "" if first.count == whole else f"[:{first.count}]"
             if argument not in longest and not self._stays([value], argument):
+                readers = (other for other, own in sizes.items() if own.argument == argument)
+                self.uses.last[value] = max(map(self.uses.last.__getitem__, readers))
                 variable = self.variables.assign(value, "shape", -1)
                 self._begin(variable, name(read))
                 read = variable

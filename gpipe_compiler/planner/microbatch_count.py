@@ -66,10 +66,14 @@ class MicrobatchCount:
         for count in self._likely():
             try:
                 if self._takes(count):
-                    return count
+                    return 1 if self._is_whole(count) else count
             except ModelError as error:
                 met.append(error)
         raise met[0]
+
+    def _is_whole(self, count: int) -> bool:
+        """Whether a package that only infers takes the batch in one piece."""
+        return self.graph.loss is None and bool(apart_outputs(self.prepare(count).graph))
 
     def fastest(self) -> int:
         """The largest number of micro-batches than which half as many are not faster, or are fewer
@@ -78,16 +82,22 @@ class MicrobatchCount:
         Of graphs of more than `_LARGE` ops, which take seconds to describe, it is `most`.
         """
         count = self.most()
-        graph = self.prepare(count).graph
-        if graph.loss is None and apart_outputs(graph):
-            return 1
-        if len(graph.ops) > _LARGE:
+        if len(self.prepare(count).graph.ops) > _LARGE:
             return count
         while fewer := self._half_of(count):
             if _ALIKE * self._step_s(fewer) > self._step_s(count):
                 break
             count = fewer
         return count
+
+    def above(self, count: int) -> list[int]:
+        """Twice as many or more, and again, up to `most`."""
+        most, found = self.most(), list[int]()
+        for more in sorted(each for each in self._likely() if count < each <= most):
+            doubled = more >= 2 * (found[-1] if found else count)
+            if more == most or (doubled and self._can_take(more)):
+                found.append(more)
+        return found
 
     def _half_of(self, count: int) -> int | None:
         """The largest number up to half of one that the model takes, and that the stages need."""
@@ -114,7 +124,7 @@ class MicrobatchCount:
         """Seconds of a step by GPipe on equal stages."""
         costs = self.prepare(count).costs[0].ops.values()
         each = (sum(cost.forward_s for cost in costs), sum(cost.backward_s for cost in costs))
-        longest = (max(seconds / self.stages, self.latency_s) for seconds in each)
+        longest = (max(seconds / self.stages, self.latency_s) for seconds in each if seconds)
         return sum(longest) * (count + self.stages - 1)
 
 

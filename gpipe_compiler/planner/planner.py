@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from gpipe_compiler.cluster import Cluster, Device
-from gpipe_compiler.errors import ModelError, PlanError
+from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError
 from gpipe_compiler.ir import Graph, ValueKind
 from gpipe_compiler.no_gc import uncollected
 from gpipe_compiler.options import NO_CONSTRAINTS, Calibration, Constraints, Policy, RematChoice
@@ -102,19 +103,31 @@ class Planner:
     def planned(self, stages: int, microbatches: int | None, policy: Policy) -> tuple[Choice, Plan]:
         """What is given, as a choice, and the best plan found for it; as `choose` and `plan`.
 
-        Where no number of micro-batches is given and the one by default does not fit, it is as many
-        as there can be.
+        Where no number of micro-batches is given and the one by default does not fit, it is the
+        next larger one that does, if any.
         """
         choice = self.choose(stages, microbatches, policy)
         made = self.plan(choice, policy)
-        if microbatches is not None or made.fits:
+        if microbatches is not None or made.fits or self.analysis is not None:
             return choice, made
-        most = self._counts(stages, policy).most()
-        if most == choice.microbatches:
-            return choice, made
-        smaller = replace(choice, microbatches=most)
-        other = self.plan(smaller, policy)
-        return (smaller, other) if other.fits else (choice, made)
+        for count in self._counts(stages, policy).above(choice.microbatches):
+            smaller = replace(choice, microbatches=count)
+            with contextlib.suppress(GPipeCompilerError):
+                other = self.plan(smaller, policy)
+                if other.fits:
+                    return smaller, other
+        return choice, made
+
+    def usual_microbatches(self, stages: int, policy: Policy) -> list[int]:
+        """The number by default, and the larger ones that are taken where that does not fit.
+
+        Raises:
+            ModelError: as `default_microbatches`.
+        """
+        count = self.default_microbatches(stages, policy)
+        if self.analysis is not None:
+            return [count]
+        return [count, *self._counts(stages, policy).above(count)]
 
     def default_microbatches(self, stages: int, policy: Policy) -> int:
         """As many as are worth it; see `MicrobatchCount`.

@@ -81,11 +81,11 @@ def explore(
     training = planner.graph.loss is not None
     batch_size = planner.batch_size // policy.data_parallel
 
-    def by_default(stages: int) -> int:
+    def by_default(stages: int) -> list[int]:
         try:
-            return planner.default_microbatches(stages, policy)
+            return planner.usual_microbatches(stages, policy)
         except ModelError:  # of every number, which the search reports
-            return 1
+            return [1]
 
     everything = choices(wish, batch_size, policy, training=training, by_default=by_default)
     if not everything:

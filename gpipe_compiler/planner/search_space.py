@@ -116,7 +116,7 @@ def choices(
     policy: Policy,
     *,
     training: bool,
-    by_default: Callable[[int], int] | None = None,
+    by_default: Callable[[int], Sequence[int]] | None = None,
 ) -> tuple[Choice, ...]:
     """All that is to be looked at, each once.
 
@@ -145,7 +145,7 @@ def choices(
                     counts: Sequence[int] = spread(divisors)
                 case None:
                     assert by_default is not None
-                    counts = [by_default(stages)]
+                    counts = by_default(stages)
                 case given:
                     counts = [given]
             found += [

@@ -197,11 +197,16 @@ class ComparedRuns:
     def losses_in_double(self, *, training: bool) -> Losses | None:
         """The losses of a forward in 64 bits throughout; None where the model does not run so."""
         draws = Draws.of(self.graph, self.seed, training=training)
+        usual = torch.get_default_dtype()
         try:
+            torch.set_default_dtype(torch.float64)
             with widening({torch.float32, *lower_types(self.graph)}):
-                return self._doubled().both(draws, training=training).losses
+                found = self._doubled().both(draws, training=training).losses
         except Exception:  # whatever the model's code raises in a type that it does not expect
             return None
+        finally:
+            torch.set_default_dtype(usual)
+        return found if found is not None and found.whole.dtype is torch.float64 else None
 
     def _doubled(self) -> Self:
         subject = dataclasses.replace(

@@ -44,8 +44,9 @@ from gpipe_compiler.validate.loss_splitting import cause_of, explain
 from gpipe_compiler.validate.plain_run import ModelCall, batch_of, evaluate, shares_of
 from gpipe_compiler.validate.second_batch import OtherBatch
 
-_CLOSE = 1e-9
-"""As a share of a loss, what may be rounding in 64 bits."""
+_CLOSE, _CLOSE_IN_32 = 1e-6, 1e-5
+"""As shares of a loss, what may be rounding: in 64 bits, but for what an operator computes in 32
+inside, and in 32."""
 
 _INSIDE = "training is compared with the plain loop of micro-batches: {}"
 
@@ -217,16 +218,19 @@ class _Work(ComparedRuns):
         if layers:
             if not self.accepted and made_in_batchnorm(self.graph, self.subject.model, layers):
                 dataclasses.replace(self, frozen=True).refuse_beside(touchy - layers, layers)
-            beside = dataclasses.replace(self, frozen=True)._loss_departs(training=True)
-            notes = self._accept(beside) or (self._normalises(layers),)
+            beside = None
+            if made_in_batchnorm(self.graph, self.subject.model, layers):
+                beside = dataclasses.replace(self, frozen=True)._loss_departs(training=True)
+            notes = (*self._accept(beside), self._normalises(layers))
             return self.loop(draws, self.plan.precision), notes
         try:
             for whole, flat in self.wholes(draws):
                 plain = not (flat or touchy or self.rounds or self.accepted)
                 if plain or self.steps_alike(self.loop(draws, Precision.FP32), whole):
                     later = self._departs_later(draws) or self._loss_departs(training=True)
-                    found = self.loop(draws, self.plan.precision) if self.rounds else whole
-                    return found, self._accept(later)
+                    notes = self._accept(later)
+                    apart = self.rounds or notes
+                    return self.loop(draws, self.plan.precision) if apart else whole, notes
         except ApartError as problem:
             error: UnsplittableError | None = drawn_apart(self.graph, problem)
             if problem.inside:
@@ -288,8 +292,11 @@ class _Work(ComparedRuns):
         # The graph computes terms, and where it does no BatchNorm is frozen.
         if loss is None or (self.frozen and loss.terms) or not self._loss_is_open:
             return None
-        losses = self.losses_in_double(training=training)
-        return None if losses is None or losses.within(_CLOSE) else explain(self.graph, losses)
+        losses, close = self.losses_in_double(training=training), _CLOSE
+        if losses is None:
+            draws = Draws.of(self.graph, self.seed, training=training)
+            losses, close = self.both(draws, training=training).losses, _CLOSE_IN_32
+        return None if losses is None or losses.within(close) else explain(self.graph, losses)
 
     def _unlike(self, found: Both, draws: Draws) -> UnsplittableError:
         losses, outputs = None if self.compares_outputs_alone else found.losses, found.unlike

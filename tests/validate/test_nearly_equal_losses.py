@@ -25,8 +25,12 @@ SAMPLES, WIDTH, CLASSES = 8, 6, 3
 
 
 def weighted(output: Tensor, target: Tensor) -> Tensor:
+    return _weighted(output, target, 1e-3)
+
+
+def _weighted(output: Tensor, target: Tensor, by: float) -> Tensor:
     each = F.cross_entropy(output, target, reduction="none")
-    weight = 1 + 1e-3 * output.detach().float().sigmoid().mean(1)
+    weight = 1 + by * output.detach().float().sigmoid().mean(1)
     return (each * weight).sum() / weight.sum()
 
 
@@ -57,10 +61,26 @@ def compiled(training: Objective, evaluation: Objective, folder: Path, *, normed
     compile_subject(subject, options, folder)
 
 
+def among(output: Tensor, target: Tensor) -> Tensor:
+    """Each sample's by its share in the batch: rows, as far as shapes tell."""
+    each = F.cross_entropy(output, target, reduction="none")
+    return (each * (1 + 3e-5 * output[:, 0].softmax(0))).mean()
+
+
+CLASS_WEIGHTS = torch.linspace(0.5, 1.5, CLASSES)
+
+
+def weighted_by_a_closure(output: Tensor, target: Tensor) -> Tensor:
+    """What does not run in 64 bits is held in 32, less closely."""
+    return _weighted(output, target, 5e-2) + F.cross_entropy(output, target, weight=CLASS_WEIGHTS)
+
+
 REFUSED = {
     "both modes": (weighted, weighted),
     "eval mode": (F.cross_entropy, weighted),
     "training": (weighted, F.cross_entropy),
+    "shares": (among, among),
+    "in 32 bits": (weighted_by_a_closure, weighted_by_a_closure),
 }
 
 OPEN = ("training", True)
@@ -94,3 +114,64 @@ def test_what_is_the_loss_but_for_rounding_is_taken(
     objectives: tuple[Objective, Objective], normed: bool, tmp_path: Path
 ) -> None:
     compiled(*objectives, tmp_path / "out", normed=normed)
+
+
+def divergence(output: Tensor, target: Tensor) -> Tensor:
+    wished = F.one_hot(target, CLASSES).float() * 0.8 + 0.1
+    return F.kl_div(output.log_softmax(-1), wished, reduction="batchmean")
+
+
+def written_into_zeros(output: Tensor, target: Tensor) -> Tensor:
+    """Of the type that torch makes when none is named."""
+    held = torch.zeros(*output.shape)
+    held[:, :] = output
+    return divergence(held, target)
+
+
+class OwnNorm(nn.Module):
+    """BatchNorm by its function, which nothing freezes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.mean, Tensor)
+        assert isinstance(self.var, Tensor)
+        return F.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+class Weighted(nn.Module):
+    """Adds a mean by weights of classes to a loss that nothing tells to be one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0.3, 1.7, CLASSES))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        assert isinstance(self.weight, Tensor)
+        return F.cross_entropy(output, target, weight=self.weight) + divergence(output, target)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("norm", "loss_fn"),
+    [
+        (nn.Identity(), divergence),
+        (nn.Identity(), written_into_zeros),
+        (nn.Identity(), Weighted()),
+        (nn.BatchNorm1d(WIDTH), divergence),
+        (OwnNorm(), divergence),
+    ],
+    ids=["plain", "zeros", "weights", "batchnorm", "own batchnorm"],
+)
+def test_losses_of_the_model_file_are_taken(
+    norm: nn.Module, loss_fn: Objective, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    target = torch.randint(0, CLASSES, (SAMPLES,))
+    args = (torch.randn(SAMPLES, WIDTH),)
+    subject = Subject("model", model, args=args, loss_fn=loss_fn, target=target)
+    compile_subject(subject, CompileOptions(stages=2, microbatches=2), tmp_path / "out")
