@@ -17,10 +17,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from gpipe_compiler.ir.arguments import Ref
+from gpipe_compiler.ir.arguments import Argument, Ref
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
+from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
+from gpipe_compiler.ir.sizes import asked, follows
+from gpipe_compiler.runtime.sizes import Dim
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -186,13 +189,14 @@ def outer_states(contents: Contents, call: BlockCall) -> list[str]:
     return [name for name in read if not contents.places[name].startswith(prefix)]
 
 
-def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) -> bool:
+def is_chain(contents: Contents, call: BlockCall, templates: Mapping[str, Argument]) -> bool:
     """Whether a call is that of an nn.Sequential.
 
     It calls modules 0, 1, ..., each of what the one before it made, and holds nothing else.
 
     Args:
-        templates: the values that are read off shapes, and so not passed.
+        templates: what values are that follow from shapes, and are not passed where they do from
+            those of the other inputs.
     """
     held = {
         name[len(call.path) + 1 :].split(".")[0] for name in chain(*contents.own(call.path, ()))
@@ -209,7 +213,7 @@ def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) ->
             case Op(call=ModuleCall(path, (Ref(name=given),), kwargs)) if not kwargs:
                 pass
             case BlockCall(path=path) if not outer_states(contents, part):
-                passed = [value for value in part.inputs if value not in templates]
+                passed = _passed(contents.graph, part, templates)
                 if len(passed) != 1:
                     return False
                 given = passed[0]
@@ -219,3 +223,14 @@ def is_chain(contents: Contents, call: BlockCall, templates: Collection[str]) ->
             return False
         carried = part.outputs[0]
     return call.outputs == (carried,)
+
+
+def _passed(graph: Graph, call: BlockCall, templates: Mapping[str, Argument]) -> list[str]:
+    """The inputs of a call that it cannot read off the shapes of the others."""
+    known = [graph.values[value] for value in call.inputs if value in graph.values]
+    told = frozenset[Dim]().union(*(value.tells for value in known))
+
+    def is_told(value: str) -> bool:
+        return value in templates and all(follows(dim, told) for dim in asked(templates[value]))
+
+    return [value for value in call.inputs if not is_told(value)]

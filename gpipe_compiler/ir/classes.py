@@ -114,7 +114,7 @@ def find_blocks(
 class _Check:
     """Whether calls can be those of a block."""
 
-    def __init__(self, methods: Methods, templates: Collection[str]) -> None:
+    def __init__(self, methods: Methods, templates: Mapping[str, Argument]) -> None:
         ops = [op for body in methods.bodies for op in body.ops]
         self._contents = methods.contents
         self._templates = templates
