@@ -80,6 +80,15 @@ def counts_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torc
     return made
 
 
+_LIKE_ARGUMENTS: Mapping[int, tuple[int, ...]] = {
+    id(getattr(torch.ops.aten, f"_fake_quantize_learnable_{each}_affine{end}").default): of
+    for each in ("per_tensor", "per_channel")
+    for end, of in (("", (0,)), ("_backward", (1, 2, 3)))
+}
+"""Ops for which torch has no kernel without numbers, by `id`: the places of the arguments that
+their results are like."""
+
+
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
     """The base of modes of fake tensors that know some results by a rule.
 
@@ -102,6 +111,14 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_non_fake_inputs=True, **options)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        places = _LIKE_ARGUMENTS.get(id(func))
+        if places is None:
+            return super().dispatch(func, types, args, kwargs)
+        with self:
+            made = tuple(torch.empty_like(args[place]) for place in places)
+        return made if len(made) > 1 else made[0]
 
     def fake(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
         """A fake of this mode on a device.

@@ -352,6 +352,25 @@ class Copies(Two):
         return super().forward(x * kept["x"])
 
 
+class LearnsSteps(nn.Module):
+    """Quantisation-aware, with steps that are trained (LSQ), of rows and of weights by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 16), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.tensor([0.05]))
+        self.scales = nn.Parameter(torch.full((4,), 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.one(x))
+        zero, zeros = torch.zeros(1), torch.zeros(4)
+        h = torch._fake_quantize_learnable_per_tensor_affine(h, self.scale, zero, 0, 255, 1.0)
+        weight = torch._fake_quantize_learnable_per_channel_affine(
+            self.two.weight, self.scales, zeros, 0, -128, 127, 1.0
+        )
+        return F.linear(h, weight, self.two.bias)
+
+
 def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
@@ -446,6 +465,7 @@ CASES = (
         lambda o, t: F.cross_entropy(o[0], t) + 0.01 * o[1],
         classes,
     ),
+    Case("learns_its_steps", LearnsSteps, rows, F.cross_entropy, classes, manners=FP32_ONLY),
     Case(
         "ctc_of_lengths",
         Aligns,
