@@ -13,6 +13,7 @@ from functools import partial
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.options import Policy, RematChoice
+from gpipe_compiler.passes.joined_outputs import apart_outputs
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.plan.stages import Remedy, WhatIf
@@ -127,6 +128,9 @@ def _full(planner: Planner, start: _Change) -> Iterator[_Change]:
 
 def _more_microbatches(planner: Planner, start: _Change) -> Iterator[_Change]:
     batch_size = planner.batch_size // start.policy.data_parallel
+    graph = planner.prepare(start.choice.microbatches, start.policy).graph
+    if graph.loss is None and apart_outputs(graph):
+        return  # which the batch in one piece alone gives
     for count in range(start.choice.microbatches + 1, batch_size + 1):
         if not batch_size % count:
             yield start.to(f"--microbatches {count}", microbatches=count)

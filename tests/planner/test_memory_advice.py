@@ -169,6 +169,28 @@ def test_exact_batchnorm_is_not_told_to_leave_gpipe() -> None:
     assert "1f1b" not in refused(graph, tight).hint
 
 
+class Spread(nn.Module):
+    """An output that the batch in one piece alone gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh()))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made: torch.Tensor = self.layers(x)
+        return made, made.std()
+
+
+def test_a_batch_that_is_taken_in_one_piece_is_not_told_to_be_cut() -> None:
+    graph = gpc.trace(Spread(), torch.randn(256, 16), training=False)
+    plan, _ = as_asked(graph, options(10**9, microbatches=None))
+    tight = options(int(max(plan.prediction.device_bytes) * 0.8), microbatches=None)
+
+    assert plan.microbatches == 1
+    assert "--microbatches" not in refused(graph, tight).hint
+
+
 def test_without_being_asked_a_plan_that_does_not_fit_is_only_told(graph: gpc.Graph) -> None:
     plan, _ = as_asked(graph, options(5000, must_fit=False))
     assert "too much for" in format_plan(plan)
