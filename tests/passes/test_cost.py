@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from gpipe_compiler.cluster import BUILT_IN, Device
 from gpipe_compiler.ir import ByMode, Mode, Ref
-from gpipe_compiler.passes.cost import OpCost, roofline
+from gpipe_compiler.passes.cost import OpCost, _name, roofline
 from gpipe_compiler.passes.distinct import distinct
 from gpipe_compiler.passes.measure import measure
 from gpipe_compiler.passes.shapes import annotate
@@ -287,3 +287,10 @@ def test_an_op_that_cannot_run_alone_is_estimated_and_named(builder):
 
     assert costs.estimated == {"picked", "again"}
     assert costs.ops["picked"].forward_s == 1.0
+
+
+def test_products_of_another_type_have_the_name_of_products() -> None:
+    a, b = torch.ones(32, 48), torch.ones(48, 64)
+    assert _name(torch.ops.aten.mm.default, (a, b)) == "mm"
+    assert _name(torch.ops.aten.mm.default, (a[:2], b)) == "mm, few rows"
+    assert _name(torch.ops.aten.mm.dtype, (a, b, torch.float32)) == "mm"
