@@ -258,14 +258,19 @@ def rounds() -> Iterator[list[Case]]:
                 # Several: models have layers of a kind, and the next finds the code of the last.
                 probe = pending.pop()
                 cases.extend(Case(*probe) for _ in range(_LAYERS[place > 1]))
-            for number in range(1 + _TRIES[place > 1]):
-                if number == 1:  # the first does not count
-                    for case in cases:
-                        case.forget()
-                results = [case.forward() for case in cases]
-                for case in reversed(cases):
-                    case.backward(results.pop())
+            _train(cases)
+            for case in cases:
+                case.forget()
+            for _ in range(_TRIES[place > 1]):
+                _train(cases)
             yield cases
+
+
+def _train(cases: Sequence[Case]) -> None:
+    """Times forward through all, then backward."""
+    results = [case.forward() for case in cases]
+    for case in reversed(cases):
+        case.backward(results.pop())
 
 
 def started_seconds() -> float:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from gpipe_compiler.ir import Graph, Loss, Op, Reduction
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.passes.joined_outputs import Unjoined, Way, ways_of
 from gpipe_compiler.passes.loss_functions import (
     ConstantTerm,
@@ -39,6 +40,7 @@ _BY_ROW = frozenset({"sum", "mean", "pad", "unflatten", "logsumexp"})
 """Functions that make rows of rows alone, where they make rows; those of elements among them."""
 
 
+@found_once
 def loss_is_proven(graph: Graph) -> bool:
     """Whether every term of the loss is, in both modes, and made of rows one by one."""
     assert graph.loss is not None

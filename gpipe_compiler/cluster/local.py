@@ -126,6 +126,7 @@ def _measure(device: torch.device) -> Device:
     side, length = (4096, 2**28) if on_gpu else (512, 2**24)
     source, target = torch.ones(length, device=device), torch.empty(length, device=device)
     one = torch.ones(1, device=device)
+    process = {"bytes": KEPT_FREE, "convolution": 0} if on_gpu else _process(anew=False)
     with torch.no_grad():
         copy_s = best_seconds(lambda: target.copy_(source), device)
         launch_s = best_seconds(lambda: [one.add_(1) for _ in range(100)], device) / 100
@@ -143,8 +144,8 @@ def _measure(device: torch.device) -> Device:
         tf32_flops=convolved,
         bf16_flops=bf16,
         workspace=_workspace(device) if on_gpu else 0,
-        kept_free=KEPT_FREE if on_gpu else process_bytes(),
-        convolution_code=0 if on_gpu else _process(anew=False)["convolution"],
+        kept_free=process["bytes"],
+        convolution_code=process["convolution"],
     )
 
 

@@ -34,7 +34,7 @@ from gpipe_compiler.codegen.methods import Method, is_tensor
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.parameter_names import InnerBlocks, constructor_names, parameter_names
 from gpipe_compiler.codegen.releases import Peaks
-from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
+from gpipe_compiler.codegen.sizes import ReadSize
 from gpipe_compiler.codegen.value_names import is_result
 from gpipe_compiler.ir import Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
@@ -50,6 +50,7 @@ from gpipe_compiler.ir.blocks import (
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
 from gpipe_compiler.ir.contents import Contents, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
+from gpipe_compiler.ir.sizes import is_told
 from gpipe_compiler.plan import Stage
 
 DEVICE = "device"
@@ -270,7 +271,7 @@ class StageBlocks:
         """What a call computes, and the inputs that it is passed."""
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
         read = {value for op in ops for value in op.inputs}
-        known = told(graph, read.intersection(first.inputs))
+        known = graph.told(read.intersection(first.inputs))
         given = [
             value
             for value in first.inputs

@@ -18,11 +18,11 @@ from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.functions import BINARY, UNARY
 from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name, tuple_of
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sizes import ReadSize, is_told, told
+from gpipe_compiler.codegen.sizes import ReadSize
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref, ValueKind
 from gpipe_compiler.ir.ops import without_unread
-from gpipe_compiler.ir.sizes import asked
+from gpipe_compiler.ir.sizes import asked, is_told
 from gpipe_compiler.plan import Stage
 from gpipe_compiler.runtime.sizes import Dim, Size, sizes_in
 
@@ -126,10 +126,10 @@ def _telling(
 ) -> tuple[str, ...]:
     """The arguments, with more where a size does not follow from their shapes."""
     for size in sizes_in(asked(item.template)):
-        if is_told(item.template, told(graph, arguments)):
+        if is_told(item.template, graph.told(arguments)):
             return arguments
-        if size not in told(graph, arguments):
-            telling = (value for value in inputs if size in told(graph, [value]))
+        if size not in graph.told(arguments):
+            telling = (value for value in inputs if size in graph.told([value]))
             arguments = (*arguments, *itertools.islice(telling, 1))
     return arguments
 
@@ -142,7 +142,7 @@ def _rebase(
     What several modules compute of sizes is computed once in the graph; each reads it by itself.
     """
     graph = facts.graph
-    known = told(graph, inputs)
+    known = graph.told(inputs)
     available = set(inputs)
     kept: list[Op] = []
     given: list[ReadSize] = []

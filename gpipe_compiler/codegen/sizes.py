@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpipe_compiler.codegen.constants import write_constant, write_nest
@@ -17,28 +17,17 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.ir import Argument, Call, Graph, MethodCall, Op, Ref
 from gpipe_compiler.ir.arguments import BatchMultiple
 from gpipe_compiler.ir.ops import without_unread
-from gpipe_compiler.ir.sizes import BATCH, asked, follows, is_free
+from gpipe_compiler.ir.sizes import BATCH, asked, is_free, is_told
 from gpipe_compiler.passes.duplicate import StageDevice
 from gpipe_compiler.runtime.sizes import Dim, Operation, Operator, Size
 from gpipe_compiler.runtime.sizes import Expression as SizeExpression
-
-
-def told(graph: Graph, values: Iterable[str]) -> frozenset[Dim]:
-    """The sizes that vary from call to call and can be read off the shapes of values."""
-    known = (graph.values[value] for value in values if value in graph.values)
-    return frozenset().union(*(value.tells for value in known))
-
-
-def is_told(template: Argument, known: Collection[Dim]) -> bool:
-    """Whether the numbers in a template follow from sizes that can be read."""
-    return all(follows(dim, known) for dim in asked(template))
 
 
 def write_template(
     template: Argument, graph: Graph, writer: ExpressionWriter, arguments: Sequence[str]
 ) -> Expression | None:
     """A template in terms of a method's arguments; None where their shapes do not tell."""
-    if not is_told(template, told(graph, arguments)):
+    if not is_told(template, graph.told(arguments)):
         return None
     base = _base(graph, writer, arguments)
     sizes: dict[Dim, Expression] = {}
@@ -280,7 +269,7 @@ class SizeReader:
         """The argument off which all that varies in a template can be read."""
         if not any(map(is_free, asked(item.template))):
             return batch_argument(self.graph, arguments)
-        return next((a for a in arguments if is_told(item.template, told(self.graph, [a]))), None)
+        return next((a for a in arguments if is_told(item.template, self.graph.told([a]))), None)
 
     def _size_name(self, item: ReadSize) -> str:
         """The user's name for a size that a method reads off its arguments; "" for none."""

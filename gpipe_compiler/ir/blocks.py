@@ -22,8 +22,7 @@ from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
-from gpipe_compiler.ir.sizes import asked, follows
-from gpipe_compiler.runtime.sizes import Dim
+from gpipe_compiler.ir.sizes import is_told
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -227,10 +226,9 @@ def is_chain(contents: Contents, call: BlockCall, templates: Mapping[str, Argume
 
 def _passed(graph: Graph, call: BlockCall, templates: Mapping[str, Argument]) -> list[str]:
     """The inputs of a call that it cannot read off the shapes of the others."""
-    known = [graph.values[value] for value in call.inputs if value in graph.values]
-    told = frozenset[Dim]().union(*(value.tells for value in known))
-
-    def is_told(value: str) -> bool:
-        return value in templates and all(follows(dim, told) for dim in asked(templates[value]))
-
-    return [value for value in call.inputs if not is_told(value)]
+    known = graph.told(call.inputs)
+    return [
+        value
+        for value in call.inputs
+        if value not in templates or not is_told(templates[value], known)
+    ]

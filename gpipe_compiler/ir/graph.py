@@ -24,7 +24,7 @@ from gpipe_compiler.ir.printing import format_argument, format_op
 from gpipe_compiler.ir.sizes import SampleRule, named
 from gpipe_compiler.ir.stretches import Stretch
 from gpipe_compiler.ir.values import State, StateKind, Value
-from gpipe_compiler.runtime.sizes import Requirement, Size
+from gpipe_compiler.runtime.sizes import Dim, Requirement, Size
 from gpipe_compiler.runtime.spec import GivenValue, Input, OutputClass, OutputTerm, Precision
 
 T = TypeVar("T")
@@ -269,6 +269,11 @@ class Graph:
         late = [op for op in self.ops if op.name in self.loss_only]
         made = {name for op in late for name in op.outputs}
         return frozenset(name for op in late for name in op.inputs) - made
+
+    def told(self, values: Iterable[str]) -> frozenset[Dim]:
+        """The sizes that vary from call to call and can be read off the shapes of values."""
+        known = (self.values[value] for value in values if value in self.values)
+        return frozenset[Dim]().union(*(value.tells for value in known))
 
     def ancestors(self, names: Iterable[str]) -> frozenset[str]:
         """Names of the ops that these values are computed from.

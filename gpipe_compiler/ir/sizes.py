@@ -202,3 +202,8 @@ def follows(dim: Dim, known: Collection[Dim]) -> bool:
     if isinstance(dim, int) or dim in known:
         return True
     return isinstance(dim, Operation) and follows(dim.left, known) and follows(dim.right, known)
+
+
+def is_told(template: Argument, known: Collection[Dim]) -> bool:
+    """Whether the numbers in a template follow from sizes that are known."""
+    return all(follows(dim, known) for dim in asked(template))

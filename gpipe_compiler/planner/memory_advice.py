@@ -13,10 +13,10 @@ from functools import partial
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, PlanError, UsageError
 from gpipe_compiler.options import Policy, RematChoice
-from gpipe_compiler.passes.joined_outputs import apart_outputs
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.pareto import Choice
 from gpipe_compiler.plan.stages import Remedy, WhatIf
+from gpipe_compiler.planner.microbatch_count import infers_whole
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.planner.search import AT_FIRST, most_over
 from gpipe_compiler.planner.search_space import EVERYTHING, Free
@@ -128,9 +128,8 @@ def _full(planner: Planner, start: _Change) -> Iterator[_Change]:
 
 def _more_microbatches(planner: Planner, start: _Change) -> Iterator[_Change]:
     batch_size = planner.batch_size // start.policy.data_parallel
-    graph = planner.prepare(start.choice.microbatches, start.policy).graph
-    if graph.loss is None and apart_outputs(graph):
-        return  # which the batch in one piece alone gives
+    if infers_whole(planner.prepare(start.choice.microbatches, start.policy).graph):
+        return
     for count in range(start.choice.microbatches + 1, batch_size + 1):
         if not batch_size % count:
             yield start.to(f"--microbatches {count}", microbatches=count)

@@ -34,6 +34,11 @@ def likely_microbatches(batch_size: int, stages: int) -> list[int]:
     return [count for count in range(most, 0, -1) if batch_size % count == 0]
 
 
+def infers_whole(graph: Graph) -> bool:
+    """Whether a package of an annotated graph only infers, and takes the batch in one piece."""
+    return graph.loss is None and bool(apart_outputs(graph))
+
+
 @dataclass(frozen=True)
 class MicrobatchCount:
     """What a number of micro-batches is chosen by.
@@ -66,14 +71,10 @@ class MicrobatchCount:
         for count in self._likely():
             try:
                 if self._takes(count):
-                    return 1 if self._is_whole(count) else count
+                    return 1 if infers_whole(self.prepare(count).graph) else count
             except ModelError as error:
                 met.append(error)
         raise met[0]
-
-    def _is_whole(self, count: int) -> bool:
-        """Whether a package that only infers takes the batch in one piece."""
-        return self.graph.loss is None and bool(apart_outputs(self.prepare(count).graph))
 
     def fastest(self) -> int:
         """The largest number of micro-batches than which half as many are not faster, or are fewer
