@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -265,8 +264,7 @@ class CandidateBuilder:
 
     def _unlimited(self) -> CandidateBuilder:
         """The same on devices that hold anything."""
-        slots = tuple(dataclasses.replace(slot, memory=math.inf) for slot in self.setting.slots)
-        return dataclasses.replace(self, setting=dataclasses.replace(self.setting, slots=slots))
+        return dataclasses.replace(self, setting=self.setting.unlimited())
 
     def _merit(self, candidate: Candidate) -> tuple[float, float, int]:
         """How far one is from fitting its devices, its step, and how many stages recompute."""

@@ -25,6 +25,7 @@ from gpipe_compiler.passes.cut.setting import CutSetting
 from gpipe_compiler.passes.cut.solve import WORK, Solver
 from gpipe_compiler.passes.cut.space import Floats, Space
 from gpipe_compiler.runtime.spec import ScheduleKind
+from gpipe_compiler.simulate.in_flight import Load
 from gpipe_compiler.simulate.step import StageTimes
 
 MOST_DOWN_SETS = 20_000
@@ -124,7 +125,10 @@ def cut(
         raise UsageError(f"{count} {what}: at least one is needed")
     if setting.kind is None:
         problem = problem.forward_only()
-    ground = (known or Known()).of(
+    known = known or Known()
+    if setting.limited and _fits_anyhow(problem, setting, known.timing(setting).held):
+        setting = setting.unlimited()
+    ground = known.of(
         problem,
         stages,
         memory=setting.limited,
@@ -138,10 +142,23 @@ def cut(
             f"{len(problem.nodes)} ops can be cut into" + ", pinned and split as is asked" * asked,
             hint=f"ask for at most {graph.parts}" + ", or pin and split less" * asked,
         )
-    cutter = _Cutter(ground, setting, work)
+    cutter = _Cutter(ground, setting, work, within_s)
     if cutter.simple_s > within_s:
         raise PlanError(f"no cut takes less than {cutter.simple_s} s")
     return cutter.best(hint, prove=prove, search=search)
+
+
+def _fits_anyhow(problem: CutProblem, setting: CutSetting, loads: Sequence[Load]) -> bool:
+    """Whether every device could hold all there is, in each of its stages."""
+    given = float(sum(value.bytes for value in problem.values))
+    state = float(sum(kept.bytes for kept in problem.kept))
+    saved = float(sum(kept.microbatch_bytes for kept in problem.kept))
+    least = min(slot.memory for slot in setting.slots)
+    for load in loads:
+        count = len(load.stages)
+        if count * state + load.peak([given] * count, [saved] * count) > least:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +172,10 @@ class _Looked:
 class _Cutter:
     """One run of the cut."""
 
-    def __init__(self, ground: Ground, setting: CutSetting, work: int) -> None:
+    def __init__(self, ground: Ground, setting: CutSetting, work: int, within_s: float) -> None:
         problem, graph = ground.problem, ground.graph
         self.ground, self.problem, self.graph = ground, problem, graph
-        self.setting = setting
+        self.setting, self.within_s = setting, within_s
         timing = ground.known.timing(setting)
         repeats, held, again = timing.repeats, timing.held, timing.again
         m, shared = setting.microbatches, len(set(setting.placement)) < setting.stages
@@ -210,7 +227,7 @@ class _Cutter:
             if not self.solver.found:
                 self._family(Space(graph, places.everywhere(len(places.rows) * graph.size)))
             settled = turn > 1 and not self._rank < (before[0], before[1] * (1 - 1e-6))
-            if not self.solver.found or settled:
+            if not self.solver.found or settled or self._out_of_reach(before):
                 break
             share /= CLOSER
             best = masks_between(graph, self.solver.score.stage_of)
@@ -224,6 +241,12 @@ class _Cutter:
         if not self.solver.found:
             return math.inf, math.inf
         return self.solver.score.rank(self.setting.objective)
+
+    def _out_of_reach(self, before: tuple[float, float]) -> bool:
+        """Whether another round that gains no more than the last one ends above `within_s`."""
+        (excess, value), (excess_before, value_before) = self._rank, before
+        gained = value_before - value if excess == excess_before else math.inf
+        return value - gained > self.within_s
 
     def _family(self, space: Space, *, whole: bool = False) -> float:
         """Searches these places to cut; returns a lower bound on all cuts there.

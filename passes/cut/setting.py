@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpipe_compiler.cluster import NO_LINK, Link
@@ -125,6 +125,10 @@ class CutSetting:
     def limited(self) -> bool:
         """Whether any device's memory is."""
         return any(math.isfinite(slot.memory) for slot in self.slots)
+
+    def unlimited(self) -> CutSetting:
+        """The same on devices that hold anything."""
+        return replace(self, slots=tuple(replace(slot, memory=math.inf) for slot in self.slots))
 
     @property
     def splits_backward(self) -> bool:

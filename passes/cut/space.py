@@ -60,6 +60,7 @@ class Space:
         self._edges()
         self.limit_s = float("inf")
         self._rows: dict[StageRates, dict[int, StageRow]] = {}
+        self._short: dict[StageRates, dict[int, StageRow]] = {}
         self._cached = 0
         self._allowed: dict[int, Booleans] = {}
 
@@ -100,14 +101,24 @@ class Space:
 
     def limit(self, seconds: float) -> None:
         """From now on leave out stages that compute for longer than this on any device."""
-        self.limit_s = min(self.limit_s, seconds)
+        if seconds < self.limit_s:
+            self._limited_to(seconds)
 
     def unlimited(self) -> Space:
         """Itself, with all stages again."""
-        self.limit_s = float("inf")
+        self._limited_to(float("inf"))
         return self
 
+    def _limited_to(self, seconds: float) -> None:
+        self.limit_s = seconds
+        self._short = {}
+
     def row(self, start: int, rate: StageRates) -> StageRow:
+        """The stages that begin at a down-set, those left out that compute for too long."""
+        short = self._short.setdefault(rate, {})
+        row = short.get(start)
+        if row is not None:
+            return row
         known = self._rows.setdefault(rate, {})
         row = known.get(start)
         if row is None:
@@ -115,10 +126,11 @@ class Space:
             if self._cached + len(row.ends) <= CACHED_PAIRS:
                 known[start] = row
                 self._cached += len(row.ends)
-        stop = self._stop(start)
-        if len(row.ends) and row.ends[-1] >= stop:
-            count = int(np.searchsorted(row.ends, stop))
+        count = int(np.searchsorted(row.ends, self._stop(start)))
+        if count < len(row.ends):
             row = StageRow(row.ends[:count], row.times[:, :count], row.held[:, :count])
+        if start in known:  # of which this is a view, and takes no memory
+            short[start] = row
         return row
 
     def blocks(self, rate: StageRates, starts: Integers) -> Iterator[Pairs]:

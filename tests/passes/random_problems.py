@@ -113,7 +113,8 @@ def _machines(
     limited = draw.random() < 0.6
 
     def slot() -> DeviceSlot:
-        memory = draw.randint(0, max(1, whole)) if limited else math.inf
+        most = draw.choice((1, 1, 8)) * max(1, whole)
+        memory = draw.randint(0, most) if limited else math.inf
         kind = draw.randint(0, len(problem.other_kinds))
         return DeviceSlot(kind, memory, 0, draw.choice([0, 0.5, 2.0]), draw.choice([0, 1.0]))
 
