@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import nn
 
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.names import Identifiers
@@ -14,6 +17,7 @@ from gpipe_compiler.codegen.sources import UserStatement, method_at, parameters_
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
+from gpipe_compiler.ir.contents import is_under
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import called
 
@@ -63,7 +67,22 @@ def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
 
     They come in the order of the user's parameters.
     """
-    return _named(graph, call)[0]
+    return _named(graph, call)[0] or _of_torch(graph, call)
+
+
+def _of_torch(graph: Graph, call: BlockCall) -> dict[str, str]:
+    """What a module of torch, of which the user has written nothing, calls the one it is given."""
+    own = getattr(nn, graph.module_classes.get(call.path, ""), None)
+    given = [value for value in call.inputs if _is_tensor(graph, value)]
+    if own is None or len(given) != 1 or _is_made_in(graph, given[0], call.path):
+        return {}
+    _, *parameters = inspect.signature(own.forward).parameters
+    return {given[0]: parameters[0]} if parameters and not hasattr(builtins, parameters[0]) else {}
+
+
+def _is_made_in(graph: Graph, value: str, path: str) -> bool:
+    maker = graph.producer.get(value)
+    return maker is not None and is_under(f"{maker.module}.", path)
 
 
 def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
@@ -81,7 +100,8 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
             if isinstance(argument, Ref) and isinstance(node, ast.Name) and argument.name in given
         }
         read = places.setdefault(id(place.node), (place, set()))[1]
-        read.update(given.intersection(part.inputs).difference(written))
+        others = given.intersection(part.inputs).difference(written)
+        read.update(value for value in others if not _is_made_at(graph, value, place))
         meant.extend((value, place.meant(own)) for value, own in written.items())
     for value, names in sorted(meant, key=lambda item: len(item[1])):
         _match(names - {*found.values()}, {value}, found)
@@ -96,6 +116,12 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
     order = parameters_of(method)
     ranks = {own: rank for rank, own in enumerate(order)}
     return dict(sorted(found.items(), key=lambda item: ranks.get(item[1], len(order)))), method
+
+
+def _is_made_at(graph: Graph, value: str, place: UserStatement) -> bool:
+    maker = graph.producer.get(value)
+    made = place_at(maker.source) if maker is not None else None
+    return made is not None and made.node is place.node
 
 
 def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:

@@ -261,6 +261,34 @@ def test_torchs_own_layers_read_as_they_are_known(planned: Callable[..., Plan]) 
     assert not re.search(r"_2\b", text)
 
 
+class Encoding(nn.Module):
+    """One line calls layers of torch on what another module in it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(2, 4)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, points: Tensor) -> Tensor:
+        encoded: Tensor = self.encoder(self.lift(points))
+        return encoded
+
+
+def test_what_torchs_own_layers_are_given_is_none_of_the_callers_parameters(
+    planned: Callable[..., Plan],
+) -> None:
+    model, x = Encoding(), torch.rand(2, 3, 2)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stage(x), model(x))
+    written = text.partition("class TransformerEncoderLayer(")[2]
+    head = re.search(r"def forward\(self, (\w+): ", written)
+    assert head is not None and head[1] == "src", text
+
+
 class Shrinking(nn.Module):
     """Makes pictures of tokens; those of the first one are as many as their channels."""
 
