@@ -237,7 +237,7 @@ class StageBlocks:
         """
         holder = self.holders[block.first.path]
         return (
-            is_chain(self.contents, block.first, self.facts.templates)
+            is_chain(self.contents, block.first, self.facts.shapes)
             and not any(frozen_in_part(self.facts.graph, item) for _, item in holder.modules())
             and not self._is_read_elsewhere(block)
         )

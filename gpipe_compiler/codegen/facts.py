@@ -9,6 +9,7 @@ from functools import cached_property
 
 from gpipe_compiler.ir import Argument, Graph, Op
 from gpipe_compiler.ir.arguments import BatchMultiple
+from gpipe_compiler.ir.blocks import ShapeReads
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import Effects, effects
@@ -66,6 +67,11 @@ class CodeFacts:
             written_once(graph),
             runs_of(graph),
         )
+
+    @property
+    def shapes(self) -> ShapeReads:
+        """What calls read off shapes."""
+        return ShapeReads(self.graph, self.templates)
 
     @cached_property
     def multiples(self) -> Mapping[str, Dim]:

@@ -7,14 +7,15 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
 from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user
 from gpipe_compiler.frontend.position import REGIONS, Position
 from gpipe_compiler.ir.symbolic import expression_of
 
@@ -74,12 +75,16 @@ class SizeNodes:
         self._graph = graph
         self._position = position
         self._symbols: dict[Any, tuple[fx.Node, int | None]] = {}
-        self._sizes: dict[Any, tuple[fx.Node, int]] = {}
+        self._sizes: dict[tuple[object, ...], dict[Any, tuple[fx.Node, int]]] = {}
+        self._lines: dict[Any, Any] = {}
+        self._noting = False
         self._written: dict[Any, fx.Node] = {}
 
     def note(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """Lets the sizes of a tensor be asked of it that no tensor had before."""
+        self._noting = True
         sizes: tuple[Any, ...] = tensor.shape
+        self._noting = False
         for dim, size in enumerate(sizes):
             if isinstance(size, torch.SymInt):
                 expression = expression_of(size)
@@ -91,9 +96,23 @@ class SizeNodes:
         if node is None:
             return
         sizes: tuple[Any, ...] = tensor.shape
-        for dim, size in enumerate(sizes):
-            if isinstance(size, torch.SymInt) and not expression_of(size).is_Symbol:
-                self._sizes.setdefault((expression_of(size), self._position.place), (node, dim))
+        here = self._sizes.setdefault(self._position.place, {})
+        varying = {
+            expression_of(size): (node, dim)
+            for dim, size in enumerate(sizes)
+            if isinstance(size, torch.SymInt)
+        }
+        for size, first in varying.items():
+            here.setdefault(size, first)
+        place = self._position.place
+        keys = [(size, () if size.is_Symbol else place) for size in varying]
+        new = [key for key in keys if key not in self._lines]
+        if new and not self._noting and is_asked_by_user():
+            source = self._position.origin()["source"]
+            for key in new:
+                self._lines[key] = source
+                if key in self._written:
+                    self._written[key].meta["source"] = source
 
     def note_number(self, node: fx.Node, number: Any) -> None:
         """Lets a number that was read from a tensor be that of a node."""
@@ -125,16 +144,17 @@ class SizeNodes:
             return bool(expression)
         if expression.is_number:
             return float(expression)
-        if (expression, self._position.place) in self._sizes:
-            return self._node("size", self._sizes[expression, self._position.place], expression)
         name = expression.func.__name__
         if expression.is_Symbol:
             return self._asked(expression)
+        here = self._sizes.get(self._position.place, {})
+        if expression in here:
+            return self._node("size", here[expression], expression)
         if expression.is_Add:
             return self._sum(expression)
         if expression.is_Mul:
             factors = sorted(expression.args, key=lambda item: item.is_number)
-            return self._folded(operator.mul, factors)
+            return self._folded(operator.mul, _as_product(expression, list(here)) or factors)
         if name in _BINARY:
             return self._folded(_BINARY[name], expression.args)
         if name in _UNARY:
@@ -194,6 +214,8 @@ class SizeNodes:
             kind = "call_method" if isinstance(target, str) else "call_function"
             node = self._graph.create_node(kind, target, args)
             node.meta.update(position.origin())
+            if isinstance(target, str):
+                node.meta["source"] = self._lines.get(key, node.meta["source"])
         node.meta["val"] = self._value(target, args)
         self._written[key] = node
         return node
@@ -203,3 +225,14 @@ class SizeNodes:
         if isinstance(target, str):
             return values[0].shape[values[1]]
         return _OF_SYMBOLS.get(target, target)(*values)
+
+
+def _as_product(expression: Any, sizes: Sequence[Any]) -> list[Any]:
+    """Those of some sizes whose product an expression is, with a whole number; [] for none."""
+    for place, size in enumerate(sizes):
+        rest = expression / size
+        if rest.is_Integer or rest in sizes[place:]:
+            return [size, rest]
+        if sympy.fraction(rest)[1] == 1 and (others := _as_product(rest, sizes[place:])):
+            return [size, *others]
+    return []

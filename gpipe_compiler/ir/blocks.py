@@ -21,7 +21,7 @@ from gpipe_compiler.ir.arguments import Argument, Ref
 from gpipe_compiler.ir.contents import Contents, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
 from gpipe_compiler.ir.graph import Graph
-from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
+from gpipe_compiler.ir.ops import MethodCall, Mode, ModuleCall, Op
 from gpipe_compiler.ir.sizes import is_told
 
 
@@ -136,14 +136,47 @@ class Body:
     returns: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ShapeReads:
+    """What calls read off the shapes of what they are given, and so are not given.
+
+    Attributes:
+        templates: what values are that follow from shapes.
+    """
+
+    graph: Graph
+    templates: Mapping[str, Argument]
+
+    def is_size(self, op: Op) -> bool:
+        """Whether an op asks a tensor for a size."""
+        match op:
+            case Op(call=MethodCall("size", (Ref(name), int())), result=str(size)):
+                return size in self.templates and self._told(size, [name])
+            case _:
+                return False
+
+    def passed(self, call: BlockCall) -> list[str]:
+        """The inputs of a call that it cannot read off the shapes of the others."""
+        read = {value for op in call.ops for value in op.inputs}
+        return [v for v in call.inputs if v not in self.templates or not self._told(v, read)]
+
+    def _told(self, value: str, by: Collection[str]) -> bool:
+        return is_told(self.templates[value], self.graph.told(by))
+
+
 def nest(
     body: Body,
     is_block: Callable[[str], bool],
     stage: int = 0,
     again: Collection[str] = (),
     apart: Collection[Turn] = (),
+    *,
+    shapes: ShapeReads,
 ) -> tuple[Part, ...]:
     """The ops of a method and its calls of modules, at the outermost level.
+
+    A size that only one call reads, of a tensor that it is given, is no part of the call but an
+    input of it alone: calls are equal that are given such sizes, and that ask for them.
 
     Args:
         is_block: whether the module at a path is a block; ops of one that is not are taken for
@@ -156,6 +189,7 @@ def nest(
     chains = [[call for call in chain if call not in apart] for chain in turns]
     last: dict[str, float] = {v: i for i, op in enumerate(body.ops) for v in op.inputs}
     last.update(dict.fromkeys(body.returns, math.inf))
+    asked = _sizes_of_calls(body, chains, last, shapes)
 
     def parts(places: Sequence[int], depth: int) -> tuple[Part, ...]:
         """The parts of a block at this depth."""
@@ -165,20 +199,46 @@ def nest(
             if call is not None:
                 found.append(called(call, inside, depth + 1))
             else:
-                found.extend(body.ops[place] for place in inside)
+                ops = (body.ops[place] for place in inside)
+                found.extend(op for op in ops if asked.isdisjoint(op.outputs))
         return tuple(found)
 
     def called(call: Turn, places: Sequence[int], depth: int) -> BlockCall:
         path, turn = call
-        ops = [body.ops[place] for place in places]
+        ops = [op for p in places if asked.isdisjoint((op := body.ops[p]).outputs)]
+        inner = parts(places, depth)
         made = dict.fromkeys(value for op in ops for value in op.outputs)
-        read = dict.fromkeys(value for op in ops for value in op.inputs)
+        read = dict.fromkeys(
+            value
+            for part in inner
+            for value in (shapes.passed(part) if isinstance(part, BlockCall) else part.inputs)
+        )
         inputs = tuple(value for value in read if value not in made)
         outputs = tuple(value for value in made if last.get(value, -1) > places[-1])
-        inner = parts(places, depth)
         return BlockCall(path, inner, inputs, outputs, stage, path in again, turn)
 
     return parts(range(len(body.ops)), 0)
+
+
+def _sizes_of_calls(
+    body: Body, chains: Sequence[Sequence[Turn]], last: Mapping[str, float], shapes: ShapeReads
+) -> set[str]:
+    """Sizes of what a call is given that nobody reads outside of it."""
+    spans: dict[tuple[Turn, ...], list[Op]] = {}
+    ends: dict[tuple[Turn, ...], int] = {}
+    for place, (op, around) in enumerate(zip(body.ops, chains, strict=True)):
+        for depth in range(1, len(around) + 1):
+            spans.setdefault(tuple(around[:depth]), []).append(op)
+            ends[tuple(around[:depth])] = place
+    found: set[str] = set()
+    for op, around in zip(body.ops, chains, strict=True):
+        if around and shapes.is_size(op):
+            tensor, size, call = op.inputs[0], op.outputs[0], tuple(around)
+            given = not any(tensor in other.outputs for other in spans[call])
+            read = any(tensor in o.inputs and not shapes.is_size(o) for o in spans[call])
+            if given and read and last.get(size, -1) <= ends[call]:
+                found.add(size)
+    return found
 
 
 def outer_states(contents: Contents, call: BlockCall) -> list[str]:
@@ -188,14 +248,10 @@ def outer_states(contents: Contents, call: BlockCall) -> list[str]:
     return [name for name in read if not contents.places[name].startswith(prefix)]
 
 
-def is_chain(contents: Contents, call: BlockCall, templates: Mapping[str, Argument]) -> bool:
+def is_chain(contents: Contents, call: BlockCall, shapes: ShapeReads) -> bool:
     """Whether a call is that of an nn.Sequential.
 
     It calls modules 0, 1, ..., each of what the one before it made, and holds nothing else.
-
-    Args:
-        templates: what values are that follow from shapes, and are not passed where they do from
-            those of the other inputs.
     """
     held = {
         name[len(call.path) + 1 :].split(".")[0] for name in chain(*contents.own(call.path, ()))
@@ -212,7 +268,7 @@ def is_chain(contents: Contents, call: BlockCall, templates: Mapping[str, Argume
             case Op(call=ModuleCall(path, (Ref(name=given),), kwargs)) if not kwargs:
                 pass
             case BlockCall(path=path) if not outer_states(contents, part):
-                passed = _passed(contents.graph, part, templates)
+                passed = shapes.passed(part)
                 if len(passed) != 1:
                     return False
                 given = passed[0]
@@ -222,13 +278,3 @@ def is_chain(contents: Contents, call: BlockCall, templates: Mapping[str, Argume
             return False
         carried = part.outputs[0]
     return call.outputs == (carried,)
-
-
-def _passed(graph: Graph, call: BlockCall, templates: Mapping[str, Argument]) -> list[str]:
-    """The inputs of a call that it cannot read off the shapes of the others."""
-    known = graph.told(call.inputs)
-    return [
-        value
-        for value in call.inputs
-        if value not in templates or not is_told(templates[value], known)
-    ]

@@ -9,13 +9,14 @@ from itertools import chain
 import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import Argument, BatchMultiple, leaves, map_argument
+from gpipe_compiler.ir.arguments import Argument, leaves
 from gpipe_compiler.ir.blocks import (
     BlockCall,
     BlockClass,
     Body,
     Parameter,
     Part,
+    ShapeReads,
     Turn,
     calls_in,
     is_chain,
@@ -23,7 +24,7 @@ from gpipe_compiler.ir.blocks import (
     outer_states,
 )
 from gpipe_compiler.ir.contents import Contents
-from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, states_read
+from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, LocalSizes, states_read
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
 from gpipe_compiler.ir.sizes import asked, is_free
@@ -52,10 +53,14 @@ class Methods:
     stage: int = 0
     again: Collection[str] = ()
 
-    def nest(self, apart: Collection[Turn]) -> tuple[tuple[Part, ...], ...]:
+    def nest(
+        self, apart: Collection[Turn], templates: Mapping[str, Argument]
+    ) -> tuple[tuple[Part, ...], ...]:
         """The ops and calls of each, where modules are blocks but for some calls."""
+        is_block = self.modules.__contains__
+        shapes = ShapeReads(self.contents.graph, templates)
         return tuple(
-            nest(body, self.modules.__contains__, self.stage, self.again, apart)
+            nest(body, is_block, self.stage, self.again, apart, shapes=shapes)
             for body in self.bodies
         )
 
@@ -85,7 +90,8 @@ def find_blocks(
     """
     apart: list[set[Turn]] = [set() for _ in stages]
     while True:
-        nested = [methods.nest(turns) for methods, turns in zip(stages, apart, strict=True)]
+        pairs = zip(stages, apart, strict=True)
+        nested = [methods.nest(turns, templates) for methods, turns in pairs]
         calls = [[call for parts in bodies for call in calls_in(parts)] for bodies in nested]
         bad = []
         for methods, found in zip(stages, calls, strict=True):
@@ -117,7 +123,7 @@ class _Check:
     def __init__(self, methods: Methods, templates: Mapping[str, Argument]) -> None:
         ops = [op for body in methods.bodies for op in body.ops]
         self._contents = methods.contents
-        self._templates = templates
+        self._shapes = ShapeReads(methods.contents.graph, templates)
         self._graph = methods.contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
         self._modules = frozenset(methods.contents.modules)
@@ -132,7 +138,7 @@ class _Check:
             return False
         if call.path in self._modules:
             return False  # torch's own: it is constructed as such, and has no other class
-        if is_chain(self._contents, call, self._templates):
+        if is_chain(self._contents, call, self._shapes):
             return True
         if self._contents.user(call.path) == nn.Sequential.__name__:
             return False
@@ -289,11 +295,12 @@ class _Grouping:
                 )
                 for number, parameter in enumerate(self.of_call[call.stage, path].parameters)
             )
-        base = _least_ratio(contents.graph, call)
+        graph = contents.graph
+        sizes = LocalSizes.of(graph, call.inputs)
         read = [self.templates[value] for value in call.inputs if value in self.templates]
         sized = any(is_free(dim) for template in read for dim in asked(template))
         given = tuple(
-            (former.number(value), self._given(contents.graph, value, base, shapes=sized))
+            (former.number(value), self._given(graph, value, sizes, shapes=sized))
             for value in call.inputs
         )
         parts: list[Hashable] = []
@@ -310,37 +317,21 @@ class _Grouping:
         form = (self._user(call), held, given, tuple(parts), returned)
         return form, [*constants, *former.constants]
 
-    def _given(self, graph: Graph, name: str, base: float, *, shapes: bool) -> Hashable:
+    def _given(self, graph: Graph, name: str, sizes: LocalSizes, *, shapes: bool) -> Hashable:
         """What is known of a value that a call is given.
 
         Args:
-            base: how many times the batch the size is off which sizes are read.
             shapes: whether free sizes are read off shapes too.
         """
         value = graph.values.get(name)
         if value is None:
             return None
-        template = repr(_relative(self.templates[name], base)) if name in self.templates else ""
+        template = repr(sizes.relative(self.templates[name])) if name in self.templates else ""
         dim = value.batch_dim
-        ratio = 0.0 if dim is None else value.shape[dim] / graph.batch_size / base
+        ratio = 0.0 if dim is None else value.shape[dim] / graph.batch_size / sizes.base
         batch = None if dim is None else (dim, value.splittable, ratio)
-        return (value.kind, template, batch, value.dims if shapes else ())
-
-
-def _least_ratio(graph: Graph, call: BlockCall) -> float:
-    """The fewest times the batch that a size of what a call is given is; 1 where none is."""
-    known = (graph.values[value] for value in call.inputs if value in graph.values)
-    sizes = (v.shape[v.samples_dim] for v in known if v.samples_dim is not None)
-    return min(filter(None, sizes), default=graph.batch_size) / graph.batch_size
-
-
-def _relative(template: Argument, base: float) -> Argument:
-    """A template with the factors of `BatchMultiple` in terms of a size, `base` times the batch."""
-
-    def leaf(item: object) -> object:
-        return ("times", item.factor / base) if isinstance(item, BatchMultiple) else item
-
-    return map_argument(leaf, template)
+        dims = tuple(sizes.places.get(dim) for dim in value.dims) if shapes else ()
+        return (value.kind, template, batch, dims)
 
 
 def _parameters(members: Sequence[tuple[BlockCall, list[Constant]]]) -> tuple[Parameter, ...]:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpipe_compiler.ir.arguments import Argument, Ref, StateRef, leaves, parts
+from gpipe_compiler.ir.arguments import (
+    Argument,
+    BatchMultiple,
+    Ref,
+    StateRef,
+    leaves,
+    map_argument,
+    parts,
+)
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import (
     FunctionCall,
@@ -17,6 +25,8 @@ from gpipe_compiler.ir.ops import (
     Result,
     ops_within,
 )
+from gpipe_compiler.ir.sizes import is_free
+from gpipe_compiler.runtime.sizes import Dim, Expression, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +182,49 @@ class _LoneFormer(Former):
         made = tuple((type(leaf), repr(leaf)) for leaf in leaves(given))
         state = tuple((local, self.state(name)) for local, name in spec.state.items())
         return (spec.cls, structure(given), made, state)
+
+
+@dataclass(frozen=True)
+class LocalSizes:
+    """Sizes in terms of the shapes of what a call is given: the same in calls that differ in them.
+
+    Attributes:
+        base: how many times the batch the size is off which the samples are read.
+        places: of free sizes, the input in whose shape they stand first, and where.
+    """
+
+    base: float
+    places: Mapping[Dim, tuple[int, int]]
+
+    @classmethod
+    def of(cls, graph: Graph, inputs: Sequence[str]) -> LocalSizes:
+        """Those of a call with these inputs; of a base of 1 where no shape tells the samples."""
+        known = [(i, graph.values[name]) for i, name in enumerate(inputs) if name in graph.values]
+        samples = (v.shape[v.samples_dim] for _, v in known if v.samples_dim is not None)
+        least = min(filter(None, samples), default=graph.batch_size)
+        places: dict[Dim, tuple[int, int]] = {}
+        for number, value in known:
+            for place, dim in enumerate(value.dims):
+                if is_free(dim):
+                    places.setdefault(dim, (number, place))
+        return cls(least / graph.batch_size, places)
+
+    def relative(self, template: Argument) -> Argument:
+        """What a value is that follows from shapes, in these terms."""
+
+        def leaf(item: object) -> object:
+            if isinstance(item, BatchMultiple):
+                return ("times", item.factor / self.base)
+            return self._placed(item) if isinstance(item, Expression) else item
+
+        return map_argument(leaf, template)
+
+    def _placed(self, dim: Dim) -> Hashable:
+        if dim in self.places:
+            return self.places[dim]
+        if isinstance(dim, Operation):
+            return (dim.applied, self._placed(dim.left), self._placed(dim.right))
+        return dim
 
 
 def _named_leaves(call: FunctionCall | MethodCall | ModuleCall) -> Iterator[tuple[object, str]]:

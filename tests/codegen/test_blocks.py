@@ -286,7 +286,8 @@ def test_what_torchs_own_layers_are_given_is_none_of_the_callers_parameters(
     torch.testing.assert_close(stage(x), model(x))
     written = text.partition("class TransformerEncoderLayer(")[2]
     head = re.search(r"def forward\(self, (\w+): ", written)
-    assert head is not None and head[1] == "src", text
+    assert head is not None, text
+    assert head[1] == "src", text
 
 
 class Shrinking(nn.Module):
