@@ -231,11 +231,6 @@ class TensorNodes:
         self._held: dict[int, str] = {}
         self._weights: dict[object, str] = {}
 
-    def is_made(self, tensor: torch.Tensor) -> bool:
-        """Whether the model has made a tensor, and was not given it."""
-        node = self.known(tensor)
-        return node is not None and node.op != "placeholder"
-
     def follow(self, modules: Mapping[str, nn.Module]) -> None:
         """Notes the tensors that modules hold as plain attributes."""
         self._held = {

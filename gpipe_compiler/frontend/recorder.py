@@ -196,8 +196,6 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         asked = any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values()))
         if stays and func in _MOVES and not asked:
             return made
-        if stays and func is torch.Tensor.contiguous and self.tensors.is_made(made):
-            return made
         call = written(func, args, kwargs, made)
         if is_all_of(call):
             self.tensors.stands_for(self.tensors.node(call.args[0]), made)

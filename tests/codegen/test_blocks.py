@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loading import load_package
+from stage_text import module_of, text_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -72,20 +73,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x, mask)
         return x * self.layers[0].shift
-
-
-def text_of(plan: Plan) -> str:
-    """The source of the one stage of a plan."""
-    assert plan.graph is not None
-    return write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
-
-
-def module_of(text: str) -> nn.Module:
-    namespace: dict[str, Any] = {}
-    exec(text, namespace)
-    made = namespace["Stage0"]()
-    assert isinstance(made, nn.Module)
-    return made
 
 
 def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -259,35 +246,6 @@ def test_torchs_own_layers_read_as_they_are_known(planned: Callable[..., Plan]) 
     assert "self.self_attn(src, src, src, need_weights=False)" in re.sub(r"\bx\b", "src", text)
     assert "self.dropout1(self_attn_out)" in text
     assert not re.search(r"_2\b", text)
-
-
-class Encoding(nn.Module):
-    """One line calls layers of torch on what another module in it makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift = nn.Linear(2, 4)
-        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-
-    def forward(self, points: Tensor) -> Tensor:
-        encoded: Tensor = self.encoder(self.lift(points))
-        return encoded
-
-
-def test_what_torchs_own_layers_are_given_is_none_of_the_callers_parameters(
-    planned: Callable[..., Plan],
-) -> None:
-    model, x = Encoding(), torch.rand(2, 3, 2)
-    text = text_of(planned(copy.deepcopy(model), x, count=1))
-
-    stage = module_of(text)
-    stage.load_state_dict(model.state_dict())
-    torch.testing.assert_close(stage(x), model(x))
-    written = text.partition("class TransformerEncoderLayer(")[2]
-    head = re.search(r"def forward\(self, (\w+): ", written)
-    assert head is not None, text
-    assert head[1] == "src", text
 
 
 class Shrinking(nn.Module):

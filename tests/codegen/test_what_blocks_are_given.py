@@ -1,0 +1,117 @@
+"""What the methods of blocks are given: what it is called, and what they read off its shape."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+
+import torch
+from stage_text import module_of, text_of
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gpipe_compiler.plan import Plan
+
+
+class Encoding(nn.Module):
+    """One line calls layers of torch on what another module in it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(2, 4)
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, points: Tensor) -> Tensor:
+        encoded: Tensor = self.encoder(self.lift(points))
+        return encoded
+
+
+def test_what_torchs_own_layers_are_given_is_none_of_the_callers_parameters(
+    planned: Callable[..., Plan],
+) -> None:
+    model, x = Encoding(), torch.rand(2, 3, 2)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    torch.testing.assert_close(stage(x), model(x))
+    written = text.partition("class TransformerEncoderLayer(")[2]
+    head = re.search(r"def forward\(self, (\w+): ", written)
+    assert head is not None, text
+    assert head[1] == "src", text
+
+
+class Heads(nn.Module):
+    """Attention whose heads are put together by a view, as many write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.drop = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, 2, 4).transpose(1, 2) for y in self.lift(x).split(8, dim=2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).contiguous().view(b, t, c)
+        dropped: Tensor = self.drop(y)
+        return dropped
+
+
+def test_another_kernel_may_lay_out_otherwise_what_it_makes(planned: Callable[..., Plan]) -> None:
+    """Which strides attention gives its result is the kernel's business, which another device, or
+    the user, chooses otherwise than the machine that compiles."""
+    model, x = nn.Sequential(Heads(), Heads()), torch.rand(2, 3, 8)
+    stage = module_of(text_of(planned(copy.deepcopy(model), x, count=1)))
+    stage.load_state_dict(model.state_dict())
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        with sdpa_kernel(backend):
+            torch.testing.assert_close(stage(x), model(x))
+
+
+class Pooled(nn.Module):
+    """Attends over the points of an image, as U-Nets do at several resolutions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(width, 3 * width, 1)
+        self.down = nn.Conv2d(width, width, 3, stride=2, padding=1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        b, c, h, w = image.shape
+        q, k, v = (y.reshape(b, c, h * w) for y in self.mix(image).chunk(3, dim=1))
+        mixed = q.softmax(1) @ (k.softmax(2).transpose(1, 2) @ v)
+        lowered: Tensor = self.down(image + mixed.reshape(b, c, h, w))
+        return lowered
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Conv2d(2, 4, 1)
+        self.levels = nn.ModuleList(Pooled(4) for _ in range(3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        image = self.rise(image)
+        for level in self.levels:
+            image = level(image)
+        raised = nn.functional.interpolate(image, scale_factor=2.0)
+        last: Tensor = self.levels[0](raised)
+        return last
+
+
+def test_a_block_is_one_at_all_the_sizes_that_it_is_called_at(
+    planned: Callable[..., Plan],
+) -> None:
+    """It asks what it is given for its sizes, by the user's names."""
+    model, x = Pyramid(), torch.rand(2, 2, 16, 24)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    for image in (x, torch.rand(3, 2, 32, 16)):
+        torch.testing.assert_close(stage(image), model(image))
+    assert len(re.findall("class Pooled", text)) == 1, text
+    written = text.partition("class Pooled(")[2].partition("return ")[0]
+    assert {"h", "w"} <= set(re.findall(r"(\w+) = image\.shape\[\d\]", written)), text
