@@ -194,8 +194,15 @@ def _is_plain(call: Call, name: str) -> bool:
 
 
 def _is_contiguous(graph: Graph, value: str) -> bool:
+    """Whether it is made contiguous, whatever kernels do, or is that in another shape."""
     maker = graph.producer.get(value)
-    return maker is not None and _is_plain(maker.call, "contiguous") and not maker.call.kwargs
+    match maker and maker.call:
+        case MethodCall("view" | "reshape" | "unflatten", (Ref(name), *_)):
+            return _is_contiguous(graph, name)
+        case MethodCall("contiguous", (_,), kwargs):
+            return not kwargs
+        case _:
+            return False
 
 
 def _gives_shape(graph: Graph, call: Call, before: Value) -> bool:

@@ -230,3 +230,17 @@ def test_gradients_of_three_readers_are_added_up_in_the_order_of_the_model():
     )
 
     assert "reshape" in simple.op_of
+
+
+def test_contiguous_goes_where_its_operand_is_so_whatever_kernels_do(builder):
+    b = builder(x=FLOATS)
+    first = b.call(operator.add, Ref("x"), Ref("x"))
+    laid = b.method("contiguous", first, name="as a kernel lays it out")
+    flat = b.method("reshape", laid, -1, 3, 1)
+    again = b.method("contiguous", flat, name="again")
+    turned = b.method("contiguous", b.method("transpose", again, 1, 2), name="turned")
+    last = b.call(operator.neg, turned)
+    simple = simplify(annotate(b.graph(last), 2))
+
+    assert "again" not in simple.op_of
+    assert {"as a kernel lays it out", "turned"} <= simple.op_of.keys()
