@@ -87,6 +87,8 @@ def _is_made_in(graph: Graph, value: str, path: str) -> bool:
 
 def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
     given = {value for value in call.inputs if _is_tensor(graph, value)}
+    # The lines of what a module of torch runs are those that call it.
+    of_torch = hasattr(nn, graph.module_classes.get(call.path, ""))
     found: dict[str, str] = {}
     places: dict[int, tuple[UserStatement, set[str]]] = {}
     meant: list[tuple[str, set[str]]] = []
@@ -101,7 +103,7 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
         }
         read = places.setdefault(id(place.node), (place, set()))[1]
         others = given.intersection(part.inputs).difference(written)
-        read.update(value for value in others if not _is_made_at(graph, value, place))
+        read.update(v for v in others if not (of_torch and _is_made_at(graph, v, place)))
         meant.extend((value, place.meant(own)) for value, own in written.items())
     for value, names in sorted(meant, key=lambda item: len(item[1])):
         _match(names - {*found.values()}, {value}, found)
@@ -119,9 +121,10 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
 
 
 def _is_made_at(graph: Graph, value: str, place: UserStatement) -> bool:
+    """Whether a statement makes a value itself, other than in an earlier round of a loop."""
     maker = graph.producer.get(value)
     made = place_at(maker.source) if maker is not None else None
-    return made is not None and made.node is place.node
+    return made is not None and made.node is place.node and not place.rebinds
 
 
 def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:

@@ -274,15 +274,14 @@ class SizeReader:
     def _size_name(self, item: ReadSize) -> str:
         """The user's name for a size that a method reads off its arguments; "" for none."""
         statement = statement_at(item.op.source)
-        if statement is not None and statement.names_size:
-            if len(statement.targets) == 1:
+        readers = filter(None, (statement_at(op.source) for op in self.ops))
+        match item.op.call:
+            case _ if statement is None or all(r.method is not statement.method for r in readers):
+                pass  # a name of another function of the user's
+            case MethodCall("size", (Ref(tensor), int(place))):
+                return statement.size_named(place, len(self.graph.values[tensor].shape))
+            case _ if statement.names_size and len(statement.targets) == 1:
                 return statement.targets[0]
-            readers = filter(None, (statement_at(op.source) for op in self.ops))
-            here = any(reader.method is statement.method for reader in readers)
-            match item.op.call:
-                case MethodCall("size", (_, int(place))) if here:
-                    named = dict(enumerate(statement.targets)).get(place, "_")
-                    return "" if named == "_" else named
         return "shape" if isinstance(item.template, tuple) else ""
 
     def _stays(self, sizes: Sequence[str], base: str | None) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from gpipe_compiler.codegen.size_questions import is_size, size_asked
 from gpipe_compiler.errors import SourceLocation
 
 NOWHERE = ast.FunctionDef("", ast.arguments([], [], None, [], [], None, []), [], [])
@@ -55,7 +56,24 @@ class UserStatement:
         """Whether it is `b = x.shape[0]`, `b, c = x.shape`, `b = x.size(0)` or the like."""
         value = getattr(self.node, "value", None)
         values = value.elts if isinstance(value, ast.Tuple) else (value,)
-        return isinstance(self.node, ast.stmt) and any(map(_is_size, values))
+        return isinstance(self.node, ast.stmt) and any(map(is_size, values))
+
+    def size_named(self, place: int, rank: int | None = None) -> str:
+        """What it calls the size of a dimension; "" where it has no name for that alone.
+
+        Args:
+            rank: how many dimensions there are, where that is known.
+        """
+        value = getattr(self.node, "value", None) if isinstance(self.node, ast.stmt) else None
+        if len(self.targets) > 1 and not isinstance(value, ast.Tuple):
+            whole = size_asked(value) is None and is_size(value)
+            named = self.targets[place : place + 1] if whole else ()
+        else:
+            values = value.elts if isinstance(value, ast.Tuple) else [value]
+            pairs = zip(self.targets, map(size_asked, values), strict=False)
+            same = {place} if rank is None else {place, place - rank}
+            named = tuple(own for own, dim in pairs if dim in same)
+        return named[0] if len(named) == 1 and named[0] != "_" else ""
 
     @cached_property
     def rebinds(self) -> bool:
@@ -276,18 +294,6 @@ def _targets(node: ast.stmt) -> tuple[str, ...]:
             return (name,)
         case _:
             return ()
-
-
-def _is_size(expression: ast.expr | None) -> bool:
-    match expression:
-        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size")):
-            return True
-        case ast.Call(func=ast.Name(id="len")):
-            return True
-        case ast.Subscript(value=value):
-            return _is_size(value)
-        case _:
-            return False
 
 
 def names_returned(location: SourceLocation | None) -> tuple[str, ...]:

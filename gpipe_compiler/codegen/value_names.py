@@ -123,6 +123,9 @@ def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
     if run.statement is None or not op.outputs:
         return nothing
     targets = run.statement.targets
+    match op.call:
+        case MethodCall(method="size", args=(_, int(place))) if run.statement.names_size:
+            return (run.statement.size_named(place) or None,)
     if len(op.outputs) > 1:
         parts = targets if len(targets) == len(op.outputs) else None
         return parts or names_of_parts(op.source, len(op.outputs)) or nothing
@@ -134,10 +137,7 @@ def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
     if run.statement.listed and len(targets) == len(run.last) and op.name in run.last:
         return (targets[run.last.index(op.name)],)
     match op.call:
-        case (
-            FunctionCall(function=operator.getitem, args=(_, int(index)))
-            | MethodCall(method="size", args=(_, int(index)))
-        ):
+        case FunctionCall(function=operator.getitem, args=(_, int(index))):
             if op.name in run.last and 0 <= index < len(targets):
                 return (targets[index],)
     return nothing
