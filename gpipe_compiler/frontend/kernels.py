@@ -15,7 +15,8 @@ import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
@@ -24,7 +25,6 @@ from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
@@ -110,26 +110,10 @@ def _same_in(
     return True
 
 
-def runs_on_meta(subject: Subject) -> bool:
-    """Whether the Python code of a model asks for no number in a tensor, so that kernels tell.
-
-    At least where it sees that it is exported.
-    """
-    signature = read_signature(subject, on_meta=True)
-    args, kwargs, _ = signature.rebuild(signature.samples(_SAMPLES))
-    for around in (contextlib.nullcontext, as_exported):
-        with torch.random.fork_rng(), quiet(), torch.no_grad(), META.device, around():
-            try:
-                META.moved(subject.model)(*args, **kwargs)
-            except Exception:  # whatever the model raises on meta
-                continue
-            return True
-    return False
-
-
 class OtherProgramError(Exception):
     """The model does what no kernels show: it returns something else than with fewer layers, holds
-    other buffers afterwards, or has a backward of its own."""
+    other buffers afterwards, has a backward of its own, or a hook on a gradient where gradients
+    have no numbers."""
 
 
 Number: TypeAlias = int | str
@@ -362,10 +346,21 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
         if describe(output) != entry.known.structure:
             raise OtherProgramError
 
+    def hooked(*_: object) -> NoReturn:
+        raise OtherProgramError
+
     before = [(buffer, buffer.shape) for buffer in entry.model.buffers()]
     handle = entry.model.register_forward_hook(look)
+    unseen = entry.has_loss and entry.states.on_meta
+    hooks = mock.patch.object(torch.Tensor, "register_hook", hooked)
     try:
-        with _running(entry), activations_kept(), own_functions_met() as met, log:
+        with (
+            _running(entry),
+            activations_kept(),
+            hooks if unseen else contextlib.nullcontext(),
+            own_functions_met() as met,
+            log,
+        ):
             returned = entry(*inputs)
     finally:
         handle.remove()
