@@ -1,12 +1,11 @@
 """Holds a graph against a model by the kernels that they run, on tensors that hold no numbers.
 
-Both run forward in train and in eval mode: in fp32 on meta, wherever they stand, and in each other
-precision that the graph is for on fake tensors, which alone are cast as real ones are. They are the
-same program where the kernels are the same ones in the same order, called with the same constants,
-on the same tensors: each parameter is known by its name, each result by the kernel that made it.
-Kernels that have no effect, and whose results nothing needs, are left out. What a kernel returns on
-meta is worked out once for every kind of arguments. Hooks in the backward are no kernels here:
-gradients are compared in numbers besides.
+Both run forward in train and in eval mode, in each precision that the graph is for, on fake
+tensors, which are cast as real ones are. They are the same program where the kernels are the same
+ones in the same order, called with the same constants, on the same tensors: each parameter is known
+by its name, each result by the kernel that made it. Kernels that have no effect, and whose results
+nothing needs, are left out. What a kernel returns is worked out once for every kind of arguments.
+Hooks in the backward are no kernels here: gradients are compared in numbers besides.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.surroundings import META, Place, ambient, as_exported, kind_of
+from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
@@ -81,10 +80,7 @@ def _same_in(
 ) -> bool:
     """Whether graph and model run the same kernels in one precision, in the modes of entries."""
     lower, kind = lower_dtype(precision), kind_of(entries[0])
-    place = META if lower is None else Place.fakes(kind)
-    # Code that names no device makes its tensors where a model with numbers is.
-    elsewhere = lower is None and not entries[0].states.on_meta
-    default = META.device if elsewhere else contextlib.nullcontext()
+    place = Place.of(kind)
     table, own = state_table(model), {id(t): name for name, t in graph.tensors.items()}
     canonical = {
         name: own.get(id(tensor), table.canonical[name]) for name, tensor in named_state(model)
@@ -99,9 +95,9 @@ def _same_in(
         outputs = entry.structure == entries[-1].structure
         around = as_exported() if exported else contextlib.nullcontext()
         try:
-            with default, place.around(), ambient(lower, kind), around:
+            with place.mode, ambient(lower, kind), around:
                 expected = _run_model(entry, KernelLog(names, known, place), outputs)
-            with place.device, place.around(), ambient(lower, kind):
+            with place.device, place.mode, ambient(lower, kind):
                 actual = _run_graph(graph, entry, KernelLog(names, known, place), outputs)
         except Exception:  # whatever the model raises there, and a graph may call anything
             return False
@@ -262,7 +258,7 @@ class KernelLog(PlainDispatchMode):
 
 
 def _autocast() -> Hashable:
-    """What each kind of device casts to, None where it does not: meta tensors are never cast."""
+    """What each kind of device casts to, None where it does not: a package may run on another."""
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
