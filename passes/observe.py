@@ -137,19 +137,19 @@ class ObservedRun:
     @cached_property
     def sharing(self) -> Mapping[Storage, frozenset[str]]:
         """The values that are tensors, by their storage."""
-        found: dict[Storage, set[str]] = {}
-        for name, _, storage in self.tensors:
-            found.setdefault(storage, set()).add(name)
-        return {storage: frozenset(names) for storage, names in found.items()}
+        return _by_storage((storage, name) for name, _, storage in self.tensors)
 
     @cached_property
     def savers(self) -> Mapping[Storage, frozenset[str]]:
         """The ops that autograd keeps each storage for."""
-        found: dict[Storage, set[str]] = {}
-        for name, op in self.ops.items():
-            for storage in op.saved:
-                found.setdefault(storage, set()).add(name)
-        return {storage: frozenset(names) for storage, names in found.items()}
+        return _by_storage((item, name) for name, op in self.ops.items() for item in op.saved)
+
+
+def _by_storage(pairs: Iterable[tuple[Storage, str]]) -> Mapping[Storage, frozenset[str]]:
+    found: dict[Storage, set[str]] = {}
+    for storage, name in pairs:
+        found.setdefault(storage, set()).add(name)
+    return {storage: frozenset(names) for storage, names in found.items()}
 
 
 def observed(

@@ -9,7 +9,7 @@ as with `zip`, repeat together. Whether that is the whole model is for `kernels`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +20,9 @@ from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Argument, Graph, ModuleCall, ModuleSpec, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import called, map_result, ops_within, with_arguments
-from gpipe_compiler.ir.own_functions import OwnFunction
+from gpipe_compiler.ir.ops import map_result, with_arguments
 from gpipe_compiler.ir.stretches import KEPT
 
 ToName = Callable[[str], str]
@@ -30,8 +30,8 @@ ToName = Callable[[str], str]
 
 def expand_repeats(graph: Graph, short: Shortened, whole: Subject) -> Graph | None:
     """The graph of the whole model; None where the repetitions in the graph cannot be alike."""
-    pieces = _pieces(graph, short.runs)
-    if pieces is None or not all(_match(graph, piece) for piece in pieces):
+    pieces, forms = _pieces(graph, short.runs), OpForms(graph)
+    if pieces is None or not all(_match(graph, forms, piece) for piece in pieces):
         return None
     writer = _Writer(graph, short.runs, pieces)
     ops = tuple(writer.ops())
@@ -120,16 +120,13 @@ def _paths(graph: Graph, op: Op) -> Iterator[str]:
     yield from op.states(graph.modules)
 
 
-def _match(graph: Graph, piece: _Piece) -> bool:
+def _match(graph: Graph, forms: OpForms, piece: _Piece) -> bool:
     """Whether the ops of both repetitions in the middle are the same, but for what they are given.
 
-    Kernels show what these are given, but not in which region or mode they run.
+    Kernels show what these are given, but not in which mode they run, nor their backwards.
     """
     first, second = (
-        [
-            (_kind(op), place)
-            for op, place in zip(graph.ops[part], _checkpoints(graph, part), strict=True)
-        ]
+        [*zip(map(forms.key, graph.ops[part]), _checkpoints(graph, part), strict=True)]
         for part in (piece.middle, piece.second)
     )
     return first == second
@@ -143,18 +140,6 @@ def _checkpoints(graph: Graph, part: slice) -> list[int | str]:
     around = {"", *(op.checkpoint for op in outside)}
     own = list(dict.fromkeys(op.checkpoint for op in ops if op.checkpoint not in around))
     return [own.index(op.checkpoint) if op.checkpoint in own else op.checkpoint for op in ops]
-
-
-def _kind(op: Op) -> Hashable:
-    inner = [(one.mode, _called(one)) for one in ops_within(op)]
-    regions = [repr(one.call.context) for one in ops_within(op) if isinstance(one.call, RegionCall)]
-    return tuple(inner), tuple(regions), len(op.outputs)
-
-
-def _called(op: Op) -> Hashable:
-    """What an op calls; of what differs in its backward alone, the function itself."""
-    function = getattr(op.call, "function", None)
-    return function if isinstance(function, OwnFunction) else called(op.call)
 
 
 @dataclass

@@ -1,12 +1,11 @@
 """Holds a graph against a model by the kernels that they run, on tensors that hold no numbers.
 
-Both run forward in train and in eval mode: in fp32 on meta, wherever they stand, and in each other
-precision that the graph is for on fake tensors, which alone are cast as real ones are. They are the
-same program where the kernels are the same ones in the same order, called with the same constants,
-on the same tensors: each parameter is known by its name, each result by the kernel that made it.
-Kernels that have no effect, and whose results nothing needs, are left out. What a kernel returns on
-meta is worked out once for every kind of arguments. Hooks in the backward are no kernels here:
-gradients are compared in numbers besides.
+Both run forward in train and in eval mode, in each precision that the graph is for, on fake
+tensors, which are cast as real ones are. They are the same program where the kernels are the same
+ones in the same order, called with the same constants, on the same tensors: each parameter is known
+by its name, each result by the kernel that made it. Kernels that have no effect, and whose results
+nothing needs, are left out. What a kernel returns is worked out once for every kind of arguments.
+Hooks in the backward are no kernels here: gradients are compared in numbers besides.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import contextlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
+from unittest import mock
 
 import torch
 from torch import nn
@@ -24,11 +24,10 @@ from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.structure import describe
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.surroundings import META, Place, ambient, as_exported, kind_of
+from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.no_gc import uncollected
@@ -81,10 +80,7 @@ def _same_in(
 ) -> bool:
     """Whether graph and model run the same kernels in one precision, in the modes of entries."""
     lower, kind = lower_dtype(precision), kind_of(entries[0])
-    place = META if lower is None else Place.fakes(kind)
-    # Code that names no device makes its tensors where a model with numbers is.
-    elsewhere = lower is None and not entries[0].states.on_meta
-    default = META.device if elsewhere else contextlib.nullcontext()
+    place = Place.of(kind)
     table, own = state_table(model), {id(t): name for name, t in graph.tensors.items()}
     canonical = {
         name: own.get(id(tensor), table.canonical[name]) for name, tensor in named_state(model)
@@ -99,9 +95,9 @@ def _same_in(
         outputs = entry.structure == entries[-1].structure
         around = as_exported() if exported else contextlib.nullcontext()
         try:
-            with default, place.around(), ambient(lower, kind), around:
+            with place.mode, ambient(lower, kind), around:
                 expected = _run_model(entry, KernelLog(names, known, place), outputs)
-            with place.device, place.around(), ambient(lower, kind):
+            with place.device, place.mode, ambient(lower, kind):
                 actual = _run_graph(graph, entry, KernelLog(names, known, place), outputs)
         except Exception:  # whatever the model raises there, and a graph may call anything
             return False
@@ -110,26 +106,10 @@ def _same_in(
     return True
 
 
-def runs_on_meta(subject: Subject) -> bool:
-    """Whether the Python code of a model asks for no number in a tensor, so that kernels tell.
-
-    At least where it sees that it is exported.
-    """
-    signature = read_signature(subject, on_meta=True)
-    args, kwargs, _ = signature.rebuild(signature.samples(_SAMPLES))
-    for around in (contextlib.nullcontext, as_exported):
-        with torch.random.fork_rng(), quiet(), torch.no_grad(), META.device, around():
-            try:
-                META.moved(subject.model)(*args, **kwargs)
-            except Exception:  # whatever the model raises on meta
-                continue
-            return True
-    return False
-
-
 class OtherProgramError(Exception):
     """The model does what no kernels show: it returns something else than with fewer layers, holds
-    other buffers afterwards, or has a backward of its own."""
+    other buffers afterwards, has a backward of its own, or a hook on a gradient where gradients
+    have no numbers."""
 
 
 Number: TypeAlias = int | str
@@ -278,7 +258,7 @@ class KernelLog(PlainDispatchMode):
 
 
 def _autocast() -> Hashable:
-    """What each kind of device casts to, None where it does not: meta tensors are never cast."""
+    """What each kind of device casts to, None where it does not: a package may run on another."""
     return tuple(
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
@@ -362,10 +342,21 @@ def _run_model(entry: Entry, log: KernelLog, outputs: bool) -> Hashable:
         if describe(output) != entry.known.structure:
             raise OtherProgramError
 
+    def hooked(*_: object) -> NoReturn:
+        raise OtherProgramError
+
     before = [(buffer, buffer.shape) for buffer in entry.model.buffers()]
     handle = entry.model.register_forward_hook(look)
+    unseen = entry.has_loss and entry.states.on_meta
+    hooks = mock.patch.object(torch.Tensor, "register_hook", hooked)
     try:
-        with _running(entry), activations_kept(), own_functions_met() as met, log:
+        with (
+            _running(entry),
+            activations_kept(),
+            hooks if unseen else contextlib.nullcontext(),
+            own_functions_met() as met,
+            log,
+        ):
             returned = entry(*inputs)
     finally:
         handle.remove()

@@ -126,7 +126,7 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Torch
     own, signature = entry.model, entry.signature
     samples = signature.samples(max(signature.batch_size, 2))
     kind = kind_of(entry)
-    fakes = Place.fakes(kind)
+    fakes = Place.of(kind)
     try:
         for place in (fakes,) if entry.states.on_meta else (fakes, None):
             with contextlib.ExitStack() as around:
@@ -140,7 +140,7 @@ def _run(entry: Entry, dtype: torch.dtype | None, gradients: bool) -> list[Torch
                     inputs = [tensor.clone() for tensor in samples]
                     if place is not None:
                         inputs = list(map(place.to, inputs))
-                        around.enter_context(place.around())
+                        around.enter_context(place.mode)
                         around.enter_context(recurrent_forms())
                     around.enter_context(ambient(dtype, kind))
                     around.enter_context(watch.watching())

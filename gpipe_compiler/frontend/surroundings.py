@@ -56,30 +56,22 @@ def kind_of(entry: Entry) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where tensors have no numbers.
+    """Where tensors have no numbers: fakes of a kind of device, which need not be there, that are
+    cast as real ones of it are.
 
     Attributes:
-        device: where they are, or seem to be.
-        mode: that of fake tensors, which are cast as real ones of their device are; None on meta,
-            where nothing is cast.
+        mode: that all of them belong to.
     """
 
     device: torch.device
-    mode: TraceFakes | None = None
+    mode: TraceFakes
 
     @classmethod
-    def fakes(cls, kind: str) -> Place:
-        """Fake tensors of a kind of device that need not be there."""
+    def of(cls, kind: str) -> Place:
         return cls(torch.device(kind), TraceFakes())
-
-    def around(self) -> contextlib.AbstractContextManager[object]:
-        """Around what runs here."""
-        return self.mode or contextlib.nullcontext()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is here, without numbers."""
-        if self.mode is None:
-            return tensor.is_meta
         return (
             type(tensor) is FakeTensor
             and tensor.constant is None
@@ -90,26 +82,20 @@ class Place:
         """A new tensor of this form."""
         with torch._C._DisableTorchDispatch():
             bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return self._held(bare)
+        return self.mode.fake(bare, self.device)
 
     def view(self, tensor: torch.Tensor, shape: Any, stride: Any, offset: int) -> torch.Tensor:
         """A view of this form of a tensor here."""
         with torch._C._DisableTorchDispatch():
             bare = torch.as_strided(tensor, shape, stride, offset)
-        return self._held(bare)
-
-    def _held(self, bare: torch.Tensor) -> torch.Tensor:
-        return bare if self.mode is None else self.mode.fake(bare, self.device)
+        return self.mode.fake(bare, self.device)
 
     def to(self, tensor: torch.Tensor) -> torch.Tensor:
         """A leaf of the same form here."""
-        new = tensor.detach()
-        if self.mode is None:
-            new = new.to("meta")
-        elif tensor.layout is torch.strided and not tensor.is_quantized:
+        if tensor.layout is torch.strided and not tensor.is_quantized:
             new = self.empty(tensor.shape, tensor.stride(), tensor.dtype)
         else:
-            new = self.mode.from_tensor(new, static_shapes=True)
+            new = self.mode.from_tensor(tensor.detach(), static_shapes=True)
         return new.requires_grad_(tensor.requires_grad)
 
     def moved(self, model: nn.Module) -> nn.Module:
@@ -117,6 +103,3 @@ class Place:
         copied = isolated(model, share_parameters=True)
         put_tensors(copied, self.to)
         return copied
-
-
-META = Place(torch.device("meta"))

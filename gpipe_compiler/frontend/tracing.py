@@ -16,7 +16,7 @@ from gpipe_compiler.frontend.examples import given_values
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
 from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
 from gpipe_compiler.frontend.host_draws import keeps_layers
-from gpipe_compiler.frontend.kernels import runs_on_meta, same_kernels
+from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.modes import merge
 from gpipe_compiler.frontend.modules import CONTAINERS, rebuild
 from gpipe_compiler.frontend.own_functions import own_backward
@@ -194,9 +194,7 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
     its backward: of the whole one that would show shapes alone, which follow from its kernels.
     """
     short = shortened(subject, placeless=True)
-    on_meta = state_table(subject.model).on_meta
-    # Where there are numbers, the whole model can be traced as well.
-    if short is None or not (on_meta or runs_on_meta(subject)):
+    if short is None:
         return None
     try:
         few = unchecked(short.subject, precision)
@@ -207,7 +205,7 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
             graph, subject, short.subject, exported=True
         ):
             return None
-        if on_meta:
+        if state_table(subject.model).on_meta:
             return None if differences(few, short.subject) else graph
     except GPipeCompilerError:
         # With layers missing the model may not run at all: the whole one decides.

@@ -636,8 +636,9 @@ class Exported(Stack):
         return self.last(x)
 
 
-def test_a_hook_between_two_layers_is_held_where_it_is() -> None:
-    graph = trace(subject_of(Doubling(layers())))
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_hook_between_two_layers_is_held_where_it_is(device: str) -> None:
+    graph = trace(subject_of(Doubling(layers()), device))
     (hooked,) = (op for op in graph.ops if "hooked" in op.name)
 
     (given,) = hooked.inputs
