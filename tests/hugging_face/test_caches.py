@@ -18,7 +18,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
+from gpipe_compiler.compile import CompileOptions, compile, trace  # noqa: A004  # its name
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.examples import check_tensors
 from gpipe_compiler.frontend.subject import Subject
@@ -165,6 +165,17 @@ def test_states_of_a_state_space_model_go_on(tmp_path):
     one = decoder(tokens, cache_params=past).logits
     other = decoder(tokens, cache_params=own).logits
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_of_one_mode_alone_is_left_out_where_a_model_is_trained():
+    """It is no tensor that training lacks, for which a call in training would be refused."""
+    config = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
+    tokens = torch.randint(9, (4, 3))
+    graph = trace(MambaForCausalLM(config), (), {"input_ids": tokens, "labels": tokens})
+
+    assert not graph.left_out
+    assert graph.outputs["cache_params"].is_left_out(training=True)
+    assert not graph.outputs["cache_params"].is_left_out(training=False)
 
 
 def test_a_cache_that_was_reset_is_a_leaf():
