@@ -66,6 +66,7 @@ OTHERS: dict[str, dict[str, object]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "donut-swin": _WINDOWS,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "encoder-decoder": {"pad_token_id": 0},
     "esm": {"vocab_size": WORDS, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
     "gemma3n_text": {

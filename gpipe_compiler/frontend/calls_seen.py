@@ -107,6 +107,8 @@ _own_length = len
 
 def _length(of: Any) -> Any:
     """`len` of anything; of a tensor it may vary, which Python's own makes a constant."""
+    if type(of) in (list, tuple) and (recorder := recording()) is not None and recorder.lists:
+        recorder.take_from_lists(of)
     return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else _own_length(of)
 
 

@@ -189,7 +189,7 @@ class Entry(nn.Module):
         """Runs the model once, to know what it returns and how losses combine."""
         count = _PROBE_SAMPLES if self.signature.batch_size > 1 else 2
         output, target = self._probe_output(count)
-        structure = self._with_numbers(describe(output), count)
+        structure = self._with_numbers(describe(output, trains=self.has_loss), count)
         found = Probe(structure, tuple(classes_in(output)))
         if not self.has_loss:
             if not has_slots(structure):
@@ -225,7 +225,8 @@ class Entry(nn.Module):
         others = {}
         for samples in (count + 1, 2 * count):
             with contextlib.suppress(ModelError):
-                others[samples] = describe(self._probe_output(samples)[0])
+                output, _ = self._probe_output(samples)
+                others[samples] = describe(output, trains=self.has_loss)
         return with_numbers(structure, count, others, line_of_forward(self.model))
 
     def _dims(self, output: object, count: int, structure: Template) -> tuple[Dims, Dims]:

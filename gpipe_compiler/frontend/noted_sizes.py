@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod, TruncToInt
 
 from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.frontend.locate import calling_line, chooses_kernel, is_asked_by_user
@@ -73,9 +73,15 @@ class NotedSizes:
                 environment._set_replacement(symbol, sympy.Integer(self._examples[symbol]), "long")
 
     def made_number(self, size: Any) -> SourceLocation | None:
-        """The user's own line that took a size for a number, as `range(length)` does."""
+        """The user's own line that took a size for a number, as `range(length)` does, or what
+        follows from it, as `int(length * 0.7)`."""
         symbol = size.node._expr if isinstance(size, torch.SymInt) else None
-        return self.fixed.get(symbol) if symbol in self.made_numbers else None
+        if symbol in self.made_numbers:
+            return self.fixed.get(symbol)
+        rounded = (guard for guard in self.asked if isinstance(guard, sympy.Eq))
+        rounded = (guard for guard in rounded if isinstance(guard.lhs, TruncToInt))
+        lines = (self.guards.get(guard) for guard in rounded if symbol in guard.free_symbols)
+        return next(filter(None, lines), None)
 
     def line_of(self, size: Any) -> SourceLocation | None:
         """The line that fixed a size, by itself or together with others."""
@@ -133,6 +139,16 @@ def noting_sizes() -> Iterator[NotedSizes]:
 _ORDERS = frozenset({"<", "<=", ">", ">="})
 
 
+def batch_sizes(signature: Signature, placeholders: Sequence[fx.Node]) -> list[Any]:
+    """The number of samples as the inputs of a trace have it, where it is free."""
+    sizes = (
+        known.shape[source.batch_dim]
+        for source, node in zip(signature.inputs, placeholders, strict=True)
+        if source.batch_dim is not None and isinstance(known := node.meta.get("val"), torch.Tensor)
+    )
+    return [size for size in sizes if is_symbolic(size)]
+
+
 def sample_rules(
     signature: Signature, placeholders: Sequence[fx.Node], noted: NotedSizes
 ) -> tuple[SampleRule, ...]:
@@ -141,12 +157,7 @@ def sample_rules(
     What torch compares, to see whether sizes are equal, distinguishes no batches, but for counts
     of pieces, as of `x.split(300)`; what the user's own code asks does.
     """
-    sizes: list[Any] = [
-        known.shape[source.batch_dim]
-        for source, node in zip(signature.inputs, placeholders, strict=True)
-        if source.batch_dim is not None and isinstance(known := node.meta.get("val"), torch.Tensor)
-    ]
-    symbolic = [size for size in sizes if is_symbolic(size)]
+    symbolic = batch_sizes(signature, placeholders)
     if not symbolic:
         return ()
     symbols = {symbol for size in symbolic for symbol in expression_of(size).free_symbols}

@@ -44,13 +44,19 @@ from gpipe_compiler.frontend.free_sizes import (
 from gpipe_compiler.frontend.gradient_hooks import gradient_hooks_carried
 from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
-from gpipe_compiler.frontend.noted_sizes import NotedSizes, noting_sizes, sample_rules
+from gpipe_compiler.frontend.noted_sizes import (
+    NotedSizes,
+    batch_sizes,
+    noting_sizes,
+    sample_rules,
+)
 from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.plain_types import plain_types
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.recorder import Recorder
+from gpipe_compiler.frontend.sample_lists import SampleLists
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
@@ -196,7 +202,7 @@ def _attempt(
         sizes.ties = ties(entry.signature, free)
         entry.sizes = sizes if free else None
         with told:
-            inputs = _record(entry, recorder, leaves, watch, free)
+            inputs = _record(entry, recorder, leaves, watch, free, sizes)
             refuse_changing(recorder)
         return RecordedMode(entry, recorder, inputs, watch, free, sizes, gradients)
 
@@ -295,6 +301,7 @@ def _record(
     leaves: Collection[str],
     watch: CastWatch,
     free: FreePlaces,
+    sizes: NotedSizes,
 ) -> list[fx.Node]:
     """Records the entry, the batch free to vary; returns the nodes of the inputs.
 
@@ -324,6 +331,7 @@ def _record(
             inputs = inputs_without_numbers(entry, mode, environment, free)
             sources = zip(entry.signature.inputs, inputs, strict=True)
             nodes = [recorder.tensors.input(source.name, tensor) for source, tensor in sources]
+            recorder.lists = SampleLists(sizes, batch_sizes(entry.signature, nodes))
             python = enable_python_dispatcher()  # its kernels take sizes that are free
             with state_without_numbers(entry, mode) as state, python, mode, calls_seen():
                 for name, (own, lent) in state.items():

@@ -24,7 +24,9 @@ from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import at_number, has_tensors, numbered, widened
+from gpipe_compiler.frontend.noted_sizes import NotedSizes
 from gpipe_compiler.frontend.opened import OPENED
+from gpipe_compiler.frontend.sample_lists import SampleLists
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.untraced import own_gradients, transformed
 from gpipe_compiler.ir.arguments import tensors_in
@@ -61,6 +63,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         is_on: whether calls are recorded.
         gradients_asked: the first of the user's lines that were told that autograd records.
         guessed: whether something was taken to be so that a run on the example can tell.
+        lists: of samples, that Python holds.
     """
 
     def __init__(self, *, gradients: bool = True, trains: bool = False) -> None:
@@ -74,6 +77,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         self.is_on = True
         self.gradients_asked: SourceLocation | None = None
         self.guessed = False
+        self.lists = SampleLists(NotedSizes())
         self._paths: dict[int, str] = {}
         self._own: dict[str, list[int]] = {}
         self._training: dict[str, bool] = {}
@@ -95,6 +99,12 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.is_on:
             return func(*args, **kwargs)
+        if self.lists:
+            with self:
+                joined = self.lists.joined(func, args, kwargs)
+            if joined is not None:
+                return joined
+            self.take_from_lists((args, kwargs))
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._get(func, *args)
@@ -103,6 +113,9 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         if func is torch._C._set_grad_enabled:
             func(*args)
             return self.position.set_gradients(bool(args[0]))
+        samples = self.lists.listed(func, args, kwargs)
+        if samples is not None:
+            return iter(samples) if name == "__iter__" else samples
         if func is torch.Tensor.__iter__:
             return iter(self._call(torch.Tensor.unbind, args, {}))
         if func is torch.Tensor.__deepcopy__ and not args[0].requires_grad:
@@ -122,6 +135,17 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             with self:
                 return OPENED[func](*args, **kwargs)
         return self._call(func, args, kwargs)
+
+    def take_from_lists(self, items: Any) -> None:
+        """Records that something is done with single samples of lists."""
+        found = self.lists.taken(tensors_in(items))
+        if found is None:
+            return
+        with torch._C.DisableTorchFunction():
+            made = self._call(torch.Tensor.unbind, (found.whole,), {})
+        for sample, own in zip(found.samples, made, strict=True):
+            self.tensors.stands_for(self.tensors.node(own), sample)
+        self.take_from_lists(items)
 
     def _get(self, func: Any, *args: Any) -> Any:
         name = func.__self__.__name__
@@ -250,6 +274,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
     def _leaf(
         self, path: str, own: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
+        self.take_from_lists((args, kwargs))
         tensors = [*tensors_in((args, kwargs)), *module.parameters(), *module.buffers()]
         versions = [tensor._version for tensor in tensors]
         with torch._C.DisableTorchFunction():
@@ -282,6 +307,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         Where Python decides by draws, what was recorded stays: another way may read it.
         """
         self._asking.refuse_left()
+        self.take_from_lists(returned)
         self.graph.output(self.argument(returned))
         if not self.decisions:
             self.sweep()

@@ -14,7 +14,12 @@ from typing import Any, TypeAlias
 import torch
 
 from gpipe_compiler.ir.arguments import leaves, map_argument
-from gpipe_compiler.runtime.core.nest import Path, cache_fields, fields_with_tensors
+from gpipe_compiler.runtime.core.nest import (
+    Path,
+    cache_fields,
+    fields_with_tensors,
+    holds_states,
+)
 from gpipe_compiler.runtime.core.outputs import of_class
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
 
@@ -82,12 +87,16 @@ def _rebuilt(tree: object, change: Callable[[str | int, object], object]) -> obj
     return twin
 
 
-def describe(output: object) -> Template:
+def describe(output: object, *, trains: bool = False) -> Template:
     """The structure of what a model returns.
 
     Named tuples become tuples. A dict subclass or dataclass becomes a dict of its fields that are
     not None. In the place of anything that is no tensor, container or constant stands an
     `Unreturned`.
+
+    Args:
+        trains: whether the model is trained: caches of states, which many return in eval mode
+            alone, are then handed out in neither mode.
     """
     numbers = itertools.count()
 
@@ -97,7 +106,7 @@ def describe(output: object) -> Template:
         if isinstance(item, tuple | list):
             items = [walk(part, (*path, index)) for index, part in enumerate(item)]
             return items if isinstance(item, list) else tuple(items)
-        fields = _fields(item)
+        fields = None if trains and holds_states(item) else _fields(item)
         if fields is not None:
             return {key: walk(value, (*path, key)) for key, value in fields.items()}
         if item is None or isinstance(item, bool | int | float | complex | str | torch.dtype):

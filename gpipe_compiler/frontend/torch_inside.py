@@ -85,7 +85,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.utils._sympy.functions": (
         *("CleanDiv", "FloatTrueDiv", "FloorDiv", "IntTrueDiv", "Max", "Min", "Mod", "PythonMod"),
-        "ToFloat",
+        *("ToFloat", "TruncToInt"),
     ),
     "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }

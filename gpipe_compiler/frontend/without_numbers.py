@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,10 @@ def _strides(example: torch.Tensor, shape: list[Any]) -> list[Any]:
     return strides
 
 
+def _is_table(held: object) -> bool:
+    return type(held) in (dict, OrderedDict)
+
+
 @contextlib.contextmanager
 def state_without_numbers(
     entry: Entry, mode: FakeTensorMode
@@ -85,9 +90,9 @@ def state_without_numbers(
         The entry's own, and what it has in their place, by the first of their names.
     """
     modules = list(entry.modules())
-    tables = ("_parameters", "_buffers", "_modules")
+    # Hooks, too: a model that installs its own in its first call notes that beside them.
     before = [
-        (module, dict(vars(module)), [dict(vars(module)[name]) for name in tables])
+        (module, dict(vars(module)), [(d, dict(d)) for d in vars(module).values() if _is_table(d)])
         for module in modules
     ]
     made: dict[int, torch.Tensor] = {}
@@ -109,6 +114,6 @@ def state_without_numbers(
         for module, attributes, contents in before:
             vars(module).clear()
             vars(module).update(attributes)
-            for name, content in zip(tables, contents, strict=True):
-                vars(module)[name].clear()
-                vars(module)[name].update(content)
+            for table, content in contents:
+                table.clear()
+                table.update(content)

@@ -14,13 +14,15 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 
-from gpipe_compiler.compile import CompileOptions, compile  # noqa: A004  # its name
+from gpipe_compiler.compile import CompileOptions, compile, trace  # noqa: A004  # its name
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.examples import check_tensors
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.runtime.core.nest import leaves_of
+from gpipe_compiler.runtime.core.nest import leaves_of, tensors_of
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,66 @@ def test_a_mask_grows_with_the_cache(tmp_path):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
                 tokens = expected[:, -1:].argmax(-1)
                 mask = torch.cat((mask, torch.ones_like(tokens)), 1)
+
+
+@torch.no_grad()
+def test_states_of_a_state_space_model_go_on(tmp_path):
+    """They are of one size, and the plain model writes into them."""
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, state_size=4)
+    decoder = MambaForCausalLM(config).eval()
+
+    def read(samples):
+        return decoder(torch.randint(50, (samples, 5)), use_cache=True).cache_params
+
+    past = read(2)
+    example = {"input_ids": torch.randint(50, (2, 1)), "cache_params": past, "use_cache": True}
+    before = [tensor.clone() for _, tensor in tensors_of(past)]
+    subject = Subject(
+        "decodes", decoder, (), example, training=False, state={"cache_params": "cache_params"}
+    )
+    options = CompileOptions(stages=2, microbatches=2, training=False)
+    folder = compile(subject, options, tmp_path / "decodes").directory
+    assert all(map(torch.equal, before, [tensor for _, tensor in tensors_of(past)]))
+
+    past = read(3)
+    own, held = copy.deepcopy(past), copy.deepcopy(past)
+    with load_package(folder).Pipeline() as pipe:
+        pipe.eval()
+        talk, begun = pipe.session(), {"cache_params": held}
+        for _ in range(4):
+            tokens = torch.randint(50, (3, 1))
+            expected = decoder(tokens, cache_params=past, use_cache=True).logits
+            found = pipe({"input_ids": tokens, "cache_params": own})
+            own = found.cache_params
+            assert isinstance(own, DynamicCache)
+            said, begun = talk({"input_ids": tokens, **begun}).logits, {}
+            for logits in (found.logits, said):
+                torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
+    tokens = torch.randint(50, (3, 2))
+    one = decoder(tokens, cache_params=past).logits
+    other = decoder(tokens, cache_params=own).logits
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cache_of_one_mode_alone_is_left_out_where_a_model_is_trained():
+    """It is no tensor that training lacks, for which a call in training would be refused."""
+    config = MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1)
+    tokens = torch.randint(9, (4, 3))
+    graph = trace(MambaForCausalLM(config), (), {"input_ids": tokens, "labels": tokens})
+
+    assert not graph.left_out
+    assert graph.outputs["cache_params"].is_left_out(training=True)
+    assert not graph.outputs["cache_params"].is_left_out(training=False)
+
+
+def test_a_cache_that_was_reset_is_a_leaf():
+    """Its states are those of no text, and it says beside them that there was none."""
+    decoder = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+    cache = decoder(torch.ones(1, 2, dtype=torch.long), use_cache=True).cache_params
+    assert len(list(tensors_of(cache))) == 2
+    cache.reset()
+    assert not list(tensors_of(cache))
 
 
 def test_a_cache_with_windows_is_a_leaf():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
+from gpipe_compiler.errors import Notice
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.runtime.sizes import shape_at
 
@@ -65,4 +66,12 @@ ROUNDED: dict[str, Callable[[Any], Tensor]] = {
 def test_what_floats_round_is_of_the_size_of_the_example(name: str) -> None:
     graph = trace(Positions(ROUNDED[name]), torch.randn(4, 12, 4), training=False)
 
+    assert not graph.sizes
+
+
+def test_what_python_makes_a_whole_number_of_is_told() -> None:
+    model = Positions(lambda n: torch.ones(int(n * 0.7)))
+
+    with pytest.warns(Notice, match=r"x\.1 is taken at the example's size only.*int\(n \* 0\.7\)"):
+        graph = trace(model, torch.randn(4, 12, 4), training=False)
     assert not graph.sizes

@@ -18,10 +18,19 @@ Path = tuple[str | int, ...]
 CACHES = "transformers.cache_utils"
 """The module of the caches."""
 
+_ATTENTION, _LINEAR = ("keys", "values"), ("conv_states", "recurrent_states")
+
+CACHE_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "DynamicLayer": _ATTENTION,
+    "LinearAttentionLayer": _LINEAR,
+    "LinearAttentionAndFullAttentionLayer": (*_ATTENTION, *_LINEAR),
+}
+"""The layers of such a cache: of keys and values, of what state-space models remember, of both."""
+
 _HELD_BY: Mapping[str, tuple[str, ...]] = {
     "DynamicCache": ("layers",),
-    "DynamicLayer": ("keys", "values"),
     "EncoderDecoderCache": ("self_attention_cache", "cross_attention_cache"),
+    **CACHE_LAYERS,
 }
 """The caches of transformers that may hold tensors alone, each with what it holds them by."""
 
@@ -45,13 +54,35 @@ def cache_fields(item: object) -> dict[str, object] | None:
     """What a cache of transformers holds, or a layer of one; None for anything else, such as a
     cache with a layer that holds more than tensors."""
     cls = type(item)
-    if cls.__module__ != CACHES or cls.__name__ not in _HELD_BY:
+    if cls.__module__ != CACHES or cls.__name__ not in _HELD_BY or not _goes_on(item):
         return None
     pairs = {name: getattr(item, name, None) for name in _HELD_BY[cls.__name__]}
-    parts = [part for held in pairs.values() for part in (held if type(held) is list else [held])]
+    parts = [part for held in pairs.values() for part in _parts(held)]
     if any(cache_fields(part) is None for part in parts if not _is_known(part)):
         return None
     return {name: held for name, held in pairs.items() if held is not None}
+
+
+def holds_states(item: object) -> bool:
+    """Whether it is a cache that holds what a state-space model remembers."""
+    layers = getattr(item, "layers", ()) if cache_fields(item) is not None else ()
+    return any(not set(_LINEAR).isdisjoint(cache_fields(layer) or {}) for layer in layers)
+
+
+def _goes_on(item: Any) -> bool:
+    """Whether the next call takes a cache's states as they are: it has neither been reset, nor is
+    it to be cut to what it was before."""
+    previous: dict[int, bool] = getattr(item, "has_previous_state", {})
+    states: dict[int, object] = getattr(item, "conv_states", {})
+    known = all(previous[number] or state is None for number, state in states.items())
+    return known and not getattr(item, "record_past", False)
+
+
+def _parts(held: object) -> Iterable[object]:
+    """What a list or a dict of states holds, by itself whatever else."""
+    if type(held) is dict:
+        return held.values()
+    return held if type(held) is list else (held,)
 
 
 def _is_known(part: object) -> bool:

@@ -30,7 +30,7 @@ from ..spec import (
 from .call import Call
 from .engine import DeviceResult
 from .loss_weights import divisor, total_of
-from .nest import CACHES, Path
+from .nest import CACHE_LAYERS, CACHES, Path
 from .request import StepRequest, Values
 from .topology import Topology
 from .wiring import makers, output_leaves
@@ -309,14 +309,26 @@ def _cache(cls: Any, held: Mapping[str, Any]) -> object:
     """A cache of transformers that holds these tensors, as they are."""
     if "layers" not in held:
         return cls(*held.values())
-    made, layer_class = cls(), _imported(CACHES, "DynamicLayer")
-    for own in held["layers"]:
-        layer: Any = layer_class()  # type: ignore[operator]  # what is no class raises
-        if own:
-            layer.lazy_initialization(own["keys"], own["values"])
-            layer.keys, layer.values = own["keys"], own["values"]
-        made.layers.append(layer)
+    made = cls()
+    made.layers.extend(map(_cache_layer, held["layers"]))
     return made
+
+
+def _cache_layer(held: Mapping[str, Any]) -> object:
+    name = next(name for name, parts in CACHE_LAYERS.items() if held.keys() <= set(parts))
+    states = {part: held.get(part, {}) for part in ("conv_states", "recurrent_states")}
+    layer: Any = _imported(CACHES, name)
+    layer = layer(number_of_states=len(states["conv_states"])) if any(states.values()) else layer()
+    if "keys" in held:
+        layer.lazy_initialization(held["keys"], held["values"])
+        layer.keys, layer.values = held["keys"], held["values"]
+    for part, by_number in states.items():
+        for number, state in by_number.items():
+            if state is not None:
+                layer.lazy_initialization(**{part: state}, state_idx=number)
+                getattr(layer, part)[number] = state
+                layer.has_previous_state[number] = True
+    return layer
 
 
 def _needed(cls: Any) -> list[str]:
