@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -25,9 +25,10 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.meeting import refuse_mixing
 from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
 from gpipe_compiler.onnx.passes.quantised import quantised_units
+from gpipe_compiler.onnx.passes.state import state_ties
 from gpipe_compiler.onnx.validate import SamplesMeetError, refuse_meeting, validate_onnx
 from gpipe_compiler.options import Auto, CompileOptions
-from gpipe_compiler.passes.atoms import atoms
+from gpipe_compiler.passes.atoms import Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.measure import on_kinds
@@ -71,7 +72,7 @@ class OnnxStages:
         options = dataclasses.replace(
             options, training=False, remedies=False, microbatches=_microbatches(options, sizes)
         )
-        planner = planner_of(model, sizes, options)
+        planner = planner_of(model, sizes, options, file.state)
         _check_state(planner.graph, file.state)
         return cls(options, model, sizes, planner, _batch_note(sizes), file.state)
 
@@ -253,8 +254,15 @@ def _microbatches(options: CompileOptions, sizes: InputSizes) -> int | Auto | No
     return MICROBATCHES_PER_STAGE * (options.stages if isinstance(options.stages, int) else 1)
 
 
-def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Planner:
+def planner_of(
+    model: OnnxModel,
+    sizes: InputSizes,
+    options: CompileOptions,
+    state: Mapping[str, str] | None = None,
+) -> Planner:
+    """What plans a model; a state stays in the stage that takes it, where one stage can."""
     kinds = options.cluster.kinds
+    share = 1 / options.stages if isinstance(options.stages, int) else _AUTO_SHARE
 
     def analysed(samples: int, _: Precision) -> MicrobatchGraph:
         graph = graph_of(model, sizes, samples)
@@ -263,7 +271,8 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
             if options.measured
             else onnx_rooflines(graph, kinds)
         )
-        return MicrobatchGraph(graph, costs, _facts(graph, costs[0]))
+        ties = state_ties(graph, costs[0], state or {}, share)
+        return MicrobatchGraph(graph, costs, _facts(graph, costs[0], ties))
 
     whole = graph_of(model, sizes, sizes.batch)
     if sizes.fixed or sizes.requests:
@@ -272,11 +281,15 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
     return Planner(whole, options.cluster, options.measured, options.constraints, analysed)
 
 
-def _facts(graph: Graph, costs: Costs) -> CutFacts:
+_AUTO_SHARE = 0.5
+"""Of the work, where it is not said how many stages there are: there are two or more."""
+
+
+def _facts(graph: Graph, costs: Costs, further: Iterable[Tie]) -> CutFacts:
     """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
     effects = Effects()
     copied = constant_ops(graph)
-    tied = atoms(graph, effects, copied, quantised_units(graph, copied))
+    tied = atoms(graph, effects, copied, [*quantised_units(graph, copied), *further])
     return CutFacts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
 
 
