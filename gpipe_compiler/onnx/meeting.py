@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 from onnx import ModelProto, NodeProto, ValueInfoProto
+from onnxruntime import OrtValue
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.onnx.frontend.nodes import captured, title
@@ -23,7 +24,7 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.frontend.unfolded import Body, unfolded, without_functions
 from gpipe_compiler.onnx.runtime.arrays import array_of
 from gpipe_compiler.onnx.runtime.batches import Arrays
-from gpipe_compiler.onnx.runtime.stage import values_of
+from gpipe_compiler.onnx.runtime.stage import run_values
 
 Run: TypeAlias = Callable[[Arrays, Sequence[str]], list["np.ndarray | None"]]
 """Gives values of a call, by name; None for what is no tensor."""
@@ -35,6 +36,7 @@ _CHANGED = ((1, 3), (0, 2), (2, 3), (0, 1))
 
 _SHAPE_ALONE = frozenset(
     {"Shape", "Size", "EyeLike", "RandomNormalLike", "RandomUniformLike", "SequenceLength"}
+    | {"OptionalHasElement"}
 )
 """Operators that read nothing but the shape of what they are given."""
 
@@ -75,8 +77,7 @@ def _tried(
         return False
 
     def run(inputs: Arrays, names: Sequence[str]) -> list[np.ndarray | None]:
-        found = session.run_with_ort_values(list(names), values_of(session, inputs))
-        return [array_of(v) if v.has_value() and v.is_tensor() else None for v in found]
+        return [_array(value) for value in run_values(session, inputs, names)]
 
     drawn = [dataclasses.replace(sizes, data={})] if sizes.data else []
     for chosen in (*drawn, sizes):
@@ -88,6 +89,12 @@ def _tried(
             continue
         return True
     return False
+
+
+def _array(value: object) -> np.ndarray | None:
+    if isinstance(value, OrtValue):
+        return array_of(value) if value.has_value() and value.is_tensor() else None
+    return value if isinstance(value, np.ndarray) else None
 
 
 def _following(proto: ModelProto, samples: Collection[str], beside: int) -> Mapping[str, NodeProto]:

@@ -70,6 +70,7 @@ def compared(
     threads: int,
     cpus: frozenset[int],
     steps: int,
+    microbatches: int | None,
     custom_ops: tuple[Path, ...],
 ) -> Iterator[str]:
     """A line for each size of requests that the model takes, and one that says which is better.
@@ -87,7 +88,7 @@ def compared(
     for samples in _sizes(pipe):
         inputs = random_arrays(pipe.spec, samples)
         try:
-            mine = pipeline_speed(pipe, inputs, steps)
+            mine = pipeline_speed(pipe, inputs, steps, microbatches and min(microbatches, samples))
         except PipelineError as error:
             yield f"{samples:>9}  {error.problem}"
             continue

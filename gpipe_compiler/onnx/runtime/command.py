@@ -58,10 +58,7 @@ def main(spec: OnnxPipelineSpec, folder: Path, argv: Sequence[str] | None = None
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr, flush=True)
         _leave(INTERRUPTED)  # without waiting for what still runs
-    code = codes[0] if codes else 1
-    if code and rank_here() is not None:
-        _leave(code)  # torch aborts where a thread waits for a message when the process ends
-    return code
+    return codes[0] if codes else 1
 
 
 def _leave(code: int) -> NoReturn:
@@ -99,7 +96,10 @@ def _obey(spec: OnnxPipelineSpec, folder: Path, arguments: argparse.Namespace) -
         return int(arguments.work(pipe, folder, arguments))
     except (PipelineError, OSError) as error:
         print(printable_message(f"error: {error}"), file=sys.stderr)
-        return error.exit_code if isinstance(error, PipelineError) else 1
+        code = error.exit_code if isinstance(error, PipelineError) else 1
+        if pipe is not None and pipe.broken:
+            _leave(code)  # torch aborts where a thread waits for a message when the process ends
+        return code
     finally:
         if pipe is not None:
             pipe.close()
@@ -252,7 +252,8 @@ def _bench(pipe: OnnxPipeline, folder: Path, arguments: argparse.Namespace) -> i
     count = len(pipe.spec.stages)
     threads = sum(_for_all(arguments.threads, count))
     cpus = frozenset[int]().union(*arguments.cpus)
-    for line in compared(pipe, model, threads, cpus, arguments.steps, tuple(arguments.custom_ops)):
+    asked, libraries = arguments.microbatches, tuple(arguments.custom_ops)
+    for line in compared(pipe, model, threads, cpus, arguments.steps, asked, libraries):
         print(line, flush=True)
     return 0
 

@@ -140,6 +140,11 @@ class Flow:
         if self._sent.error is not None:
             raise self._sent.error
 
+    @property
+    def broken(self) -> bool:
+        """Whether another rank is gone."""
+        return self._sent.error is not None
+
     def finish(self, work: Callable[[], None]) -> None:
         """Does something in a thread of its own, in which no stage runs that it might wait for."""
         self._sent.finished.put(work)

@@ -108,6 +108,11 @@ class OnnxPipeline:
         """This process's number; 0 where there is but one."""
         return 0 if self._world is None else self._world.rank
 
+    @property
+    def broken(self) -> bool:
+        """Whether another rank is gone, so that no call can be answered any more."""
+        return self._flow is not None and self._flow.broken
+
     def serve(self) -> None:
         """Runs the stages of this rank until rank 0 closes its pipeline; for the other ranks.
 
@@ -127,6 +132,8 @@ class OnnxPipeline:
             return
         if self.rank == 0:
             flow.close()
+            if self._world is None and any(stage.profiled for stage in self.stages.values()):
+                flow.wait()  # until it is written
         if self._world is not None:
             with contextlib.suppress(PipelineError):  # whose calls have raised it
                 if self.rank == 0:

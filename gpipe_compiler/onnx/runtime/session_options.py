@@ -10,6 +10,7 @@ from pathlib import Path
 import onnxruntime
 
 from ...runtime.core.typed import path, shown, whole
+from ...runtime.errors import UsageError
 
 _MOST_THREADS = 1024
 
@@ -70,7 +71,14 @@ def _entry(text: str) -> Entry:
 
 
 def options_of(entries: Sequence[Entry], stages: int) -> list[Mapping[str, str]]:
-    """For each stage, what is said of it."""
+    """For each stage, what is said of it.
+
+    Raises:
+        UsageError: for a stage that there is not.
+    """
+    for stage, key, _ in entries:
+        if stage is not None and stage >= stages:
+            raise UsageError(f"{stage}:{key}: the pipeline has {stages} stages, from 0")
     return [
         {key: value for stage, key, value in entries if stage in (None, number)}
         for number in range(stages)
@@ -82,6 +90,8 @@ def configuring(
 ) -> Callable[[int, onnxruntime.SessionOptions], None]:
     """Sets what is said of the session of each stage."""
     said = options_of(entries, stages)
+    if profile is not None:
+        profile.mkdir(parents=True, exist_ok=True)
 
     def configure(stage: int, options: onnxruntime.SessionOptions) -> None:
         for key, value in said[stage].items():

@@ -14,11 +14,13 @@ class ArrayInput:
     """An array that the caller passes.
 
     Attributes:
-        dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`).
+        dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`);
+            `str` for strings.
         shape: as planned; None for the batch, where any size will do.
         batch_dim: the dimension that is split into micro-batches; None where all take the whole.
         free: further dimensions that may be of any size.
         integers: the first integer that random numbers may be, and the one after the last.
+        words: that random strings are taken from.
     """
 
     name: str
@@ -27,6 +29,7 @@ class ArrayInput:
     batch_dim: int | None = 0
     free: tuple[int, ...] = ()
     integers: tuple[int, int] = (0, 2)
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

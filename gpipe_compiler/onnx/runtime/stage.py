@@ -6,7 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ _SILENT = 4
 Values = dict[str, Any]
 """Values of one micro-batch, by name: those of ONNX Runtime; strings, sequences, maps and optionals
 as Python has them."""
+
+
+_SPINNING = "session.intra_op.allow_spinning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,15 @@ class SessionChoice:
             options.log_severity_level = _SILENT
         options.intra_op_num_threads = self.threads
         options.inter_op_num_threads = 1
-        # Threads do not wait in a loop for the next op: that is slow where stages share cores.
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         for library in self.custom_ops:
             options.register_custom_ops_library(str(library))
         if self.configure is not None:
             self.configure(options)
+        try:
+            options.get_session_config_entry(_SPINNING)
+        except RuntimeError:  # the user has not said
+            # Threads do not wait in a loop for the next op: slow where stages share cores.
+            options.add_session_config_entry(_SPINNING, "0")
         return options
 
     def session(self, file: Path) -> onnxruntime.InferenceSession:
@@ -162,9 +168,18 @@ class OnnxStage:
         """Of how many it holds state."""
         return len(self._held)
 
-    def working(self) -> AbstractContextManager[None]:
-        """To be entered by the thread that runs it."""
-        return pinned(self._choice.cpus)
+    @property
+    def profiled(self) -> bool:
+        """Whether ONNX Runtime writes down how long its nodes take."""
+        return bool(self._session.get_session_options().enable_profiling)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """To be entered by the thread that runs it, as long as it does."""
+        with pinned(self._choice.cpus):
+            yield
+        if self.profiled:
+            self._session.end_profiling()
 
     def forget(self, sessions: Iterable[int]) -> None:
         """Holds nothing of these sessions any more."""
@@ -275,10 +290,15 @@ class Whole:
             raise StageError(f"the whole model fails: {error}") from error
 
 
-def values_of(session: onnxruntime.InferenceSession, arrays: Mapping[str, np.ndarray]) -> Values:
-    """The inputs of a session, of the types that it takes."""
+def run_values(
+    session: onnxruntime.InferenceSession, arrays: Mapping[str, np.ndarray], names: Sequence[str]
+) -> list[Any]:
+    """Outputs of a session as ONNX Runtime has them; of one that takes strings as Python does."""
+    if any(array.dtype.kind in "OU" for array in arrays.values()):
+        return list(session.run(list(names), dict(arrays)))
     kinds = {source.name: name_of(source.type) for source in session.get_inputs()}
-    return {name: value_of(array, kinds.get(name, "")) for name, array in arrays.items()}
+    values = {name: value_of(array, kinds.get(name, "")) for name, array in arrays.items()}
+    return list(session.run_with_ort_values(list(names), values))
 
 
 def run_session(
@@ -288,7 +308,7 @@ def run_session(
     names = [output.name for output in session.get_outputs()]
     if not all(output.type.startswith("tensor(") for output in session.get_outputs()):
         return dict(zip(names, session.run(names, dict(arrays)), strict=True))
-    found = session.run_with_ort_values(names, values_of(session, arrays))
+    found = run_values(session, arrays, names)
     return {name: array_of(value) for name, value in zip(names, found, strict=True)}
 
 
