@@ -230,8 +230,8 @@ def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
         return error
     more = f" and {len(nodes) - _MOST} more" if len(nodes) > _MOST else ""
     return ModelError(
-        f"{error.problem}; what {', '.join(nodes[:_MOST])}{more} makes has no known shape, or is of 4 "
-        "bits, so it cannot be handed from stage to stage",
+        f"{error.problem}; what {', '.join(nodes[:_MOST])}{more} makes has no known shape, "
+        "or is of 4 bits, so it cannot be handed from stage to stage",
         hint=error.hint or "ask for fewer stages, or keep such nodes out of the model",
     )
 
