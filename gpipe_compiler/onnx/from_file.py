@@ -83,7 +83,7 @@ class OnnxStages:
             raise _explained(error, self.planner.graph) from error
         if made.microbatches > 1 and not self.sizes.requests:
             _check_rows(made.known_graph)
-            if self.options.validate and not self.sizes.fixed:
+            if _several(self.options, self.sizes) and self.options.validate:
                 size, seed = max(_LEAST, made.batch_size // 2 * 2), self.options.seed
                 _refuse_hidden(self.model, self.sizes, made.known_graph, size, seed)
                 if not _ranges(made.known_graph):
@@ -126,8 +126,7 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
     """
     if not sizes.batch_dims:
         return sizes.in_requests("none of its inputs has a batch")
-    asked = options.microbatches
-    if isinstance(asked, int) and asked > 1 and not sizes.fixed:
+    if _several(options, sizes):
         return sizes
     samples = sizes.batch if sizes.fixed else max(_LEAST, sizes.batch // 2 * 2)
     try:
@@ -141,6 +140,12 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
     except ModelError as error:
         return sizes.in_requests(error.problem)
     return sizes
+
+
+def _several(options: CompileOptions, sizes: InputSizes) -> bool:
+    """Whether the user asks for a number of micro-batches that the model does not give itself."""
+    asked = options.microbatches
+    return isinstance(asked, int) and asked > 1 and not sizes.fixed
 
 
 def _refuse_hidden(
