@@ -42,7 +42,7 @@ _SHAPE_ALONE = frozenset(
 """Operators that read nothing but the shape of what they are given."""
 
 _MEMORY = 3 << 27
-"""Bytes of the values of half a batch that are asked for at once; three batches of them are held."""
+"""Bytes that half a batch has of the values asked for at once; three batches are held."""
 
 
 def refuse_mixing(model: OnnxModel, sizes: InputSizes, *, seed: int) -> None:
