@@ -243,8 +243,9 @@ def _receive(link: Link, put: Callable[[Microbatch | None], None], sent: _Sent) 
             put(given)
             del given
     except BaseException as error:  # noqa: BLE001  # as above
-        sent.end(error)
-    put(None)
+        sent.end(error)  # and no None follows, which would say that all went well
+    else:
+        put(None)
 
 
 def last_uses(spec: OnnxPipelineSpec) -> Mapping[str, int]:
