@@ -173,7 +173,7 @@ class OnnxPipeline:
     async def acall(
         self, inputs: Mapping[str, np.ndarray], *, microbatches: int | None = None
     ) -> Outputs:
-        """The same in a program of asyncio: others run while the stages work, or have no room.
+        """What `submit` gives, in a program of asyncio, the rest of which runs meanwhile.
 
         Raises:
             UsageError, StageError: as for a call.
@@ -186,7 +186,9 @@ class OnnxPipeline:
     ) -> Future[Outputs]:
         """The same, later: waits only until the first stage has room for it.
 
-        Calls from several threads follow one another. The arrays are the caller's again at once.
+        It goes through the stages in one piece unless a number of micro-batches is given, or the
+        model takes batches of one size: what keeps the stages busy are other calls. Calls from
+        several threads follow one another. The arrays are the caller's again at once.
         What is raised later, `result()` raises; what `cancel()` ends is not run any further. What
         is to be done with a result may call the pipeline again, but not wait for a future of it.
 
@@ -194,6 +196,8 @@ class OnnxPipeline:
             UsageError: for inputs that do not fit.
         """
         own = {n: a.copy() if isinstance(a, np.ndarray) else a for n, a in inputs.items()}
+        if microbatches is None and not self.spec.fixed:
+            microbatches = 1
         given, flow = self._parts(own, microbatches), self._running()
         done, stopped = Future[Outputs](), threading.Event()
         done.add_done_callback(lambda it: stopped.set() if it.cancelled() else None)
