@@ -108,9 +108,8 @@ def other_type(graph: Graph, name: str) -> TypeProto | None:
         strings = any(item.name == name and item.dtype is None for item in graph.inputs)
         sizes = [None] * len(graph.values[name].shape)
         return helper.make_tensor_type_proto(TensorProto.STRING, sizes) if strings else None
-    assert isinstance(maker.call, FunctionCall)
-    assert isinstance(maker.call.function, OnnxNode)
-    return maker.call.function.types.get(name)
+    node = maker.call.function if isinstance(maker.call, FunctionCall) else None
+    return node.types.get(name) if isinstance(node, OnnxNode) else None
 
 
 _QUANTISED = (
