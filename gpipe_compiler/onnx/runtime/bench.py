@@ -15,7 +15,7 @@ import numpy as np
 from ...runtime.errors import PipelineError
 from .arrays import random_arrays
 from .pipeline import OnnxPipeline
-from .stage import Whole
+from .stage import Whole, pinned
 
 WARM_UP = 3
 
@@ -92,7 +92,8 @@ def compared(
         except PipelineError as error:
             yield f"{samples:>9}  {error.problem}"
             continue
-        seconds = _seconds(functools.partial(whole, inputs), steps)
+        with pinned(cpus):  # as this thread computes, too
+            seconds = _seconds(functools.partial(whole, inputs), steps)
         one = statistics.median(seconds)
         throughput = samples * steps / sum(seconds)
         yield (
