@@ -84,10 +84,8 @@ class OnnxStages:
         if made.microbatches > 1 and not self.sizes.requests:
             _check_rows(made.known_graph)
             if _several(self.options, self.sizes) and self.options.validate:
-                size, seed = max(_LEAST, made.batch_size // 2 * 2), self.options.seed
-                _refuse_hidden(self.model, self.sizes, made.known_graph, size, seed)
-                if not _ranges(made.known_graph):
-                    refuse_mixing(self.model, self.sizes, seed=seed)
+                samples = max(_LEAST, made.batch_size // 2 * 2)
+                _refuse_hidden(self.model, self.sizes, made.known_graph, samples, self.options.seed)
         return self._with_limit(made), frontier
 
     def _with_limit(self, plan: Plan) -> Plan:
@@ -136,7 +134,6 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
         if options.validate and not sizes.fixed:
             refuse_meeting(model, sizes, graph, samples // 2, (samples,), seed=options.seed)
             _refuse_hidden(model, sizes, graph, samples, options.seed)
-            refuse_mixing(model, sizes, seed=options.seed)
     except ModelError as error:
         return sizes.in_requests(error.problem)
     return sizes
@@ -151,20 +148,22 @@ def _several(options: CompileOptions, sizes: InputSizes) -> bool:
 def _refuse_hidden(
     model: OnnxModel, sizes: InputSizes, graph: Graph, samples: int, seed: int
 ) -> None:
-    """The same on random numbers where the user's were tried: alike samples hide that they meet.
+    """Makes sure that samples meet in no value, nor in outputs of random numbers.
+
+    The user's samples may be alike, which hides that they meet.
 
     Raises:
-        SamplesMeetError: where these show it. Other numbers than the user's may not run.
+        ModelError: where they do. Other numbers than the user's may not run.
     """
-    if not sizes.data:
-        return
-    random = dataclasses.replace(sizes, data={})
-    try:
-        refuse_meeting(model, random, graph, samples // 2, (samples,), seed=seed)
-    except SamplesMeetError:
-        raise
-    except ModelError:
-        return
+    if sizes.data:
+        random = dataclasses.replace(sizes, data={})
+        try:
+            refuse_meeting(model, random, graph, samples // 2, (samples,), seed=seed)
+        except ModelError as error:
+            if isinstance(error, SamplesMeetError):
+                raise
+    if not _ranges(graph):
+        refuse_mixing(model, sizes, seed=seed)
 
 
 _LEAST = 4
