@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -25,9 +25,10 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes, input_sizes
 from gpipe_compiler.onnx.meeting import refuse_mixing
 from gpipe_compiler.onnx.passes.cost import onnx_measured, onnx_rooflines
 from gpipe_compiler.onnx.passes.quantised import quantised_units
+from gpipe_compiler.onnx.passes.state import state_ties
 from gpipe_compiler.onnx.validate import SamplesMeetError, refuse_meeting, validate_onnx
 from gpipe_compiler.options import Auto, CompileOptions
-from gpipe_compiler.passes.atoms import atoms
+from gpipe_compiler.passes.atoms import Tie, atoms
 from gpipe_compiler.passes.cost import Costs
 from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.measure import on_kinds
@@ -71,7 +72,7 @@ class OnnxStages:
         options = dataclasses.replace(
             options, training=False, remedies=False, microbatches=_microbatches(options, sizes)
         )
-        planner = planner_of(model, sizes, options)
+        planner = planner_of(model, sizes, options, file.state)
         _check_state(planner.graph, file.state)
         return cls(options, model, sizes, planner, _batch_note(sizes), file.state)
 
@@ -82,11 +83,9 @@ class OnnxStages:
             raise _explained(error, self.planner.graph) from error
         if made.microbatches > 1 and not self.sizes.requests:
             _check_rows(made.known_graph)
-            if self.options.validate and not self.sizes.fixed:
-                size, seed = max(_LEAST, made.batch_size // 2 * 2), self.options.seed
-                _refuse_hidden(self.model, self.sizes, made.known_graph, size, seed)
-                if not _ranges(made.known_graph):
-                    refuse_mixing(self.model, self.sizes, seed=seed)
+            if _several(self.options, self.sizes) and self.options.validate:
+                samples = max(_LEAST, made.batch_size // 2 * 2)
+                _refuse_hidden(self.model, self.sizes, made.known_graph, samples, self.options.seed)
         return self._with_limit(made), frontier
 
     def _with_limit(self, plan: Plan) -> Plan:
@@ -125,8 +124,7 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
     """
     if not sizes.batch_dims:
         return sizes.in_requests("none of its inputs has a batch")
-    asked = options.microbatches
-    if isinstance(asked, int) and asked > 1 and not sizes.fixed:
+    if _several(options, sizes):
         return sizes
     samples = sizes.batch if sizes.fixed else max(_LEAST, sizes.batch // 2 * 2)
     try:
@@ -136,29 +134,36 @@ def _as_split(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> I
         if options.validate and not sizes.fixed:
             refuse_meeting(model, sizes, graph, samples // 2, (samples,), seed=options.seed)
             _refuse_hidden(model, sizes, graph, samples, options.seed)
-            refuse_mixing(model, sizes, seed=options.seed)
     except ModelError as error:
         return sizes.in_requests(error.problem)
     return sizes
 
 
+def _several(options: CompileOptions, sizes: InputSizes) -> bool:
+    """Whether the user asks for a number of micro-batches that the model does not give itself."""
+    asked = options.microbatches
+    return isinstance(asked, int) and asked > 1 and not sizes.fixed
+
+
 def _refuse_hidden(
     model: OnnxModel, sizes: InputSizes, graph: Graph, samples: int, seed: int
 ) -> None:
-    """The same on random numbers where the user's were tried: alike samples hide that they meet.
+    """Makes sure that samples meet in no value, nor in outputs of random numbers.
+
+    The user's samples may be alike, which hides that they meet.
 
     Raises:
-        SamplesMeetError: where these show it. Other numbers than the user's may not run.
+        ModelError: where they do. Other numbers than the user's may not run.
     """
-    if not sizes.data:
-        return
-    random = dataclasses.replace(sizes, data={})
-    try:
-        refuse_meeting(model, random, graph, samples // 2, (samples,), seed=seed)
-    except SamplesMeetError:
-        raise
-    except ModelError:
-        return
+    if sizes.data:
+        random = dataclasses.replace(sizes, data={})
+        try:
+            refuse_meeting(model, random, graph, samples // 2, (samples,), seed=seed)
+        except ModelError as error:
+            if isinstance(error, SamplesMeetError):
+                raise
+    if not _ranges(graph):
+        refuse_mixing(model, sizes, seed=seed)
 
 
 _LEAST = 4
@@ -229,8 +234,8 @@ def _explained(error: PlanError, graph: Graph) -> GPipeCompilerError:
         return error
     more = f" and {len(nodes) - _MOST} more" if len(nodes) > _MOST else ""
     return ModelError(
-        f"{error.problem}; what {', '.join(nodes[:_MOST])}{more} makes has no known shape, so it "
-        "cannot be handed from stage to stage",
+        f"{error.problem}; what {', '.join(nodes[:_MOST])}{more} makes has no known shape, "
+        "or is of 4 bits, so it cannot be handed from stage to stage",
         hint=error.hint or "ask for fewer stages, or keep such nodes out of the model",
     )
 
@@ -253,8 +258,15 @@ def _microbatches(options: CompileOptions, sizes: InputSizes) -> int | Auto | No
     return MICROBATCHES_PER_STAGE * (options.stages if isinstance(options.stages, int) else 1)
 
 
-def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> Planner:
+def planner_of(
+    model: OnnxModel,
+    sizes: InputSizes,
+    options: CompileOptions,
+    state: Mapping[str, str] | None = None,
+) -> Planner:
+    """What plans a model; a state stays in the stage that takes it, where one stage can."""
     kinds = options.cluster.kinds
+    share = 1 / options.stages if isinstance(options.stages, int) else _AUTO_SHARE
 
     def analysed(samples: int, _: Precision) -> MicrobatchGraph:
         graph = graph_of(model, sizes, samples)
@@ -263,7 +275,8 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
             if options.measured
             else onnx_rooflines(graph, kinds)
         )
-        return MicrobatchGraph(graph, costs, _facts(graph, costs[0]))
+        ties = state_ties(graph, costs[0], state or {}, share)
+        return MicrobatchGraph(graph, costs, _facts(graph, costs[0], ties))
 
     whole = graph_of(model, sizes, sizes.batch)
     if sizes.fixed or sizes.requests:
@@ -272,11 +285,15 @@ def planner_of(model: OnnxModel, sizes: InputSizes, options: CompileOptions) -> 
     return Planner(whole, options.cluster, options.measured, options.constraints, analysed)
 
 
-def _facts(graph: Graph, costs: Costs) -> CutFacts:
+_AUTO_SHARE = 0.5
+"""Of the work, where it is not said how many stages there are: there are two or more."""
+
+
+def _facts(graph: Graph, costs: Costs, further: Iterable[Tie]) -> CutFacts:
     """The facts of a graph whose ops write nothing in place and keep nothing for a backward."""
     effects = Effects()
     copied = constant_ops(graph)
-    tied = atoms(graph, effects, copied, quantised_units(graph, copied))
+    tied = atoms(graph, effects, copied, [*quantised_units(graph, copied), *further])
     return CutFacts(graph, costs, effects, copied, tied, SavedTensors(), {}, graph)
 
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 from onnx import ModelProto, NodeProto, ValueInfoProto
+from onnxruntime import OrtValue
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.onnx.frontend.nodes import captured, title
@@ -23,23 +24,25 @@ from gpipe_compiler.onnx.frontend.sizes import InputSizes
 from gpipe_compiler.onnx.frontend.unfolded import Body, unfolded, without_functions
 from gpipe_compiler.onnx.runtime.arrays import array_of
 from gpipe_compiler.onnx.runtime.batches import Arrays
-from gpipe_compiler.onnx.runtime.stage import values_of
+from gpipe_compiler.onnx.runtime.stage import run_values
 
 Run: TypeAlias = Callable[[Arrays, Sequence[str]], list["np.ndarray | None"]]
 """Gives values of a call, by name; None for what is no tensor."""
 
 _SAMPLES = 4
 
-_CHANGED = ((1, 3), (0, 2), (2, 3), (0, 1))
-"""Samples that are changed; the rows of the others are compared."""
+_MIXED = (((1, 3), (0, 2)), ((2, 3), (0, 1)))
+"""Samples of a second batch that are put into a first one, and those that are kept: any two samples
+are once of both batches. The rows of each are compared with those in its own batch."""
 
 _SHAPE_ALONE = frozenset(
     {"Shape", "Size", "EyeLike", "RandomNormalLike", "RandomUniformLike", "SequenceLength"}
+    | {"OptionalHasElement"}
 )
 """Operators that read nothing but the shape of what they are given."""
 
-_MEMORY = 1 << 29
-"""Bytes of values that are asked for at once."""
+_MEMORY = 3 << 27
+"""Bytes that half a batch has of the values asked for at once; three batches are held."""
 
 
 def refuse_mixing(model: OnnxModel, sizes: InputSizes, *, seed: int) -> None:
@@ -75,8 +78,7 @@ def _tried(
         return False
 
     def run(inputs: Arrays, names: Sequence[str]) -> list[np.ndarray | None]:
-        found = session.run_with_ort_values(list(names), values_of(session, inputs))
-        return [array_of(v) if v.has_value() and v.is_tensor() else None for v in found]
+        return [_array(value) for value in run_values(session, inputs, names)]
 
     drawn = [dataclasses.replace(sizes, data={})] if sizes.data else []
     for chosen in (*drawn, sizes):
@@ -88,6 +90,12 @@ def _tried(
             continue
         return True
     return False
+
+
+def _array(value: object) -> np.ndarray | None:
+    if isinstance(value, OrtValue):
+        return array_of(value) if value.has_value() and value.is_tensor() else None
+    return value if isinstance(value, np.ndarray) else None
 
 
 def _following(proto: ModelProto, samples: Collection[str], beside: int) -> Mapping[str, NodeProto]:
@@ -128,23 +136,25 @@ def _compare(run: Run, sizes: InputSizes, makers: Mapping[str, NodeProto], seed:
     few = run(sizes.arrays(_SAMPLES // 2, seed), names)
     one, other = sizes.arrays(_SAMPLES, seed), sizes.arrays(_SAMPLES, seed + 1)
     for part in _parts({n: a for n, a in zip(names, few, strict=True) if a is not None}):
-        known = run(one, list(part))
+        known, known_other = run(one, list(part)), run(other, list(part))
         dims = {}
         for (name, size), array in zip(part.items(), known, strict=True):
             dim = None if array is None else _rows_of(size, array.shape)
             if dim is None:
                 raise _meeting(makers[name])
             dims[name] = dim
-        for changed in _CHANGED:
+        for changed, kept in _MIXED:
             mixed = {
                 name: _mixed(array, other[name], sizes.batch_dims.get(name), changed)
                 for name, array in one.items()
             }
-            for name, first, second in zip(part, known, run(mixed, list(part)), strict=True):
-                if _same(first, second, dims[name], changed):
+            found = zip(part, known, known_other, run(mixed, list(part)), strict=True)
+            for name, first, last, both in found:
+                dim = dims[name]
+                if _same(first, both, dim, kept) and _same(last, both, dim, changed):
                     continue
                 (again,) = run(one, [name])  # or it is never twice the same
-                if _same(first, again, dims[name], ()):
+                if _same(first, again, dim, range(_SAMPLES)):
                     raise _meeting(makers[name])
 
 
@@ -190,16 +200,29 @@ def _mixed(
 
 
 def _same(
-    one: np.ndarray | None, other: np.ndarray | None, dim: int, changed: Sequence[int]
+    one: np.ndarray | None, other: np.ndarray | None, dim: int, samples: Sequence[int]
 ) -> bool:
-    """Whether the rows of unchanged samples are the same, wherever these lie in a dimension."""
+    """Whether the rows of some samples are the same, wherever these lie in a dimension."""
     if one is None or other is None or one.shape != other.shape:
         return False
-    kept = [sample for sample in range(_SAMPLES) if sample not in changed]
     rows = one.shape[dim] // _SAMPLES
     for outer in (n for n in range(1, rows + 1) if not rows % n):
         shape = (*one.shape[:dim], outer, _SAMPLES, rows // outer, *one.shape[dim + 1 :])
-        a, b = (array.reshape(shape).take(kept, axis=dim + 1) for array in (one, other))
-        if np.array_equal(a, b) if a.dtype == object else a.tobytes() == b.tobytes():
+        first, second = (np.moveaxis(array.reshape(shape), dim + 1, 0) for array in (one, other))
+        if all(_equal(first[sample], second[sample]) for sample in samples):
             return True
     return False
+
+
+def _equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """To the last bit."""
+    if one.dtype.kind == "O":
+        return np.array_equal(one, other)
+    if one.itemsize > _LARGEST_INTEGER:
+        return one.tobytes() == other.tobytes()
+    bits = f"u{one.itemsize}"
+    return np.array_equal(one.view(bits), other.view(bits))
+
+
+_LARGEST_INTEGER = 8
+"""Bytes of it in numpy."""

@@ -32,6 +32,9 @@ SWEPT = 2_000
 LABELS = 6_000
 """Unfinished down-sets that the sweep holds at a time."""
 
+SWEEP_WORK = 3_000_000
+"""Nodes times such down-sets: about ten seconds of a processor, of which a plan takes a minute."""
+
 
 @dataclass(eq=False)
 class Known:
@@ -122,7 +125,8 @@ class Ground:
             return family
         key = graph.members, graph.before, device_order.rates
         if key not in self.known.swept:
-            self.known.swept[key] = frontier(graph, device_order, self.most, labels=LABELS)
+            labels = min(LABELS, SWEEP_WORK // graph.size)
+            self.known.swept[key] = frontier(graph, device_order, self.most, labels=labels)
         return family.union(self.known.swept[key])
 
 

@@ -196,10 +196,7 @@ def nested() -> ModelProto:
 def with_output(element: str) -> ModelProto:
     """A chain with one more output, of another kind."""
     proto = onnx_models.chain(3)
-    if element == "string":
-        proto.graph.node.append(helper.make_node("Cast", ["r2"], ["odd"], to=TensorProto.STRING))
-        proto.graph.output.append(value("odd", TensorProto.STRING))
-    elif element == "sequence":
+    if element == "sequence":
         proto.graph.node.append(helper.make_node("SequenceConstruct", ["r1", "r2"], ["odd"]))
         proto.graph.output.append(helper.make_tensor_sequence_value_info("odd", FLOAT, None))
     elif element == "weight":
@@ -216,9 +213,7 @@ def with_output(element: str) -> ModelProto:
 def with_input(kind: str) -> ModelProto:
     """A chain with one more input, of another kind."""
     proto = onnx_models.chain(3)
-    if kind == "string":
-        proto.graph.input.append(value("odd", TensorProto.STRING, ["batch"]))
-    elif kind == "sequence":
+    if kind == "sequence":
         proto.graph.input.append(helper.make_tensor_sequence_value_info("odd", FLOAT, None))
     else:
         inner = helper.make_tensor_type_proto(FLOAT, None)

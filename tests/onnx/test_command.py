@@ -5,7 +5,9 @@ Numbers are compared with one session of ONNX Runtime on the whole model.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,6 +103,25 @@ def test_bench(package: Path) -> None:
     done = _run(package, "bench", "--steps", 3, "--microbatches", 2, "--threads", 2)
     assert done.returncode == 0, done.stderr
     assert "samples/s" in done.stdout
+    assert "one session of 4 threads" in done.stdout
+    for samples in (1, 2, 4, 8, 16, 32):
+        assert re.search(rf"^ +{samples}( +[\d.e+]+){{4}}$", done.stdout, re.MULTILINE)
+    assert re.search("answers .* times as quickly, and takes .* times as many", done.stdout)
+
+
+def test_options_of_sessions(package: Path, tmp_path: Path) -> None:
+    cpu = min(os.sched_getaffinity(0))
+    done = _run(
+        package, "infer", "--threads", "2,1", "--cpus", cpu, "--profile", tmp_path / "traces",
+        "--session-option", "1:session.intra_op.allow_spinning=1",
+        "--session-option", "session.use_device_allocator_for_initializers=1",
+        "--provider-option", "0:any=thing",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    traces = sorted((tmp_path / "traces").iterdir())
+    assert [trace.name[:7] for trace in traces] == ["stage_0", "stage_1"]
+    for trace in traces:
+        assert any(event["cat"] == "Node" for event in json.loads(trace.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -112,6 +133,11 @@ def test_bench(package: Path) -> None:
         (("--microbatches", "99"), "does not split into 99"),
         (("--input", "nowhere.npz"), "nowhere.npz cannot be read"),
         (("--compile",), "--compile is for stages of torch"),
+        (("--threads", "1,1,1"), "threads are given for 3 stages, but there are 2"),
+        (("--cpus", "0,65535"), "there are no processors 65535"),
+        (("--cpus", "3-1"), "'3-1' names no processors"),
+        (("--session-option", "key"), "'key' is no KEY=VALUE"),
+        (("--provider-option", "7:key=1"), "7:key: the pipeline has 2 stages"),
     ],
 )
 def test_wrong_usage(package: Path, words: tuple[str, ...], said: str) -> None:

@@ -18,7 +18,6 @@ import urllib.request
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -257,16 +256,15 @@ def test_options_of_each_stage(package: Path) -> None:
 
 
 def test_the_server_of_the_examples(package: Path) -> None:
-    """Eight clients at once; each gets what its own numbers give."""
+    """Eight clients at once; each gets what its own numbers give, or is told what is wrong."""
     spec = importlib.util.spec_from_file_location("serve_onnx", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None
     served = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(served)
     pipe = load_package(package).Pipeline()
-    served.Handler.batcher = served.Batcher(pipe)
     served.Handler.log_message = lambda *_: None
-    server = ThreadingHTTPServer(("localhost", 0), served.Handler)
+    server = served.Server(pipe, 0)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def ask(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -277,9 +275,15 @@ def test_the_server_of_the_examples(package: Path) -> None:
             return dict(np.load(io.BytesIO(answer.read())))
 
     try:
+        wrong = {"x": np.ones((1, 16), np.float32), "number": np.array([ROWS + 1])}
         with ThreadPoolExecutor(8) as clients:
-            for number, found in enumerate(clients.map(ask, map(_request, range(40)))):
-                _assert_same(package, _request(number), found)
+            answers = [clients.submit(ask, _request(number)) for number in range(40)]
+            refused = [clients.submit(ask, wrong) for _ in range(3)]
+            for number, answer in enumerate(answers):
+                _assert_same(package, _request(number), answer.result())
+            for answer in refused:
+                with pytest.raises(urllib.error.HTTPError, match="400"):
+                    answer.result()
         with pytest.raises(urllib.error.HTTPError, match="400"):
             ask({"x": np.zeros((1, 3), np.float32)})
     finally:

@@ -24,9 +24,9 @@ from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.ir import Graph, Input, Value
 from gpipe_compiler.onnx.codegen.exported import export_stages
 from gpipe_compiler.onnx.codegen.stages import stage_file, staged_file, write_staged, write_stages
-from gpipe_compiler.onnx.frontend.nodes import is_quantised
+from gpipe_compiler.onnx.frontend.nodes import is_quantised, other_type
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
-from gpipe_compiler.onnx.frontend.sizes import InputSizes
+from gpipe_compiler.onnx.frontend.sizes import InputSizes, array_name
 from gpipe_compiler.onnx.runtime.arrays import foreign
 from gpipe_compiler.onnx.runtime.check import Closeness
 from gpipe_compiler.onnx.runtime.spec import (
@@ -71,7 +71,8 @@ def write_onnx(
     progress("writing the stages")
     write_stages(plan, model, folder, free=any(sizes.free.values()))
     close = closeness(plan.known_graph, quantised=is_quantised(plan.known_graph))
-    _write_program(plan, folder, Traits(close, sizes.fixed, sizes.free, sizes.integers, state))
+    traits = Traits(close, sizes.fixed, sizes.free, sizes.integers, state, sizes.words)
+    _write_program(plan, folder, traits)
 
 
 def write_exported(plan: Plan, folder: Path, progress: Progress) -> None:
@@ -123,6 +124,7 @@ class Traits:
         free: the dimensions of each input that may be of any size, without the batch.
         integers: by input, those that random numbers may be, where that is known.
         state: inputs that a session holds between calls, each with the output that it becomes.
+        words: strings that the model knows.
     """
 
     close: Closeness
@@ -130,6 +132,7 @@ class Traits:
     free: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     integers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     state: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
 
 
 def closeness(graph: Graph, *, quantised: bool) -> Closeness:
@@ -196,12 +199,8 @@ def _input(source: Input, traits: Traits) -> ArrayInput:
     if source.batch_dim is not None and not traits.fixed:
         sizes[source.batch_dim] = None
     integers = traits.integers.get(source.name, (0, 2))
-    kind = _numpy(source.dtype)
-    return ArrayInput(source.name, kind, tuple(sizes), source.batch_dim, free, integers)
-
-
-def _numpy(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")
+    kind, words = array_name(source.dtype), traits.words if source.dtype is None else ()
+    return ArrayInput(source.name, kind, tuple(sizes), source.batch_dim, free, integers, words)
 
 
 def _output(value: Value, traits: Traits) -> ArrayOutput:
@@ -254,7 +253,12 @@ def _described(graph: Graph, value_name: str) -> str:
     if value.batch_dim is not None:
         times = value.shape[value.batch_dim] / graph.batch_size
         sizes[value.batch_dim] = "B" if times == 1 else f"{times:g}B"
-    return f"{code_span(value_name)}: {' x '.join(sizes) or 'a number'}, {_numpy(value.dtype)}"
+    other = other_type(graph, value_name)
+    kind = array_name(value.dtype) if other is None else _OTHERS[other.WhichOneof("value")]
+    return f"{code_span(value_name)}: {' x '.join(sizes) or 'a number'}, {kind}"
+
+
+_OTHERS = {"tensor_type": "strings", "sequence_type": "a list", "optional_type": "or None"}
 
 
 def _row(graph: Graph, stage: Stage) -> str:

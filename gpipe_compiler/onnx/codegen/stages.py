@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import onnx
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.codegen.weights import INLINE, save, take_in, weight_bytes, write_weights
-from gpipe_compiler.onnx.frontend.nodes import node_of, with_inner
+from gpipe_compiler.onnx.frontend.nodes import node_of, other_type, with_inner
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_of
 from gpipe_compiler.plan import Plan, Stage
@@ -95,12 +95,16 @@ def _declared(whole: ModelProto) -> Mapping[str, ValueInfoProto]:
 def boundary(graph: Graph, name: str, *, free: bool) -> ValueInfoProto:
     """The type of a value that crosses, for any number of samples."""
     value = graph.values[name]
-    element = TensorProto.STRING if value.dtype is None else element_of(value.dtype)
+    other = other_type(graph, name)
+    if other is not None:
+        return onnx.helper.make_value_info(name, other)
+    assert value.dtype is not None
+    element = element_of(value.dtype)
     shape: list[int | str | None] = [None if free else size for size in value.shape]
     if value.batch_dim is not None:
         whole = value.shape[value.batch_dim] == graph.batch_size
         shape[value.batch_dim] = BATCH if whole else None
-    elif not value.splittable or value.dtype is None:
+    elif not value.splittable:
         shape = [None] * len(shape)
     return onnx.helper.make_tensor_value_info(name, element, shape)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 import torch
-from onnx import NodeProto, TensorProto
+from onnx import NodeProto, TensorProto, TypeProto
 
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.ir import (
@@ -53,7 +53,7 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
     dense = ((tensor, tensor.dims) for tensor in proto.graph.initializer)
     sparse = ((held.values, held.dims) for held in proto.graph.sparse_initializer)
     states = {tensor.name: _state(tensor, dims) for tensor, dims in (*dense, *sparse)}
-    ops = _ops(proto.graph.node, states)
+    ops = _ops(proto.graph.node, states, {n: k.type for n, k in once.items() if k.type is not None})
     values = {}
     for name in (*sizes.shapes, *(value for op in ops for value in op.outputs)):
         if sizes.requests:
@@ -80,7 +80,7 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
         whole_batch=sizes.requests,
         values=values,
         example={
-            name: torch.empty(shape, dtype=sizes.dtypes[name], device="meta")
+            name: torch.empty(shape, dtype=sizes.dtypes[name] or _STANDS_IN, device="meta")
             for name, shape in shapes.items()
         },
     )
@@ -88,16 +88,19 @@ def graph_of(model: OnnxModel, sizes: InputSizes, samples: int) -> Graph:
     return check(graph, after="the ONNX frontend")
 
 
-def _ops(nodes: Iterable[NodeProto], states: Mapping[str, State]) -> tuple[Op, ...]:
+def _ops(
+    nodes: Iterable[NodeProto], states: Mapping[str, State], types: Mapping[str, TypeProto]
+) -> tuple[Op, ...]:
     taken: set[str] = set()
     ops = []
     for node in nodes:
         args = tuple(_argument(name, states) for name in (*node.input, *captured(node)))
         outputs = tuple(name or None for name in node.output)
+        own = {name: types[name] for name in node.output if name in types}
         ops.append(
             Op(
                 _fresh(node, taken),
-                FunctionCall(OnnxNode(node), args),
+                FunctionCall(OnnxNode(node, own), args),
                 outputs[0] if len(outputs) == 1 else outputs,
                 _source(node),
                 _module(node),
@@ -130,12 +133,18 @@ def _state(tensor: TensorProto, dims: Iterable[int]) -> State:
     return State(tensor.name, StateKind.PARAMETER, shape, dtype)
 
 
+_STANDS_IN = torch.uint8
+"""For the dtype of what torch has none for, as if each string were a byte; see `OnnxNode.types`."""
+
+
 def _whole(name: str, known: Described | None) -> Value:
     """A value of a whole call, of which any tensor crosses."""
+    if known is not None and known.other is not None:
+        return Value(name, ValueKind.TENSOR, (), _STANDS_IN)
     if known is None or not known.is_tensor:
         return Value(name, ValueKind.OTHER, (known and known.shape) or ())
     assert known.shape is not None
-    dtype = torch_dtype(known.element)
+    dtype = torch_dtype(known.element) or _STANDS_IN
     return Value(name, ValueKind.TENSOR, known.shape, dtype, splittable=not known.numeric)
 
 
@@ -144,9 +153,11 @@ def _value(
 ) -> Value:
     if once is None or not once.crosses or twice is None or not twice.crosses:
         return Value(name, ValueKind.OTHER)
+    if once.other is not None or twice.other is not None:
+        return Value(name, ValueKind.TENSOR, (), _STANDS_IN)
     assert once.shape is not None
     assert twice.shape is not None
-    shape, dtype = once.shape, torch_dtype(once.element)
+    shape, dtype = once.shape, torch_dtype(once.element) or _STANDS_IN
     if fixed:
         batch_dim = 0 if shape and shape[0] == samples else None
         return Value(name, ValueKind.TENSOR, shape, dtype, batch_dim)
@@ -177,11 +188,11 @@ def _check_outputs(model: OnnxModel, graph: Graph, known: Mapping[str, Described
         element = known[result.name].element if result.name in known else 0
         if kind != "tensor":
             problem = f"is no tensor ({kind})"
-        elif element and torch_dtype(element) is None:
+        elif element not in (0, TensorProto.STRING) and torch_dtype(element) is None:
             problem = f"holds {element_name(element)}"
         else:
             continue
-        if graph.whole_batch and (kind != "tensor" or element == TensorProto.STRING):
+        if graph.whole_batch and kind != "tensor":
             others.add(result.name)
             continue
         raise ModelError(

@@ -1,14 +1,15 @@
-"""Which integers the inputs of an ONNX model may hold: positions in a table, bytes, rates."""
+"""What the inputs of an ONNX model may hold: positions in a table, bytes, rates; words."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from gpipe_compiler.onnx.frontend.nodes import subgraphs
+from gpipe_compiler.onnx.frontend.nodes import subgraphs, with_inner
 
 Range: TypeAlias = tuple[int, int]
 """The first integer, and the one after the last."""
@@ -46,6 +47,25 @@ def integer_ranges(model: ModelProto) -> Mapping[str, Range]:
         elif (kind := source.type.tensor_type.elem_type) in _BYTES:
             found[source.name] = _BYTES[kind]
     return found
+
+
+_OF_STRINGS = ("StringNormalizer", "TfIdfVectorizer")
+
+_WORDS = 64
+"""That are kept of those that a model knows."""
+
+
+def known_words(model: ModelProto) -> tuple[str, ...]:
+    """Strings that a model compares with or looks up, so that inputs of them tell samples apart."""
+    found: dict[bytes, None] = {}
+    for tensor in _weights(model.graph):
+        found.update(dict.fromkeys(tensor.string_data))
+    for node in with_inner(model.graph.node):
+        for attribute in node.attribute:
+            if node.domain == "ai.onnx.ml" or node.op_type in _OF_STRINGS:
+                found.update(dict.fromkeys(attribute.strings))
+    words = (word.decode(errors="ignore") for word in found)
+    return tuple(itertools.islice((word for word in words if word.isprintable()), _WORDS))
 
 
 def _weights(graph: GraphProto) -> Iterator[TensorProto]:

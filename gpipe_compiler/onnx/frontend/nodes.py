@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
-from onnx import AttributeProto, GraphProto, NodeProto
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, TypeProto, helper
 
 from gpipe_compiler.ir import FunctionCall, Graph, Op, ValueKind
 
@@ -18,9 +18,13 @@ class OnnxNode:
 
     The arguments of the call are the node's inputs in order, None where one is left out, and after
     them what its subgraphs read of the graph around them.
+
+    Attributes:
+        types: those of its outputs for which torch has no dtype: strings, sequences, optionals.
     """
 
     proto: NodeProto
+    types: Mapping[str, TypeProto] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -95,6 +99,17 @@ def node_of(op: Op) -> NodeProto:
     assert isinstance(op.call.function, OnnxNode)
     proto: NodeProto = op.call.function.proto
     return proto
+
+
+def other_type(graph: Graph, name: str) -> TypeProto | None:
+    """The type of a value that is of no dtype of torch; None for any other."""
+    maker = graph.producer.get(name)
+    if maker is None:
+        strings = any(item.name == name and item.dtype is None for item in graph.inputs)
+        sizes = [None] * len(graph.values[name].shape)
+        return helper.make_tensor_type_proto(TensorProto.STRING, sizes) if strings else None
+    node = maker.call.function if isinstance(maker.call, FunctionCall) else None
+    return node.types.get(name) if isinstance(node, OnnxNode) else None
 
 
 _QUANTISED = (

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, TypeProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, TensorProto, TypeProto, ValueInfoProto
 from onnxruntime import OrtValue
 
 from gpipe_compiler.onnx.frontend.number_shapes import number_shapes
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, session_of, without_weights
 from gpipe_compiler.onnx.frontend.types import torch_dtype
-from gpipe_compiler.onnx.runtime.stage import values_of
+from gpipe_compiler.onnx.runtime.stage import run_values
 
 _SMALL = 1024
 """Elements up to which a weight may hold a shape, so that its numbers are looked at."""
@@ -32,21 +32,31 @@ class Described:
         element: the type of its elements (`TensorProto.DataType`); 0 for anything but tensors.
         shape: None where it is not known.
         numeric: whether the shape may be another for inputs of the same shapes.
+        other: the type of a sequence or an optional of tensors.
     """
 
     element: int
     shape: tuple[int, ...] | None
     numeric: bool = False
+    other: TypeProto | None = None
 
     @property
     def is_tensor(self) -> bool:
         """Whether it is one that arrays can hold, of a shape that was seen."""
-        return self.shape is not None and torch_dtype(self.element) is not None
+        held = self.element == TensorProto.STRING or torch_dtype(self.element) is not None
+        return self.shape is not None and held
 
     @property
     def crosses(self) -> bool:
         """Whether micro-batches of the value can be handed from one stage to another."""
-        return self.is_tensor and not self.numeric
+        return self.other is not None or (self.is_tensor and not self.numeric)
+
+    @property
+    def type(self) -> TypeProto | None:
+        """Its type where torch has no dtype for it; None for any other."""
+        if self.element != TensorProto.STRING or self.shape is None:
+            return self.other
+        return onnx.helper.make_tensor_type_proto(TensorProto.STRING, [None] * len(self.shape))
 
 
 def describe(model: OnnxModel, inputs: Mapping[str, np.ndarray]) -> Mapping[str, Described]:
@@ -74,8 +84,9 @@ def _inferred(light: ModelProto) -> dict[str, Described]:
 
 
 def _unknown(light: ModelProto, found: Mapping[str, Described]) -> frozenset[str]:
-    made = (name for node in light.graph.node for name in node.output if name)
-    return frozenset(name for name in made if name not in found or found[name].shape is None)
+    nothing = Described(0, None)
+    made = {n: found.get(n, nothing) for node in light.graph.node for n in node.output if n}
+    return frozenset(n for n, known in made.items() if known.shape is None and known.other is None)
 
 
 def _further(
@@ -100,15 +111,16 @@ def _recorded(
     del asked.graph.output[:]
     asked.graph.output.extend(ValueInfoProto(name=name) for name in sorted(names))
     try:
-        session = session_of(model, asked)
-        found = session.run_with_ort_values(sorted(names), values_of(session, inputs))
+        found = run_values(session_of(model, asked), inputs, sorted(names))
     except Exception:  # noqa: BLE001  # onnxruntime's errors have no common class; reported elsewhere
         return
     yield from zip(sorted(names), map(_seen, found), strict=True)
 
 
-def _seen(value: OrtValue | None) -> Described:
-    if value is None or not value.has_value() or not value.is_tensor():
+def _seen(value: object) -> Described:
+    if isinstance(value, np.ndarray):  # of strings, where there are some
+        return Described(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+    if not isinstance(value, OrtValue) or not value.has_value() or not value.is_tensor():
         return Described(0, None)
     return Described(value.element_type(), tuple(value.shape()))
 
@@ -142,7 +154,9 @@ def _described(graph: GraphProto) -> Iterator[tuple[str, Described]]:
 
 def _of(kind: TypeProto) -> Described:
     if not kind.HasField("tensor_type"):
-        return Described(0, None)
+        held = kind.optional_type if kind.HasField("optional_type") else kind.sequence_type
+        tensors = held.elem_type.HasField("tensor_type")
+        return Described(0, None, other=kind if tensors else None)
     tensor = kind.tensor_type
     if not tensor.HasField("shape"):
         return Described(tensor.elem_type, None)

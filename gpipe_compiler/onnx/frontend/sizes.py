@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from onnx import ValueInfoProto
+from onnx import TensorProto, ValueInfoProto
 
 from gpipe_compiler.errors import ModelError, UsageError
 from gpipe_compiler.onnx.frontend.batch import NAMELESS, Dims, batch_dims, names_batch
-from gpipe_compiler.onnx.frontend.integer_inputs import PLAIN, Range, integer_ranges
+from gpipe_compiler.onnx.frontend.integer_inputs import PLAIN, Range, integer_ranges, known_words
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_name, torch_dtype
-from gpipe_compiler.onnx.runtime.arrays import array_dtype, arrays_of, random_array
+from gpipe_compiler.onnx.runtime.arrays import STRINGS, array_dtype, arrays_of, random_array
 from gpipe_compiler.runtime.errors import UsageError as RuntimeUsageError
 
 DEFAULT_BATCH = 8
@@ -45,8 +45,9 @@ class InputSizes:
         batch_dims: by name, the dimension that is the batch; without inputs that all samples share.
         free: by name, the dimensions that may be of another size in every call, without the batch.
         fixed: whether the model takes batches of no other size, into which a mini-batch is split.
-        dtypes: by name.
+        dtypes: by name; None for strings.
         integers: by name, the integers that an input may hold, where that is known.
+        words: strings that the model knows.
         data: by name, the numbers that the user gives for `batch` samples.
         requests: why a batch cannot be split, so that a micro-batch is a whole call of the model;
             "" where it can.
@@ -57,8 +58,9 @@ class InputSizes:
     batch_dims: Mapping[str, int]
     free: Mapping[str, tuple[int, ...]]
     fixed: bool
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, torch.dtype | None]
     integers: Mapping[str, Range] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
     data: Mapping[str, np.ndarray] = field(default_factory=dict)
     requests: str = ""
 
@@ -87,9 +89,10 @@ class InputSizes:
         generator = np.random.default_rng(seed % 2**63)
         found = {}
         for name, shape in self.at(samples).items():
-            kind = str(self.dtypes[name]).removeprefix("torch.")
+            kind = array_name(self.dtypes[name])
             if name not in self.data:
-                found[name] = random_array(generator, shape, kind, self.integers.get(name, PLAIN))
+                integers = self.integers.get(name, PLAIN)
+                found[name] = random_array(generator, shape, kind, integers, self.words)
             elif name in self.batch_dims:
                 places = np.arange(seed, seed + samples) % self.batch
                 found[name] = np.take(self.data[name], places, axis=self.batch_dims[name])
@@ -145,12 +148,13 @@ def input_sizes(
         fixed is not None,
         dtypes,
         integer_ranges(model.proto),
+        known_words(model.proto) if None in dtypes.values() else (),
         data,
     )
 
 
 def _data(
-    model: OnnxModel, dtypes: Mapping[str, torch.dtype], files: Sequence[str]
+    model: OnnxModel, dtypes: Mapping[str, torch.dtype | None], files: Sequence[str]
 ) -> dict[str, np.ndarray]:
     """The arrays in the files that the user gives.
 
@@ -169,8 +173,10 @@ def _data(
                 f"--input gives {name}, which is no input of {model.path.name}",
                 hint=f"its inputs are {', '.join(dtypes)}",
             )
-        wanted = array_dtype(str(dtypes[name]).removeprefix("torch."))
-        if array.dtype != wanted:
+        wanted = array_dtype(array_name(dtypes[name]))
+        if array.dtype.kind == "U" and wanted.kind == "O":
+            found[name] = array.astype(object)
+        elif array.dtype != wanted:
             raise UsageError(f"--input gives {name} as {array.dtype}, but it is {wanted}")
     return found
 
@@ -202,10 +208,15 @@ def _sources(model: OnnxModel) -> dict[str, ValueInfoProto]:
     return sources
 
 
-def _dtype(model: OnnxModel, source: ValueInfoProto) -> torch.dtype:
+def array_name(dtype: torch.dtype | None) -> str:
+    """The name that the runtime has for a type; None is that of strings."""
+    return STRINGS if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _dtype(model: OnnxModel, source: ValueInfoProto) -> torch.dtype | None:
     element = source.type.tensor_type.elem_type
     dtype = torch_dtype(element)
-    if dtype is None:
+    if dtype is None and element != TensorProto.STRING:
         raise ModelError(
             f"the input {source.name} of {model.path} holds {element_name(element)}, which cannot "
             "be split into micro-batches",

@@ -34,6 +34,10 @@ _NAME = {f"tensor({name.replace('_', '')})": name for name in _FOREIGN}
 """By ONNX Runtime's name of the type."""
 
 
+STRINGS = "str"
+"""The name of the type of strings: arrays of them are of objects, or of numpy's own strings."""
+
+
 def foreign(name: str) -> bool:
     """Whether numpy does not have the type of this name."""
     return name in _FOREIGN
@@ -41,6 +45,8 @@ def foreign(name: str) -> bool:
 
 def array_dtype(name: str) -> np.dtype:
     """The type of the arrays that stand for a type of ONNX, by its name in `Input.dtype`."""
+    if name == STRINGS:
+        return np.dtype(object)
     return np.dtype(_FOREIGN[name][1] if foreign(name) else name)
 
 
@@ -61,12 +67,14 @@ def numbers(array: np.ndarray, dtype: str) -> np.ndarray:
     return (array.astype(np.uint32) << 16).view(np.float32)
 
 
-def value_of(array: np.ndarray, dtype: str = "") -> OrtValue:
-    """A value that looks into an array.
+def value_of(array: np.ndarray, dtype: str = "") -> Any:
+    """A value that looks into an array; strings as they are, as there are no values of them.
 
     Args:
         dtype: the name of its type, where the array's integers stand for one of another.
     """
+    if array.dtype.kind in "OU":
+        return array.astype(object)
     if dtype not in _FOREIGN:
         return OrtValue.ortvalue_from_numpy(array)
     return OrtValue.ortvalue_from_numpy_with_onnx_type(array, _FOREIGN[dtype][0])
@@ -167,7 +175,9 @@ def random_arrays(spec: OnnxPipelineSpec, samples: int, seed: int = 0) -> dict[s
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if 8 * math.prod(shape) > memory:  # they are drawn in 64 bits
             raise UsageError(f"a batch of {samples:,} samples is larger than this machine's memory")
-        arrays[known.name] = random_array(generator, shape, known.dtype, known.integers)
+        arrays[known.name] = random_array(
+            generator, shape, known.dtype, known.integers, known.words
+        )
     return arrays
 
 
@@ -176,9 +186,12 @@ def random_array(
     shape: Sequence[int],
     kind: str,
     integers: tuple[int, int] = (0, 2),
+    words: Sequence[str] = (),
 ) -> np.ndarray:
-    """Normal numbers, integers between two, and booleans; other types as `array_dtype` says."""
+    """Normal numbers, integers between two, booleans, words; other types as `array_dtype` says."""
     dtype = array_dtype(kind)
+    if kind == STRINGS:
+        return np.array([*words, "word"], object)[generator.integers(0, len(words) + 1, shape)]
     if kind == "bfloat16":
         drawn = generator.standard_normal(shape).astype(np.float32)
         return (drawn.view(np.uint32) >> 16).astype(dtype)

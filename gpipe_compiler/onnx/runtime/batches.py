@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 import numpy as np
 
 from ...runtime.errors import UsageError
-from .arrays import array_dtype, value_of
+from .arrays import STRINGS, array_dtype, value_of
 from .spec import ArrayInput, OnnxPipelineSpec
 from .stage import Values
 
@@ -57,7 +57,8 @@ def _fault(known: ArrayInput, array: np.ndarray) -> str:
     )
     if not fits:
         return f"the input {known.name} is {'x'.join(map(str, array.shape))}, not {'x'.join(sizes)}"
-    if array.dtype != array_dtype(known.dtype):
+    strings = known.dtype == STRINGS and array.dtype.kind == "U"
+    if not strings and array.dtype != array_dtype(known.dtype):
         return f"the input {known.name} is {array.dtype}, not {array_dtype(known.dtype)}"
     if known.batch_dim is not None and not array.shape[known.batch_dim]:
         return f"the input {known.name} is an empty batch"

@@ -7,29 +7,29 @@ import dataclasses
 import io
 import json
 import os
-import statistics
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from ...runtime.core.typed import Version, microbatches, natural, path, positive, whole
+from ...runtime.core.typed import Version, microbatches, natural, path, positive
 from ...runtime.errors import PipelineError, UsageError
 from ...runtime.wording import printable, printable_lines, printable_message
 from .arrays import arrays_of, leaves, random_arrays, write_arrays
+from .bench import compared, pipeline_speed, spread
 from .check import Closeness, compare, format_rows
 from .distributed import rank_here
 from .pipeline import OnnxPipeline
+from .session_options import add_session_options, configuring, options_of
 from .spec import OnnxPipelineSpec
 from .stage import Whole
 
 FAILED_CHECK = 3
 INTERRUPTED = 130
 _LOOK_S = 0.1
-WARM_UP = 3
 
 
 def main(spec: OnnxPipelineSpec, folder: Path, argv: Sequence[str] | None = None) -> int:
@@ -57,9 +57,15 @@ def main(spec: OnnxPipelineSpec, folder: Path, argv: Sequence[str] | None = None
             worker.join(_LOOK_S)  # a signal that another thread takes does not end the wait
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(INTERRUPTED)  # without waiting for what still runs
+        _leave(INTERRUPTED)  # without waiting for what still runs
     return codes[0] if codes else 1
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process at once, with the threads in it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _obey(spec: OnnxPipelineSpec, folder: Path, arguments: argparse.Namespace) -> int:
@@ -71,17 +77,29 @@ def _obey(spec: OnnxPipelineSpec, folder: Path, arguments: argparse.Namespace) -
                 "--compile is for stages of torch: ONNX Runtime fuses the ops of its own by itself",
                 hint="leave it out",
             )
+        count = len(spec.stages)
+        if arguments.work is _bench and not arguments.cpus and rank_here() is None:
+            arguments.cpus = spread(count)
         pipe = OnnxPipeline(
             spec,
             folder,
             devices=arguments.devices,
             threads=arguments.threads,
+            cpus=arguments.cpus,
+            provider_options=options_of(arguments.provider_option, count),
             custom_ops=arguments.custom_ops,
+            configure=configuring(arguments.session_option, arguments.profile, count),
         )
+        if pipe.rank:
+            pipe.serve()
+            return 0
         return int(arguments.work(pipe, folder, arguments))
     except (PipelineError, OSError) as error:
         print(printable_message(f"error: {error}"), file=sys.stderr)
-        return error.exit_code if isinstance(error, PipelineError) else 1
+        code = error.exit_code if isinstance(error, PipelineError) else 1
+        if pipe is not None and pipe.broken:
+            _leave(code)  # torch aborts where a thread waits for a message when the process ends
+        return code
     finally:
         if pipe is not None:
             pipe.close()
@@ -110,6 +128,12 @@ def parser_for(spec: OnnxPipelineSpec) -> argparse.ArgumentParser:
     check.set_defaults(work=_check)
     bench = commands.add_parser("bench", help="time it")
     bench.add_argument("--steps", type=positive, default=10, metavar="N")
+    bench.add_argument(
+        "--against",
+        type=path,
+        metavar="FILE",
+        help="the whole model, in one session",
+    )
     bench.set_defaults(work=_bench)
     for command in (infer, check, bench):
         _add_common(command, spec)
@@ -122,9 +146,7 @@ def _add_common(command: argparse.ArgumentParser, spec: OnnxPipelineSpec) -> Non
     command.add_argument(
         "--devices", metavar="D", help=f"such as cpu,cuda:0; one for all (default {planned})"
     )
-    command.add_argument(
-        "--threads", type=whole(1, 1024), default=1, metavar="N", help="of each stage (default 1)"
-    )
+    add_session_options(command)
     command.add_argument(
         "--microbatches", type=microbatches, metavar="M", help="that a batch is split into"
     )
@@ -153,12 +175,9 @@ def _inputs(pipe: OnnxPipeline, arguments: argparse.Namespace) -> dict[str, np.n
     return random_arrays(pipe.spec, arguments.batch_size, arguments.seed)
 
 
-def _refuse_unwritable(pipe: OnnxPipeline, file: Path | None) -> None:
-    """Raises UsageError for a file that could not be written, before anything is computed.
-
-    Of several processes the first writes; the others may be on hosts without such a folder.
-    """
-    if file is None or pipe.rank:
+def _refuse_unwritable(file: Path | None) -> None:
+    """Raises UsageError for a file that could not be written, before anything is computed."""
+    if file is None:
         return
     if file.is_dir():
         raise UsageError(f"{file} is a directory")
@@ -168,12 +187,10 @@ def _refuse_unwritable(pipe: OnnxPipeline, file: Path | None) -> None:
 
 def _infer(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
     output = arguments.output
-    _refuse_unwritable(pipe, output)
+    _refuse_unwritable(output)
     if output is not None and output.suffix == ".npy" and len(pipe.spec.outputs) != 1:
         raise UsageError(f"{output}: there are {len(pipe.spec.outputs)} outputs: name an .npz")
     outputs = pipe(_inputs(pipe, arguments), microbatches=arguments.microbatches)
-    if pipe.rank:
-        return 0
     for name, array in leaves(outputs).items():
         print(f"{printable(name)}: {'x'.join(map(str, array.shape)) or 'scalar'} {array.dtype}")
     if output is not None:
@@ -183,19 +200,17 @@ def _infer(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
 
 
 def _check(pipe: OnnxPipeline, folder: Path, arguments: argparse.Namespace) -> int:
-    _refuse_unwritable(pipe, arguments.report)
+    _refuse_unwritable(arguments.report)
     spec = pipe.spec
     inputs = _inputs(pipe, arguments)
     found = pipe(inputs, microbatches=arguments.microbatches)
-    if pipe.rank:
-        return 0
     reference = arguments.reference or next(iter(folder.glob("*.staged.onnx")), None)
     expected = _expected(spec, reference, arguments, inputs)
     kinds = {output.name: output.dtype for output in spec.outputs if output.dtype}
     close = Closeness(spec.tolerance, spec.quantised, kinds)
     rows = compare(expected, found, close)
     if reference is not None and reference.suffix == ".onnx" and any(row.fault for row in rows):
-        plain = Whole(reference, arguments.threads, arguments.custom_ops, optimised=False)
+        plain = Whole(reference, max(arguments.threads), arguments.custom_ops, optimised=False)
         rows = compare(expected, found, close.with_rounding(expected, plain(inputs)))
     print(printable_lines(format_rows(rows)))
     if arguments.report is not None:
@@ -215,39 +230,33 @@ def _expected(
     if reference.suffix == ".onnx":
         if not reference.is_file():
             raise UsageError(f"there is no file {reference}")
-        return Whole(reference, arguments.threads, arguments.custom_ops)(inputs)
+        return Whole(reference, max(arguments.threads), arguments.custom_ops)(inputs)
     expected = arrays_of([output.name for output in spec.outputs], reference)
     if not expected:
         raise UsageError(f"{reference} holds no outputs to compare with")
     return expected
 
 
-def _bench(pipe: OnnxPipeline, _: Path, arguments: argparse.Namespace) -> int:
+def _bench(pipe: OnnxPipeline, folder: Path, arguments: argparse.Namespace) -> int:
     inputs = _inputs(pipe, arguments)
-    seconds = []
-    for _step in range(WARM_UP + arguments.steps):
-        start = time.perf_counter()
-        pipe(inputs, microbatches=arguments.microbatches)
-        seconds.append(time.perf_counter() - start)
-    if pipe.rank:
-        return 0
-    measured = seconds[WARM_UP:]
-    streamed = _streamed(pipe, inputs, arguments) if rank_here() is None else ""
-    median = statistics.median(measured)
+    speed = pipeline_speed(pipe, inputs, arguments.steps, arguments.microbatches)
     samples = pipe.samples(inputs)
     print(
-        f"inference: median {median * 1e3:.3g} ms of {len(measured)}, fastest "
-        f"{min(measured) * 1e3:.3g} ms, {samples / median:.1f} samples/s{streamed}"
+        f"inference: median {speed.latency_s * 1e3:.3g} ms of {arguments.steps}, fastest "
+        f"{speed.fastest_s * 1e3:.3g} ms, {samples / speed.latency_s:.1f} samples/s; streamed: "
+        f"{speed.throughput:.4g} samples/s"
     )
+    model = arguments.against or next(iter(folder.glob("*.staged.onnx")), None)
+    if model is None or rank_here() is not None or any(d.kind != "cpu" for d in pipe.devices):
+        return 0  # one session has as many threads only where all stages share one processor
+    count = len(pipe.spec.stages)
+    threads = sum(_for_all(arguments.threads, count))
+    cpus = frozenset[int]().union(*arguments.cpus)
+    asked, libraries = arguments.microbatches, tuple(arguments.custom_ops)
+    for line in compared(pipe, model, threads, cpus, arguments.steps, asked, libraries):
+        print(line, flush=True)
     return 0
 
 
-def _streamed(
-    pipe: OnnxPipeline, inputs: dict[str, np.ndarray], arguments: argparse.Namespace
-) -> str:
-    """How many calls a second there are where one follows another through the stages."""
-    start = time.perf_counter()
-    requests = (inputs for _ in range(arguments.steps))
-    for _outputs in pipe.stream(requests, microbatches=arguments.microbatches):
-        pass
-    return f"; streamed: {arguments.steps / (time.perf_counter() - start):.3g} calls/s"
+def _for_all(threads: Sequence[int], stages: int) -> Sequence[int]:
+    return threads if len(threads) == stages else list(threads) * stages

@@ -60,12 +60,12 @@ class DeviceChoice:
         """ONNX Runtime's name of what runs there."""
         return _PROVIDERS[self.kind]
 
-    @property
-    def providers(self) -> list[str | tuple[str, dict[str, str]]]:
+    def providers(self, options: Mapping[str, str]) -> list[str | tuple[str, dict[str, str]]]:
         """What a session is made with; the processor runs what the device cannot."""
         if self.kind == "cpu":
-            return [self.provider]
-        return [(self.provider, {"device_id": str(self.number)}), _PROVIDERS["cpu"]]
+            return [(self.provider, dict(options))]
+        own = {"device_id": str(self.number), **options}
+        return [(self.provider, own), _PROVIDERS["cpu"]]
 
     @property
     def memory(self) -> tuple[str, int]:

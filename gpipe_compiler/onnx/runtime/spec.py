@@ -14,11 +14,13 @@ class ArrayInput:
     """An array that the caller passes.
 
     Attributes:
-        dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`).
+        dtype: numpy's name of its type (`bfloat16` is none of numpy's: it comes as `uint16`);
+            `str` for strings.
         shape: as planned; None for the batch, where any size will do.
         batch_dim: the dimension that is split into micro-batches; None where all take the whole.
         free: further dimensions that may be of any size.
         integers: the first integer that random numbers may be, and the one after the last.
+        words: that random strings are taken from.
     """
 
     name: str
@@ -27,6 +29,7 @@ class ArrayInput:
     batch_dim: int | None = 0
     free: tuple[int, ...] = ()
     integers: tuple[int, int] = (0, 2)
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +99,17 @@ class OnnxPipelineSpec:
     state: tuple[tuple[str, str], ...] = ()
 
     @cached_property
-    def crossings(self) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-        """By boundary value, the stage that makes it and the later ones that take it."""
-        made = {name: number for number, stage in enumerate(self.stages) for name in stage.outputs}
-        users: dict[str, list[int]] = {name: [] for name in made}
-        for number, stage in enumerate(self.stages):
-            for name in users.keys() & set(stage.inputs):
-                users[name].append(number)
-        return {name: (made[name], tuple(targets)) for name, targets in users.items() if targets}
+    def held_states(self) -> Mapping[str, int]:
+        """By state that a single stage takes, and makes the next one of, that stage."""
+        found = {}
+        for past, present in self.state:
+            takers = [n for n, stage in enumerate(self.stages) if past in stage.inputs]
+            if len(takers) == 1 and present in self.stages[takers[0]].outputs:
+                found[past] = takers[0]
+        return found
+
+    def state_of(self, stage: int) -> Mapping[str, str]:
+        """The states that a stage holds, each with the output that it becomes."""
+        return {
+            past: present for past, present in self.state if self.held_states.get(past) == stage
+        }
