@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import queue
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -111,22 +110,12 @@ class Workers(Generic[T]):
     """
 
     def __init__(self, devices: Sequence[torch.device], threads: int | None) -> None:
-        count = len(devices)
-        self.count = count
         self.threads = threads
-        self.tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self.pool: list[threading.Thread] = []
-        if count > 1:
-            self.tasks = [queue.SimpleQueue() for _ in range(count)]
-            self.pool = [
-                threading.Thread(
-                    target=_serve, args=(tasks, device, threads), name=f"stage-{i}", daemon=True
-                )
-                for i, (tasks, device) in enumerate(zip(self.tasks, devices, strict=True))
-            ]
-            for thread in self.pool:
-                thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self.tasks, self.pool)
+        self.pools = [
+            ThreadPoolExecutor(1, f"stage-{i}", _begin, (device, threads))
+            for i, device in enumerate(devices)
+            if len(devices) > 1
+        ]
 
     def run(self, tasks: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
         """Run all tasks at once and return what they return.
@@ -137,70 +126,45 @@ class Workers(Generic[T]):
         Raises:
             the first exception of a task, with its traceback, after all tasks have ended.
         """
-        if not self.pool:
+        if not self.pools:
             return [task() for task in tasks]
-        if not self._finalizer.alive:
-            raise TransportError("the pipeline is closed")
-        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        results: list[T | None] = [None] * len(tasks)
         failures: list[BaseException] = []
 
-        def wrap(index: int) -> Callable[[], None]:
-            def work() -> None:
-                try:
-                    results[index] = tasks[index]()
-                except _AbortedError:
-                    pass
-                except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+        def run(task: Callable[[], T]) -> T:
+            try:
+                return task()
+            except BaseException as error:
+                if not isinstance(error, _AbortedError):
                     failures.append(error)
                     abort()
-                finally:
-                    ended.put(index)
-
-            return work
+                raise
 
         with intra_op_threads(self.threads):
-            for index, channel in enumerate(self.tasks):
-                channel.put(wrap(index))
-            left = len(tasks)
             try:
-                while left:
-                    ended.get()
-                    left -= 1
+                futures = [p.submit(run, task) for p, task in zip(self.pools, tasks, strict=True)]
+            except RuntimeError as error:
+                raise TransportError("the pipeline is closed") from error
+            try:
+                wait(futures)
             except BaseException:  # Ctrl-C while waiting: the threads have to end first
                 abort()
-                for _ in range(left):
-                    ended.get()
+                wait(futures)
                 raise
         if failures:
             raise failures[0]
-        return results  # type: ignore[return-value]  # without failures every task has returned
+        return [future.result() for future in futures]
 
     def close(self) -> None:
-        self._finalizer()
+        for pool in self.pools:
+            pool.shutdown()
 
 
-def _serve(
-    tasks: queue.SimpleQueue[Callable[[], None] | None], device: torch.device, threads: int | None
-) -> None:
+def _begin(device: torch.device, threads: int | None) -> None:
     if device.type == "cuda":
         # What the model makes on "cuda" is to be on this GPU.
         torch.cuda.set_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    while (task := tasks.get()) is not None:
-        task()
-        del task
-
-
-def _stop(
-    tasks: Sequence[queue.SimpleQueue[Callable[[], None] | None]], pool: Sequence[threading.Thread]
-) -> None:
-    for channel in tasks:
-        channel.put(None)
-    for thread in pool:
-        if thread is not threading.current_thread():
-            thread.join()
 
 
 @dataclass(eq=False)
