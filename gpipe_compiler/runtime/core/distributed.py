@@ -169,27 +169,27 @@ class Network:
     def broadcast_object(self, value: T | None, source: int, what: str) -> T:
         """Rank `source`'s object on all ranks, by pickle: for what its user's program makes."""
         if self.rank != source:
-            return cast(T, self._receive_object(source, what))
-        self._send_object(value, [rank for rank in range(self.size) if rank != source], what)
+            return cast(T, self.receive_object(source, what))
+        self.send_object(value, [rank for rank in range(self.size) if rank != source], what)
         return cast(T, value)
 
     def gather_objects(self, value: T, what: str) -> list[T]:
         """The objects of all ranks, in their order, on rank 0; none on the others."""
         if self.rank != 0:
-            self._send_object(value, [0], what)
+            self.send_object(value, [0], what)
             return []
-        return [value, *(self._receive_object(rank, what) for rank in range(1, self.size))]
+        return [value, *(self.receive_object(rank, what) for rank in range(1, self.size))]
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name, on rank 0's CPU; nothing on the others."""
         if self.rank != 0:
-            self._send_object(list(tensors), [0], "names")
+            self.send_object(list(tensors), [0], "names")
             for name, tensor in tensors.items():
                 self.pass_on(tensor, self.rank, name)
             return {}
         result = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         for source in range(1, self.size):
-            names: list[str] = self._receive_object(source, "names")
+            names: list[str] = self.receive_object(source, "names")
             for name in names:
                 result.setdefault(name, self.pass_on(None, source, name).cpu())
         return result
@@ -197,14 +197,15 @@ class Network:
     def pass_on(self, tensor: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
         """A tensor of unknown shape from `source` to rank 0; called on these two ranks only."""
         if tensor is not None:
-            self._send_object((tensor.dtype, tuple(tensor.shape)), [0], what)
+            self.send_object((tensor.dtype, tuple(tensor.shape)), [0], what)
             self._sent(tensor, 0, _RESULT_TAG, what)
             return tensor
-        dtype, shape = self._receive_object(source, what)
+        dtype, shape = self.receive_object(source, what)
         like = torch.empty(shape, dtype=dtype, device="meta")
         return self._received(like, source, _RESULT_TAG, what)
 
-    def _send_object(self, value: object, ranks: Sequence[int], what: str) -> None:
+    def send_object(self, value: object, ranks: Sequence[int], what: str) -> None:
+        """An object to some ranks, each of which calls `receive_object`."""
         if not ranks:
             return
         data = pickle.dumps(value)
@@ -217,7 +218,9 @@ class Network:
         for rank, started in sent:
             self.finish(started, f"sending {what} to rank {self.members[rank]}")
 
-    def _receive_object(self, rank: int, what: str) -> Any:
+    def receive_object(self, rank: int, what: str) -> Any:
+        """What a rank sends by `send_object`."""
+
         def received(length: int) -> bytes:
             like = torch.empty(length, dtype=torch.uint8, device="meta")
             return bytes(self._received(like, rank, _RESULT_TAG, what).tolist())

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import AgreedError, TransportError, UsageError
 from ..schedule.actions import SharedSum
-from ..spec import PipelineSpec
+from ..spec import PipelineSpec, Precision
 from .blocks import StageBlocks
 from .call import Call, CallArgs, Offers, agree
 from .engine import DeviceResult, Engine
@@ -23,13 +23,20 @@ from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed
 from .options import ExecutionOptions
 from .outputs import Results
-from .precision import crossing_dtypes, run_of_devices
+from .precision import run_of_devices
 from .programs import PreparedSchedule, ProgramCache
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
 from .session import without_state
 from .topology import Topology
-from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
+from .transport import (
+    CrossingTypes,
+    DistributedEndpoint,
+    Endpoint,
+    Inbox,
+    LocalEndpoint,
+    Workers,
+)
 from .wiring import inputs_for, output_leaves
 from .written import WrittenBuffers, undone_in_error
 
@@ -66,7 +73,7 @@ class Execution:
         self._results = Results(spec, topology)
         self._carried = frozenset(state.past for state in spec.carried)
         self._stateless = without_state(spec)
-        self._dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
+        self._types: dict[bool, CrossingTypes] = {}
         loss = None if spec.loss is None else spec.loss.value
         placed = zip(topology.numbers, topology.devices, strict=True)
         self.engines: Sequence[Engine] = [
@@ -136,7 +143,7 @@ class Execution:
         if call.varied:
             self._check_varied(prepared)
         request = self._request(args, call, bound, prepared)
-        results = self._run_engines(prepared, request)
+        results = self._run_engines(prepared, request, training=args.training)
         loss = self._results.loss(results, request) if args.work.makes_loss else None
         structure, leaves = self._spec.outputs, self._leaves
         if session is not None:
@@ -240,8 +247,11 @@ class Execution:
             )
 
     def _run_engines(
-        self, prepared: PreparedSchedule, request: StepRequest
+        self, prepared: PreparedSchedule, request: StepRequest, *, training: bool
     ) -> Sequence[DeviceResult]:
+        types = None
+        if not self._options.precision is self._spec.precision is Precision.FP32:
+            types = self._types.setdefault(training, {})
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.engines]
         ended = None if self._reducer is None else self._reducer.stage_ended
         tasks = []
@@ -249,7 +259,7 @@ class Execution:
             engine, own = self.engines[place], dataclasses.replace(request, inputs=())
             if number == 0:
                 own = _on(request, engine.device)
-            endpoint = self._endpoint(place, inboxes, prepared, request)
+            endpoint = self._endpoint(place, inboxes, prepared, request, types)
             steps = prepared.steps[number]
             tasks.append(partial(engine.run, steps, prepared.wiring, own, endpoint, ended))
 
@@ -264,34 +274,26 @@ class Execution:
         return results
 
     def _endpoint(
-        self, place: int, inboxes: Sequence[Inbox], prepared: PreparedSchedule, request: StepRequest
+        self,
+        place: int,
+        inboxes: Sequence[Inbox],
+        prepared: PreparedSchedule,
+        request: StepRequest,
+        types: CrossingTypes | None,
     ) -> Endpoint:
         topology = self._topology
         if topology.pipeline.size == 1:
             return LocalEndpoint(place, inboxes, topology.devices, prepared.placement)
-        dtypes = self._crossing_dtypes()
         return DistributedEndpoint(
             topology.pipeline,
             prepared.placement,
-            {
-                one.value: dataclasses.replace(one, dtype=dtypes[one.value])
-                for one in prepared.crossings
-            },
+            {crossing.value: crossing for crossing in prepared.crossings},
+            types,
             request.samples,
             request.sizes,
             self._spec.microbatch_size,
             self._sum_shared,
         )
-
-    def _crossing_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The types of what is sent, in this precision and mode."""
-        training = all(module.training for module in self._stages.modules.values())
-        if training not in self._dtypes:
-            kind = self._topology.world.device.type
-            self._dtypes[training] = crossing_dtypes(
-                self._spec, self._options.precision, kind, training=training
-            )
-        return self._dtypes[training]
 
     def _sum_shared(self, total: SharedSum) -> None:
         pipeline = self._topology.pipeline

@@ -167,6 +167,10 @@ def _begin(device: torch.device, threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
+CrossingTypes: TypeAlias = dict[tuple[str, int], torch.dtype]
+"""The types of boundary values, by name and by the rank that they go to or come from."""
+
+
 @dataclass(eq=False)
 class DistributedEndpoint:
     """One rank's transfers for one run of its program.
@@ -174,13 +178,19 @@ class DistributedEndpoint:
     Receives are posted where the program has them, so any two ranks start what passes between them
     in the same order, as channels that deliver in order demand.
 
+    What autocast makes of an op depends on the kind of device: a LayerNorm gives fp32 on CUDA and
+    16 bits on the CPU. So under it a rank first tells another of which type a value is that it has
+    not sent it before; gradients are of the types of their values.
+
     Args:
+        types: those that this rank has told or been told; None where they are as planned.
         samples: in each micro-batch of this run.
     """
 
     network: Network
     placement: Sequence[int]
     crossings: Mapping[str, Crossing]
+    types: CrossingTypes | None
     samples: Sequence[int]
     sizes: Sequence[Sizes]
     microbatch_size: int
@@ -190,7 +200,12 @@ class DistributedEndpoint:
     tags: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
-        shape, dtype = self._facts(transfer)
+        target = self.placement[transfer.target]
+        if self.types is not None and (transfer.value, target) not in self.types:
+            assert tensor is not None  # a gradient comes after its value
+            self.types[transfer.value, target] = tensor.dtype
+            self.network.send_object(tensor.dtype, [target], f"the type of {transfer.value}")
+        shape, dtype = self._facts(transfer, target)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
         elif tensor.dtype != dtype or tensor.shape != shape:
@@ -198,7 +213,6 @@ class DistributedEndpoint:
                 f"{transfer} is {tensor.dtype} {tuple(tensor.shape)}, planned as {dtype} {shape}",
                 hint="the input differs from the one compiled for in more than what is free",
             )
-        target = self.placement[transfer.target]
         started = self.network.send(tensor, target, self._tag(self.network.rank, target))
         self._let_go()
         if started is not None:
@@ -206,8 +220,11 @@ class DistributedEndpoint:
 
     def expect(self, transfer: Transfer) -> None:
         """Post the receive, into memory of the planned size."""
-        shape, dtype = self._facts(transfer)
         source = self.placement[transfer.source]
+        if self.types is not None and (transfer.value, source) not in self.types:
+            what = f"the type of {transfer.value}"
+            self.types[transfer.value, source] = self.network.receive_object(source, what)
+        shape, dtype = self._facts(transfer, source)
         buffer = torch.empty(shape, dtype=dtype, device=self.network.carrier)
         work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
         self.posted[transfer] = work, buffer
@@ -233,10 +250,11 @@ class DistributedEndpoint:
         """Hold no longer what has left in the meantime."""
         self.sent = [item for item in self.sent if not item[0].is_completed()]
 
-    def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
+    def _facts(self, transfer: Transfer, rank: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and type of what goes to a rank, or comes from it."""
         crossing, m = self.crossings[transfer.value], transfer.microbatch
         shape = crossing.shape_for(self.samples[m], self.microbatch_size, self.sizes[m])
-        return shape, crossing.dtype
+        return shape, crossing.dtype if self.types is None else self.types[transfer.value, rank]
 
     def _tag(self, source: int, target: int) -> int:
         tag = self.tags.get((source, target), 0)
