@@ -9,6 +9,7 @@ from enum import Enum
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ..core.pipeline import Pipeline
@@ -307,16 +308,7 @@ class Update:
 
 def _largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The largest element of all gradients, without its sign; nan if one is nan."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        gradient = local(parameter.grad)
-        elements = gradient._values() if gradient.is_sparse else gradient
-        if elements.numel():
-            groups.setdefault((elements.device, elements.dtype), []).append(elements)
-    largest = torch.zeros((), dtype=torch.float64)
-    for group in groups.values():
-        norms = torch.stack(torch._foreach_norm(group, math.inf))
-        largest = torch.maximum(largest, norms.amax().to("cpu", torch.float64))
-    return largest
+    gradients = (local(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    elements = [each._values() if each.is_sparse else each for each in gradients]
+    norm = get_total_norm([each for each in elements if each.numel()], math.inf)
+    return norm.to("cpu", torch.float64)
