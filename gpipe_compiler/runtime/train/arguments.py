@@ -37,7 +37,7 @@ from .export import HUGGING_FACE, SHARD_BYTES
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, RateShape
 from .train import TrainOptions
-from .watching import check_tensorboard
+from .training_log import check_tensorboard
 
 STEPS = 100
 

@@ -38,9 +38,12 @@ class EvaluationResult:
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"loss": self.loss, **self.metrics}
+
     def __str__(self) -> str:
-        found = {"loss": self.loss, **self.metrics}
-        return "  ".join(f"{name} {number:.6g}" for name, number in found.items())
+        return "  ".join(f"{name} {number:.6g}" for name, number in self.numbers.items())
 
 
 def evaluate(pipe: Pipeline, hooks: UserHooks, *, own_rows: bool = False) -> EvaluationResult:
