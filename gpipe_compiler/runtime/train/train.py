@@ -19,7 +19,6 @@ from .data import NOTHING, Batch, Batches, InputChoice, Source, call_on, disagre
 from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
-from .own_rows import takes_share
 from .process import StopSignals
 from .profiling import StepProfiler
 from .told import Told, format_time, planned_samples, told_lines
@@ -116,8 +115,7 @@ class _Training:
         clip_norm = options.clip_norm
         if clip_norm is None and options.gradient_norm:
             clip_norm = math.inf
-        apart = pipe.replicas > 1 and options.input.file is None and takes_share(hooks.train_data)
-        self.update = Update(pipe, optimizer, self.rate, clip_norm, apart)
+        self.update = Update(pipe, optimizer, self.rate, clip_norm)
         states = hooks.states(pipe, optimizer)
         self.checkpoints = CheckpointManager(
             pipe, optimizer, scheduler, states, options.checkpoints

@@ -20,7 +20,6 @@ from ..core.pipeline import Pipeline
 from ..core.ranks import from_rank_0
 from ..core.storing import place
 from ..errors import PipelineError, UsageError
-from .data import has_tokens
 from .evaluation import EvaluationResult
 from .hooks import UserHooks
 from .optimizer import StepResult
@@ -85,8 +84,6 @@ class Reports:
         names = [torch.cuda.get_device_name(x) if x.type == "cuda" else x.type for x in own]
         found = pipe.world.gather_objects(names, "the names of devices")
         self._names = frozenset(name for rank in found for name in rank)
-        # Where replicas load their own rows, each knows its own alone.
-        self._tokens_are_summed = has_tokens(pipe.spec) and pipe.replicas > 1
 
     def step(self, step: int, stepped: StepResult, seconds: float) -> None:
         """A step is done.
@@ -104,18 +101,14 @@ class Reports:
         if self._memory_is_told:
             own = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
             peaks = self.pipe.world.gather_objects(own, "the memory of devices")
-        tokens = stepped.tokens
-        if self._tokens_are_summed:
-            mine = torch.tensor(float(tokens or 0), dtype=torch.float64)
-            tokens = int(self.pipe.world.sum(mine, "the tokens of the step"))
 
         def tell() -> None:
             numbers = {"loss": stepped.loss, "learning_rate": stepped.rate}
             if stepped.gradient_norm is not None:
                 numbers["gradient_norm"] = stepped.gradient_norm
             numbers["samples_per_s"] = stepped.samples / seconds
-            if tokens is not None:
-                numbers["tokens_per_s"] = tokens / seconds
+            if stepped.tokens is not None:
+                numbers["tokens_per_s"] = stepped.tokens / seconds
             for device, peak in enumerate(peak for rank in peaks for peak in rank):
                 numbers[f"peak_bytes/device_{device}"] = float(peak)
             if self.told is not None and stepped.samples == self._planned:
