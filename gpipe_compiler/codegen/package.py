@@ -32,8 +32,8 @@ from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
-from gpipe_compiler.runtime.train.export import HUGGING_FACE, NAMES
 from gpipe_compiler.runtime.train.hooks import HOOKS
+from gpipe_compiler.runtime.train.loading import HUGGING_FACE, NAMES
 from gpipe_compiler.runtime.wording import is_text
 
 Progress = Callable[[str], None]
