@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -139,16 +139,17 @@ class Workers(Generic[T]):
                     abort()
                 raise
 
+        futures: list[Future[T]] = []
         with intra_op_threads(self.threads):
             try:
-                futures = [p.submit(run, task) for p, task in zip(self.pools, tasks, strict=True)]
-            except RuntimeError as error:
-                raise TransportError("the pipeline is closed") from error
-            try:
+                for pool, task in zip(self.pools, tasks, strict=True):
+                    futures.append(pool.submit(run, task))
                 wait(futures)
-            except BaseException:  # Ctrl-C while waiting: the threads have to end first
+            except BaseException as error:  # Ctrl-C while waiting: the threads have to end first
                 abort()
                 wait(futures)
+                if isinstance(error, RuntimeError):  # as `submit` raises it
+                    raise TransportError("the pipeline is closed") from error
                 raise
         if failures:
             raise failures[0]
