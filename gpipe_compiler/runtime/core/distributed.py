@@ -35,6 +35,18 @@ def launched() -> bool:
     return dist.is_available() and (dist.is_initialized() or from_environment("WORLD_SIZE", 1) > 1)
 
 
+@contextlib.contextmanager
+def others_there(problem: Callable[[], str]) -> Iterator[None]:
+    """Around what other ranks take part in; errors of torch become a TransportError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(
+            f"{problem()}: {first_line(error)}",
+            hint="another rank has ended or is stuck; its own message says why",
+        ) from error
+
+
 @dataclass(frozen=True)
 class Network:
     """Some of the ranks that torchrun started, in order; this process is one of them.
@@ -66,13 +78,8 @@ class Network:
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         by_host = "nccl" not in dist.get_backend()
-        try:
+        with others_there(lambda: f"rank {rank} does not find the others"):
             peers = join_peers(rank, size) if by_host else Peers({})
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {rank} does not find the others: {first_line(error)}",
-                hint="another rank has ended; its own message says why",
-            ) from error
         return cls(tuple(range(size)), rank, device, timeout_s, by_host, peers)
 
     @classmethod
@@ -103,16 +110,11 @@ class Network:
         Raises:
             TransportError: naming the rank and what it waited for.
         """
-        try:
+        with others_there(lambda: f"rank {self.own} gave up {what()}"):
             if self.by_host:
                 work.wait(timedelta(seconds=self.timeout_s))
             else:
                 work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(
-                f"rank {self.own} gave up {what()}: {first_line(error)}",
-                hint="another rank has ended or is stuck; its own message says why",
-            ) from error
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> tuple[Any, torch.Tensor] | None:
         """Start sending; keep what is returned until it has been waited for. None: it is done."""
@@ -120,7 +122,7 @@ class Network:
         if payload.numel() == 0:
             return None
         member = self.members[rank]
-        with self._on_the_way("to", member):
+        with others_there(lambda: f"rank {self.own} has lost the way to rank {member}"):
             if member in self.peers:
                 self.peers.send(payload, member, tag, self.timeout_s)
                 return None
@@ -131,20 +133,10 @@ class Network:
         if buffer.numel() == 0:
             return None
         member = self.members[rank]
-        with self._on_the_way("from", member):
+        with others_there(lambda: f"rank {self.own} has lost the way from rank {member}"):
             if member in self.peers:
                 return self.peers.receive(_bytes_of(buffer), member, tag)
             return dist.irecv(_bytes_of(buffer), member, tag=tag)
-
-    @contextlib.contextmanager
-    def _on_the_way(self, direction: str, member: int) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(
-                f"rank {self.own} has lost the way {direction} rank {member}: {first_line(error)}",
-                hint="another rank has ended; its own message says why",
-            ) from error
 
     def broadcast(
         self, tensor: torch.Tensor, source: int, what: str, targets: Sequence[int] | None = None
