@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -12,22 +13,23 @@ from functools import partial
 import torch
 
 from ..errors import AgreedError, TransportError, UsageError
+from ..limits import refuse_alone, refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
-from ..spec import PipelineSpec, Precision
+from ..spec import Joined, PipelineSpec, Precision
 from .blocks import StageBlocks
-from .call import Call, CallArgs, Offers, agree
+from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
-from .gradients import give_back
-from .inputs import BoundCall, bind_call
+from .gradients import give_back, wanted_of
+from .inputs import NO_SIZES, BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed
-from .options import ExecutionOptions
+from .options import ExecutionOptions, refuse_fused, refuse_left_out, refuse_parts
 from .outputs import Results
 from .precision import run_of_devices
 from .programs import PreparedSchedule, ProgramCache
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
-from .session import without_state
+from .session import begins_anew, without_state
 from .topology import Topology
 from .transport import (
     CrossingTypes,
@@ -69,7 +71,8 @@ class Execution:
     def __post_init__(self, blocks: Mapping[int, StageBlocks]) -> None:
         spec, topology, stages, options = self._spec, self._topology, self._stages, self._options
         self._leaves = output_leaves(spec.outputs)
-        self._offers = Offers(spec, topology, options, self._weigher)
+        # An output of a mini-batch in one piece alone, as there may be in eval mode.
+        self._has_apart = any(leaf.joined is Joined.APART for leaf in self._leaves)
         self._results = Results(spec, topology)
         self._carried = frozenset(state.past for state in spec.carried)
         self._stateless = without_state(spec)
@@ -179,7 +182,7 @@ class Execution:
             inputs = {source.name for source in self._spec.inputs}
             handed_back = frozenset(presents & inputs)
             held = () if call.begins else session.given(self._spec, self._topology.where, call)
-        shares = prepared.loss_weights(self._offers.shares(call))
+        shares = prepared.loss_weights(self._shares(call))
         return StepRequest(
             work=args.work,
             samples=call.samples,
@@ -198,10 +201,67 @@ class Execution:
         """What all ranks run, in so many micro-batches at most, and this process's inputs."""
         call, bound = Call(args.work, args.training), BoundCall()
         if self._topology.feeds:
-            call, bound = self._offers.offered(args, microbatches)
+            call, bound = self._offered(args, microbatches)
         if args.read:
             call = dataclasses.replace(call, read=args.read)
         return agree(self._topology, call, args.key.step + 1), bound
+
+    def _offered(self, args: CallArgs, microbatches: int) -> tuple[Call, BoundCall]:
+        """What this process's inputs come to: the call, and its tensors whole and split."""
+        work, training = args.work, args.training
+        try:
+            needed = inputs_for(self._spec, work)
+            replicas = self._topology.replicas
+            if self._has_apart and args.outputs and not (training or work is RunRequest.TRAIN):
+                microbatches = 1
+            begins = args.session is None or begins_anew(self._spec, args.inputs)
+            if not begins:
+                needed -= {state.past for state in self._spec.carried}
+            bound = bind_call(
+                *(args.inputs, args.target, self._spec, needed, microbatches),
+                may_be_empty=replicas > 1,
+                known=NO_SIZES if begins or args.session is None else args.session.sizes,
+            )
+            if args.session is not None and not begins:
+                args.session.check(self._spec, bound.samples)
+            refuse_parts(self._spec, len(bound.samples))
+            refuse_fused(self._spec, self._options, self._topology.devices, training=training)
+            refuse_alone(self._spec.name, self._spec.alone.get(training, ""), bound.samples)
+            together = max if bound.listed else sum
+            samples, parts = together(bound.samples or (0,)), len(bound.samples)
+            refuse_untried(self._spec.name, self._spec.limits, replicas * samples, replicas * parts)
+            refuse_torn(
+                *(self._spec.name, self._spec.group, bound.samples, replicas * parts),
+                makes_loss=work.makes_loss,
+            )
+            if args.outputs and training:
+                refuse_left_out(self._spec)
+            weighed = work.makes_loss and not self._is_whole(bound.samples)
+            weights = self._weigher.weigh(bound) if weighed else ()
+            trains = work is RunRequest.TRAIN
+            wanted = wanted_of(self._spec, bound) if trains else frozenset[str]()
+            if wanted and args.deferred:
+                raise UsageError(
+                    f"{', '.join(sorted(wanted))} requires a gradient, which `loss` does not give",
+                    hint="use step, or detach() it",
+                )
+        except UsageError as error:
+            if self._topology.world.size == 1:
+                raise
+            return Call(work, training, refusal=(error.problem, error.hint)), BoundCall()
+        passed = bound.samples, bound.sizes, bound.listed
+        return Call(work, training, *passed, weights, wanted=wanted, begins=begins), bound
+
+    def _shares(self, call: Call) -> tuple[tuple[float, ...], ...]:
+        """The weights of each micro-batch's terms in those of the mini-batch's loss."""
+        if call.work.makes_loss and self._is_whole(call.samples):
+            return (tuple(1.0 for _ in self._weigher.terms),)
+        return self._weigher.shares(call.loss_weights, call.total)
+
+    def _is_whole(self, samples: Sequence[int]) -> bool:
+        """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
+        guarded = any(term.above > -math.inf for term in self._weigher.terms)
+        return len(samples) == self._topology.replicas == 1 and not guarded
 
     def loss_weights(self, inputs: object, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
