@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -88,6 +88,12 @@ def check_weights(modules: Mapping[int, nn.Module]) -> None:
                 )
 
 
+_REAL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""The types that a norm may have, by their number."""
+
+_SPARSE = -1.0
+
+
 def first_stages(spec: PipelineSpec) -> dict[str, int]:
     """The first stage that holds each state of the model, in the order of the stages."""
     found: dict[str, int] = {}
@@ -105,30 +111,25 @@ def clip_gradients(
     norm_type: float,
     *,
     error_if_nonfinite: bool,
+    peers: Network | None = None,
 ) -> torch.Tensor:
     """Clip gradients by the norm of all, and give that norm as it was. Every rank calls it.
 
     Args:
         parameters: those held here, by the model's names.
         contributes: for each state of the model, in the order of summation, which is the same on
-            every rank: whether this rank contributes its norm, and no other, unless one that has
-            other rows of it.
-        world: all ranks.
+            every rank: whether this rank, and no other, contributes its norm.
+        world: all ranks, which sum the norms.
+        peers: those that hold the other rows of what is divided; None where nothing is.
     """
-    gradients = {
-        name: p.grad
-        for name, p in parameters.items()
-        if p.grad is not None and contributes.get(name, False)
-    }
-    names = {name: place for place, name in enumerate(contributes)}
-    found = world.gather_objects(_norms(gradients, names, norm_type), "the norms of the gradients")
-    told = _total_norm(found, norm_type, world.device) if world.rank == 0 else None
-    total, sparse = world.broadcast_object(told, 0, "the norm of all gradients")
-    if sparse is not None:
-        raise AgreedError(
-            f"the gradient of {list(contributes)[sparse]} is sparse: torch knows no norm of it",
-            hint="make the embedding with sparse=False, or do not clip",
-        )
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    norms = _norms({name: local(g) for name, g in gradients.items()}, tuple(contributes), norm_type)
+    if peers is not None:
+        divided = [is_divided(gradients.get(name)) for name in contributes]
+        norms = _of_all_rows(norms, torch.tensor(divided), peers, norm_type)
+    own = torch.tensor([float(contributes[name]) for name in contributes], dtype=norms.dtype)
+    norms = torch.where(own > 0, norms, 0.0)
+    total = _total_norm(norms, tuple(contributes), world, norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
         raise AgreedError(
             f"the norm of the gradients is {float(total)}, so they cannot be clipped",
@@ -139,49 +140,57 @@ def clip_gradients(
     return total.to(world.device)
 
 
-Norms: TypeAlias = list[tuple[int, float, torch.dtype | None]]
-"""Of gradients, by the place of the parameter, with their types; None for one that is sparse."""
+def _total_norm(
+    norms: torch.Tensor, names: Sequence[str], world: Network, norm_type: float
+) -> torch.Tensor:
+    values, codes = world.sum(norms, "the norms of the gradients").unbind()
+    for place in (codes == _SPARSE).nonzero().flatten().tolist():
+        raise AgreedError(
+            f"the gradient of {names[place]} is sparse: torch knows no norm of it",
+            hint="make the embedding with sparse=False, or do not clip",
+        )
+    known = codes.nonzero().flatten()
+    kinds = [_REAL[int(code) - 1] for code in set(codes[known].tolist())]
+    dtype = functools.reduce(torch.promote_types, kinds) if kinds else torch.float32
+    total = torch.zeros((), dtype=dtype)
+    if world.rank == 0 and kinds:
+        total = torch.linalg.vector_norm(values[known].to(dtype).to(world.device), norm_type).cpu()
+    return world.sum(total, "the norm of all gradients").cpu()
 
 
 def _norms(
-    gradients: Mapping[str, torch.Tensor], places: Mapping[str, int], norm_type: float
-) -> Norms:
-    """Those of the gradients here, of what is divided of the rows here."""
-    found: Norms = []
-    groups: dict[tuple[torch.device, torch.dtype], dict[int, torch.Tensor]] = {}
+    gradients: Mapping[str, torch.Tensor], names: Sequence[str], norm_type: float
+) -> torch.Tensor:
+    """For every name its gradient's norm, and 1 + the number of the norm's type.
+
+    0 and 0 where there is no gradient here.
+    """
+    places = {name: place for place, name in enumerate(names)}
+    table = torch.zeros(2, len(places), dtype=torch.float64)
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for name, gradient in gradients.items():
-        here = local(gradient)
-        if here.layout is not torch.strided:
-            found.append((places[name], 0.0, None))
-        elif here.numel():
-            groups.setdefault((here.device, here.dtype), {})[places[name]] = here
+        if not gradient.numel() or name not in places:
+            continue
+        place = places[name]
+        if gradient.layout is not torch.strided:
+            table[1, place] = _SPARSE
+            continue
+        groups.setdefault((gradient.device, gradient.dtype), []).append((place, gradient))
     for group in groups.values():
-        norms = torch.stack(torch._foreach_norm(list(group.values()), norm_type))
-        found += ((place, n, norms.dtype) for place, n in zip(group, norms.tolist(), strict=True))
-    return found
+        columns = torch.tensor([place for place, _ in group])
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in group], norm_type))
+        table[0, columns] = norms.to("cpu", torch.float64)
+        table[1, columns] = 1.0 + _REAL.index(norms.dtype)
+    return table
 
 
-def _total_norm(
-    found: Sequence[Norms], norm_type: float, device: torch.device
-) -> tuple[torch.Tensor, int | None]:
-    """The norm of all from those of every rank, or else the place of a sparse gradient."""
-    rows: dict[int, list[float]] = {}
-    kinds: set[torch.dtype] = set()
-    for place, norm, kind in (one for norms in found for one in norms):
-        if kind is None:
-            return torch.zeros(()), place
-        kinds.add(kind)
-        rows.setdefault(place, []).append(norm)
-    if not kinds:
-        return torch.zeros(()), None
-    # Of what is divided, each rank has told that of its own rows.
-    whole = [
-        row[0] if len(row) == 1 else float(torch.tensor(row, dtype=torch.float64).norm(norm_type))
-        for _, row in sorted(rows.items())
-    ]
-    dtype = functools.reduce(torch.promote_types, kinds)
-    norms = torch.tensor(whole, dtype=torch.float64).to(device, dtype)
-    return torch.linalg.vector_norm(norms, norm_type).cpu(), None
+def _of_all_rows(
+    norms: torch.Tensor, divided: torch.Tensor, peers: Network, norm_type: float
+) -> torch.Tensor:
+    """Norms of which some are of this replica's rows alone, as those of all rows."""
+    found = torch.stack(peers.gathered(norms, "the norms of the rows of gradients"))
+    values = torch.linalg.vector_norm(found[:, 0], norm_type, dim=0)
+    return torch.where(divided, torch.stack([values, found[:, 1].amax(0)]), norms)
 
 
 def wanted_of(spec: PipelineSpec, bound: BoundCall) -> frozenset[str]:

@@ -45,7 +45,7 @@ from .request import RunRequest
 from .session import Session
 from .shard_reducer import blocks_by_stage, make_reducer
 from .sharding import checksum_of, share_of
-from .shards import divide, is_divided
+from .shards import divide
 from .stored_weights import Weights
 from .topology import Topology
 from .typed import LONGEST_WAIT_S
@@ -325,14 +325,12 @@ class Pipeline(Calls):
             AgreedError: on every rank, when a gradient is sparse; when the norm is not finite and
                 `error_if_nonfinite`.
         """
-        parameters = dict(self.named_parameters())
-        contributes = {
-            name: stage in self.stages and (self.replica == 0 or is_divided(parameters.get(name)))
-            for name, stage in first_stages(self.spec).items()
-        }
+        own = self.stages if self.replica == 0 else ()
+        contributes = {name: stage in own for name, stage in first_stages(self.spec).items()}
         return clip_gradients(
-            *(parameters, contributes, self.world, max_norm, norm_type),
+            *(dict(self.named_parameters()), contributes, self.world, max_norm, norm_type),
             error_if_nonfinite=error_if_nonfinite,
+            peers=None if self._shards is None else self._topology.peers,
         )
 
     def rewind(self) -> None:
