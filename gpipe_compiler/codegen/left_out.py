@@ -9,7 +9,7 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.ir import ByMode, Graph, Mode, Op, Ref
-from gpipe_compiler.runtime.core.left_out import passed_on
+from gpipe_compiler.runtime.core.random import passed_on
 
 
 def draws_within(
@@ -51,7 +51,7 @@ class Ways:
             items.append(name(str(draws)))
         if known is not None and not known.requires_grad:
             items.append(name("gradient=False"))
-        writer.imports.name(".runtime.core.left_out", passed_on.__name__)
+        writer.imports.name(".runtime.core.random", passed_on.__name__)
         return cls(writer.argument(left_out), call(passed_on.__name__, items))
 
     def chosen(self, made: Expression) -> Expression:

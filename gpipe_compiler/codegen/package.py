@@ -32,9 +32,9 @@ from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
-from gpipe_compiler.runtime.train.export import HUGGING_FACE, NAMES
 from gpipe_compiler.runtime.train.hooks import HOOKS
-from gpipe_compiler.runtime.wording import is_text
+from gpipe_compiler.runtime.train.loading import HUGGING_FACE, NAMES
+from gpipe_compiler.text.escaping import is_text
 
 Progress = Callable[[str], None]
 """Told, in a few words, what is about to be done."""

@@ -19,8 +19,7 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.structure import with_item
 from gpipe_compiler.frontend.subject import SizeNames, Subject
 from gpipe_compiler.frontend.user_code import line_of_forward
-from gpipe_compiler.runtime.core.given import as_text, values_of
-from gpipe_compiler.runtime.core.nest import leaves_of, tensors_of
+from gpipe_compiler.runtime.core.nest import as_text, leaves_of, tensors_of, values_of
 from gpipe_compiler.runtime.spec import GivenValue
 
 Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]

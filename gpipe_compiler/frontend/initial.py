@@ -2,7 +2,7 @@
 
 While `build_model()` runs, `recording()` notes every op that writes to a tensor on the meta device.
 `Recording.steps_of(model)` then lists for each tensor of the model what made its content, written
-as `runtime/core/replay.py` replays it: what was overwritten is forgotten, a tensor that several
+as `runtime/core/building.py` replays it: what was overwritten is forgotten, a tensor that several
 ops compute from others takes the ops that it needs along.
 """
 

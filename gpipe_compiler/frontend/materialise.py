@@ -14,7 +14,7 @@ from gpipe_compiler.frontend.initial import tensors_of_model
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.state import copied_model
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.runtime.core.replay import replay, seed_of
+from gpipe_compiler.runtime.core.building import replay, seed_of
 
 _SCALE = 0.02
 """Standard deviation of the parameters of which nobody knows how they begin."""

@@ -25,7 +25,8 @@ from torch.library import Library
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation, UsageError
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, is_own, is_users, line_of
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
-from gpipe_compiler.runtime.wording import ending, is_text, text_of
+from gpipe_compiler.runtime.wording import ending, text_of
+from gpipe_compiler.text.escaping import is_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Call, FunctionCall, Op, RegionCall
-from gpipe_compiler.runtime.core.left_out import passed_on
+from gpipe_compiler.runtime.core.random import passed_on
 
 
 def unless(left_out: torch.Tensor | bool, made: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

@@ -170,7 +170,7 @@ class Carried:
 
 
 Steps: TypeAlias = tuple[tuple[Any, ...], ...]
-"""How a tensor of a model without weights gets its first numbers; see `core/replay.py`."""
+"""How a tensor of a model without weights gets its first numbers; see `core/building.py`."""
 
 
 def layer_name(name: str) -> str:
@@ -319,7 +319,7 @@ class GivenValue:
 
     Attributes:
         path: where it stands in the call.
-        text: what it is; see `core/given.py`.
+        text: what it is; see `core/nest.py`.
     """
 
     path: tuple[str | int, ...]

@@ -50,15 +50,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 
-def is_text(text: str) -> bool:
-    """Whether a file can hold it in UTF-8: half of a surrogate pair is no character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def printable(text: str) -> str:
     """Text on one line, as it is but for what does not print: Python's escapes stand for that.
 

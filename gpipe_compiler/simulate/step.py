@@ -219,7 +219,7 @@ class _Run:
             return 0.0  # it waits for its device alone, not for the gradient to have been sent
         receive_s = self.times[stage].receive_s if action.phase is Phase.FORWARD else 0.0
         arrival = 0.0
-        for received in _each(action, self.joint.begun(action)):
+        for received in _each(action, _begun(self.joint, action)):
             needed = self.line.of(received)
             came = self._ready[needed[-1]] if needed else 0.0
             if receive_s > 0:
@@ -231,7 +231,7 @@ class _Run:
 
     def compute(self, device: int, action: Compute, arrival: float, *, again: bool) -> None:
         stage = self.times[action.stage]
-        recompute_s = stage.recompute_s * len(self.joint.begun(action)) if again else 0.0
+        recompute_s = stage.recompute_s * len(_begun(self.joint, action)) if again else 0.0
         if recompute_s > 0:
             self._work(device, action, self._device_free[device], recompute_s, recompute=True)
         start = max(arrival, self._device_free[device])
@@ -270,6 +270,17 @@ class _Run:
         end = self._device_free[device] = start + seconds
         self.busy[device] += seconds
         self.timeline.append(Span(Lane.DEVICE, device, action, start, end, recompute=recompute))
+
+
+def _begun(joint: Joint, action: Compute) -> tuple[int, ...]:
+    """The micro-batches whose inputs have to be there when an action starts.
+
+    Its own; in a joint stage all with the first action, and none with the others.
+    """
+    if action.stage not in joint.stages:
+        return (action.microbatch,)
+    numbers = joint.order[action.stage, action.phase]
+    return numbers if numbers[0] == action.microbatch else ()
 
 
 def _each(action: Compute, microbatches: Sequence[int]) -> Sequence[Compute]:

@@ -17,6 +17,15 @@ _LONGEST_FILE = 200
 """Bytes of a file's name, of the 255 that it may have, that are taken from a model's."""
 
 
+def is_text(text: str) -> bool:
+    """Whether a file can hold it in UTF-8: half of a surrogate pair is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def docstring(text: str) -> str:
     """Text inside of a docstring; its lines stay lines."""
     safe = printable_lines(text).replace("\\", r"\\")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_compiler.frontend.init_program import UNKNOWN
 from gpipe_compiler.frontend.initial import recording, tensors_of_model
-from gpipe_compiler.runtime.core.replay import replay
+from gpipe_compiler.runtime.core.building import replay
 from gpipe_compiler.runtime.spec import Steps
 
 Make = Callable[[], Tensor]

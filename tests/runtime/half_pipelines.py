@@ -101,6 +101,32 @@ def half_spec(**more):
     return spec_of(stages, crossings, inputs, {"y": Leaf("y"), "a": Leaf("a")}, loss, **more)
 
 
+class Picks(nn.Module):
+    """Needs numbers to know a shape; makes an fp32 value and one that autocast makes 16-bit."""
+
+    def __init__(self):
+        super().__init__()
+        self.l0 = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x[x > x.max()].sum() + x, self.l0(x)
+
+
+class Adds(nn.Module):
+    def forward(self, h, a):
+        return h * 2 + a
+
+
+def picking_spec(**more):
+    stages = [
+        StageSpec(Picks, ("x",), ("h", "a"), states(Picks)),
+        StageSpec(Adds, ("h", "a"), ("y",)),
+    ]
+    crossings = [cross("h", 0, (1,)), cross("a", 0, (1,))]
+    source = Input("x", ("args", 0), shape=(SAMPLES, WIDTH), dtype=torch.float32)
+    return spec_of(stages, crossings, [source], Leaf("y"), None, **more)
+
+
 def half_data(samples, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x, target = torch.randn(2, samples, WIDTH, generator=generator)

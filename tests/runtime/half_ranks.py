@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import torch
-from half_pipelines import half_data, half_spec
+from half_pipelines import half_data, half_spec, picking_spec
 from tiny_pipelines import data_for, tied_spec
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.shards import local
 from gpipe_compiler.runtime.errors import AgreedError
+from gpipe_compiler.runtime.spec import Precision
 
 STEPS = 4
 OVERFLOWS = 1
@@ -79,6 +80,19 @@ def tied():
     return seen
 
 
+def planned_otherwise():
+    """What stages infer that need numbers, planned and run in either of two precisions."""
+    seen = {}
+    for planned in Precision:
+        for precision in ("fp32", "bf16"):
+            spec = picking_spec(precision=planned)
+            with Pipeline(spec, None, precision=precision) as pipe:
+                pipe.eval()
+                calls = [pipe(half_data(8)[0]) for _ in range(2)]
+                seen[planned.value, precision] = calls
+    return seen
+
+
 CASES = {
     "bf16": lambda: run(1, "bf16", "none", 0),
     "fp16": lambda: run(1, "fp16", "full", 0),
@@ -86,6 +100,7 @@ CASES = {
     "optimizer": lambda: run(2, "fp16", "none", 1, "optimizer"),
     "full": lambda: run(2, "fp16", "full", 1, "full"),
     "tied": tied,
+    "planned otherwise": planned_otherwise,
 }
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from importlib import import_module
 from pathlib import PurePosixPath
 from typing import IO, Any
 
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..core.address import Address, Place, reaching
 from ..core.ranks import FAILURES, described
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from .folder import (
     INDEX,
     METADATA,
@@ -35,7 +36,9 @@ from .folder import (
     is_unfinished,
     sync,
 )
-from .torch_inside import address_reader, hand_to_address
+
+_FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
+"""A name of torch's inside, by which it reads and writes at addresses."""
 
 
 class RankFileWriter(FileSystemWriter):
@@ -50,11 +53,25 @@ class RankFileWriter(FileSystemWriter):
         here = not isinstance(folder, Address)
         super().__init__(str(folder), per_thread_copy_ahead=0, sync_files=here, overwrite=True)
         if isinstance(folder, Address):
-            hand_to_address(self, folder)
+            self.fs = _of_torch("FileSystem")()
+            self.path = self.fs.init_path(folder.url)
 
     def storage_meta(self) -> StorageMeta:
         """Nothing of the temporary folder, whose name is soon another."""
         return StorageMeta()
+
+
+def _of_torch(name: str) -> type:
+    """What torch has for addresses; UsageError where this torch has none."""
+    try:
+        found: type = getattr(import_module(_FSSPEC), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"torch {torch.__version__} has no {_FSSPEC}.{name}, which checkpoints at addresses "
+            "are written and read with",
+            hint="name a folder where the storage is mounted, or install torch 2.11 or 2.13",
+        ) from error
+    return found
 
 
 class Stored:
@@ -166,7 +183,7 @@ class Stored:
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(state, self.metadata, is_coordinator=True)
         reader = (
-            address_reader(self.folder)
+            _of_torch("FsspecReader")(self.folder.url)
             if isinstance(self.folder, Address)
             else FileSystemReader(self.folder)
         )

@@ -19,7 +19,7 @@ from ..core.address import Place, place_of, reaching
 from ..core.pipeline import Pipeline
 from ..core.ranks import FAILURES, described, together
 from ..core.shards import is_divided, local
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UsageError
 from .extra import KEY, TRAINER_KEY, States, kinds_of, rest_of, tensors_in
 from .files import RankFileWriter, checksums, with_aliases, write_trainer
 from .folder import (
@@ -222,11 +222,11 @@ class Saving:
         """Removes the folder after an error, and says that the others are as they were."""
         try:
             yield
-        except CheckpointError as error:
+        except (CheckpointError, UsageError) as error:
             if self.pipe.rank == 0 and folder is not None:
                 discard(folder)
             hint = error.hint or f"earlier checkpoints in {self.directory} are as they were"
-            raise CheckpointError(error.problem, hint=hint) from error.__cause__
+            raise type(error)(error.problem, hint=hint) from error.__cause__
 
     def _plan(self, groups: Groups) -> SavePlan:
         first, tree = self.pipe.rank == 0, self.collected.tree

@@ -35,6 +35,18 @@ def launched() -> bool:
     return dist.is_available() and (dist.is_initialized() or from_environment("WORLD_SIZE", 1) > 1)
 
 
+@contextlib.contextmanager
+def others_there(problem: Callable[[], str]) -> Iterator[None]:
+    """Around what other ranks take part in; errors of torch become a TransportError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(
+            f"{problem()}: {first_line(error)}",
+            hint="another rank has ended or is stuck; its own message says why",
+        ) from error
+
+
 @dataclass(frozen=True)
 class Network:
     """Some of the ranks that torchrun started, in order; this process is one of them.
@@ -66,13 +78,8 @@ class Network:
         """
         rank, size = dist.get_rank(), dist.get_world_size()
         by_host = "nccl" not in dist.get_backend()
-        try:
+        with others_there(lambda: f"rank {rank} does not find the others"):
             peers = join_peers(rank, size) if by_host else Peers({})
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {rank} does not find the others: {first_line(error)}",
-                hint="another rank has ended; its own message says why",
-            ) from error
         return cls(tuple(range(size)), rank, device, timeout_s, by_host, peers)
 
     @classmethod
@@ -103,16 +110,11 @@ class Network:
         Raises:
             TransportError: naming the rank and what it waited for.
         """
-        try:
+        with others_there(lambda: f"rank {self.own} gave up {what()}"):
             if self.by_host:
                 work.wait(timedelta(seconds=self.timeout_s))
             else:
                 work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(
-                f"rank {self.own} gave up {what()}: {first_line(error)}",
-                hint="another rank has ended or is stuck; its own message says why",
-            ) from error
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> tuple[Any, torch.Tensor] | None:
         """Start sending; keep what is returned until it has been waited for. None: it is done."""
@@ -120,7 +122,7 @@ class Network:
         if payload.numel() == 0:
             return None
         member = self.members[rank]
-        with self._on_the_way("to", member):
+        with others_there(lambda: f"rank {self.own} has lost the way to rank {member}"):
             if member in self.peers:
                 self.peers.send(payload, member, tag, self.timeout_s)
                 return None
@@ -131,20 +133,10 @@ class Network:
         if buffer.numel() == 0:
             return None
         member = self.members[rank]
-        with self._on_the_way("from", member):
+        with others_there(lambda: f"rank {self.own} has lost the way from rank {member}"):
             if member in self.peers:
                 return self.peers.receive(_bytes_of(buffer), member, tag)
             return dist.irecv(_bytes_of(buffer), member, tag=tag)
-
-    @contextlib.contextmanager
-    def _on_the_way(self, direction: str, member: int) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(
-                f"rank {self.own} has lost the way {direction} rank {member}: {first_line(error)}",
-                hint="another rank has ended; its own message says why",
-            ) from error
 
     def broadcast(
         self, tensor: torch.Tensor, source: int, what: str, targets: Sequence[int] | None = None
@@ -169,27 +161,27 @@ class Network:
     def broadcast_object(self, value: T | None, source: int, what: str) -> T:
         """Rank `source`'s object on all ranks, by pickle: for what its user's program makes."""
         if self.rank != source:
-            return cast(T, self._receive_object(source, what))
-        self._send_object(value, [rank for rank in range(self.size) if rank != source], what)
+            return cast(T, self.receive_object(source, what))
+        self.send_object(value, [rank for rank in range(self.size) if rank != source], what)
         return cast(T, value)
 
     def gather_objects(self, value: T, what: str) -> list[T]:
         """The objects of all ranks, in their order, on rank 0; none on the others."""
         if self.rank != 0:
-            self._send_object(value, [0], what)
+            self.send_object(value, [0], what)
             return []
-        return [value, *(self._receive_object(rank, what) for rank in range(1, self.size))]
+        return [value, *(self.receive_object(rank, what) for rank in range(1, self.size))]
 
     def gather(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors of all ranks by name, on rank 0's CPU; nothing on the others."""
         if self.rank != 0:
-            self._send_object(list(tensors), [0], "names")
+            self.send_object(list(tensors), [0], "names")
             for name, tensor in tensors.items():
                 self.pass_on(tensor, self.rank, name)
             return {}
         result = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         for source in range(1, self.size):
-            names: list[str] = self._receive_object(source, "names")
+            names: list[str] = self.receive_object(source, "names")
             for name in names:
                 result.setdefault(name, self.pass_on(None, source, name).cpu())
         return result
@@ -197,14 +189,15 @@ class Network:
     def pass_on(self, tensor: torch.Tensor | None, source: int, what: str) -> torch.Tensor:
         """A tensor of unknown shape from `source` to rank 0; called on these two ranks only."""
         if tensor is not None:
-            self._send_object((tensor.dtype, tuple(tensor.shape)), [0], what)
+            self.send_object((tensor.dtype, tuple(tensor.shape)), [0], what)
             self._sent(tensor, 0, _RESULT_TAG, what)
             return tensor
-        dtype, shape = self._receive_object(source, what)
+        dtype, shape = self.receive_object(source, what)
         like = torch.empty(shape, dtype=dtype, device="meta")
         return self._received(like, source, _RESULT_TAG, what)
 
-    def _send_object(self, value: object, ranks: Sequence[int], what: str) -> None:
+    def send_object(self, value: object, ranks: Sequence[int], what: str) -> None:
+        """An object to some ranks, each of which calls `receive_object`."""
         if not ranks:
             return
         data = pickle.dumps(value)
@@ -217,7 +210,9 @@ class Network:
         for rank, started in sent:
             self.finish(started, f"sending {what} to rank {self.members[rank]}")
 
-    def _receive_object(self, rank: int, what: str) -> Any:
+    def receive_object(self, rank: int, what: str) -> Any:
+        """What a rank sends by `send_object`."""
+
         def received(length: int) -> bytes:
             like = torch.empty(length, dtype=torch.uint8, device="meta")
             return bytes(self._received(like, rank, _RESULT_TAG, what).tolist())

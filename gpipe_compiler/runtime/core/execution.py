@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass
@@ -12,24 +13,32 @@ from functools import partial
 import torch
 
 from ..errors import AgreedError, TransportError, UsageError
+from ..limits import refuse_alone, refuse_torn, refuse_untried
 from ..schedule.actions import SharedSum
-from ..spec import PipelineSpec
+from ..spec import Joined, PipelineSpec, Precision
 from .blocks import StageBlocks
-from .call import Call, CallArgs, Offers, agree
+from .call import Call, CallArgs, agree
 from .engine import DeviceResult, Engine
-from .gradients import give_back
-from .inputs import BoundCall, bind_call
+from .gradients import give_back, wanted_of
+from .inputs import NO_SIZES, BoundCall, bind_call
 from .local_stages import LocalStages
 from .loss_weights import Counts, LossWeigher, summed
-from .options import ExecutionOptions
+from .options import ExecutionOptions, refuse_fused, refuse_left_out, refuse_parts
 from .outputs import Results
-from .precision import crossing_dtypes, run_of_devices
+from .precision import run_of_devices
 from .programs import PreparedSchedule, ProgramCache
 from .reducer import Reducer, share_buffers, written
 from .request import RandomKey, RunRequest, StepRequest, Values
-from .session import without_state
+from .session import begins_anew, without_state
 from .topology import Topology
-from .transport import DistributedEndpoint, Endpoint, Inbox, LocalEndpoint, Workers
+from .transport import (
+    CrossingTypes,
+    DistributedEndpoint,
+    Endpoint,
+    Inbox,
+    LocalEndpoint,
+    Workers,
+)
 from .wiring import inputs_for, output_leaves
 from .written import WrittenBuffers, undone_in_error
 
@@ -62,11 +71,12 @@ class Execution:
     def __post_init__(self, blocks: Mapping[int, StageBlocks]) -> None:
         spec, topology, stages, options = self._spec, self._topology, self._stages, self._options
         self._leaves = output_leaves(spec.outputs)
-        self._offers = Offers(spec, topology, options, self._weigher)
+        # An output of a mini-batch in one piece alone, as there may be in eval mode.
+        self._has_apart = any(leaf.joined is Joined.APART for leaf in self._leaves)
         self._results = Results(spec, topology)
         self._carried = frozenset(state.past for state in spec.carried)
         self._stateless = without_state(spec)
-        self._dtypes: dict[bool, Mapping[str, torch.dtype]] = {}
+        self._types: dict[bool, CrossingTypes] = {}
         loss = None if spec.loss is None else spec.loss.value
         placed = zip(topology.numbers, topology.devices, strict=True)
         self.engines: Sequence[Engine] = [
@@ -136,7 +146,7 @@ class Execution:
         if call.varied:
             self._check_varied(prepared)
         request = self._request(args, call, bound, prepared)
-        results = self._run_engines(prepared, request)
+        results = self._run_engines(prepared, request, training=args.training)
         loss = self._results.loss(results, request) if args.work.makes_loss else None
         structure, leaves = self._spec.outputs, self._leaves
         if session is not None:
@@ -172,7 +182,7 @@ class Execution:
             inputs = {source.name for source in self._spec.inputs}
             handed_back = frozenset(presents & inputs)
             held = () if call.begins else session.given(self._spec, self._topology.where, call)
-        shares = prepared.loss_weights(self._offers.shares(call))
+        shares = prepared.loss_weights(self._shares(call))
         return StepRequest(
             work=args.work,
             samples=call.samples,
@@ -191,10 +201,67 @@ class Execution:
         """What all ranks run, in so many micro-batches at most, and this process's inputs."""
         call, bound = Call(args.work, args.training), BoundCall()
         if self._topology.feeds:
-            call, bound = self._offers.offered(args, microbatches)
+            call, bound = self._offered(args, microbatches)
         if args.read:
             call = dataclasses.replace(call, read=args.read)
         return agree(self._topology, call, args.key.step + 1), bound
+
+    def _offered(self, args: CallArgs, microbatches: int) -> tuple[Call, BoundCall]:
+        """What this process's inputs come to: the call, and its tensors whole and split."""
+        work, training = args.work, args.training
+        try:
+            needed = inputs_for(self._spec, work)
+            replicas = self._topology.replicas
+            if self._has_apart and args.outputs and not (training or work is RunRequest.TRAIN):
+                microbatches = 1
+            begins = args.session is None or begins_anew(self._spec, args.inputs)
+            if not begins:
+                needed -= {state.past for state in self._spec.carried}
+            bound = bind_call(
+                *(args.inputs, args.target, self._spec, needed, microbatches),
+                may_be_empty=replicas > 1,
+                known=NO_SIZES if begins or args.session is None else args.session.sizes,
+            )
+            if args.session is not None and not begins:
+                args.session.check(self._spec, bound.samples)
+            refuse_parts(self._spec, len(bound.samples))
+            refuse_fused(self._spec, self._options, self._topology.devices, training=training)
+            refuse_alone(self._spec.name, self._spec.alone.get(training, ""), bound.samples)
+            together = max if bound.listed else sum
+            samples, parts = together(bound.samples or (0,)), len(bound.samples)
+            refuse_untried(self._spec.name, self._spec.limits, replicas * samples, replicas * parts)
+            refuse_torn(
+                *(self._spec.name, self._spec.group, bound.samples, replicas * parts),
+                makes_loss=work.makes_loss,
+            )
+            if args.outputs and training:
+                refuse_left_out(self._spec)
+            weighed = work.makes_loss and not self._is_whole(bound.samples)
+            weights = self._weigher.weigh(bound) if weighed else ()
+            trains = work is RunRequest.TRAIN
+            wanted = wanted_of(self._spec, bound) if trains else frozenset[str]()
+            if wanted and args.deferred:
+                raise UsageError(
+                    f"{', '.join(sorted(wanted))} requires a gradient, which `loss` does not give",
+                    hint="use step, or detach() it",
+                )
+        except UsageError as error:
+            if self._topology.world.size == 1:
+                raise
+            return Call(work, training, refusal=(error.problem, error.hint)), BoundCall()
+        passed = bound.samples, bound.sizes, bound.listed
+        return Call(work, training, *passed, weights, wanted=wanted, begins=begins), bound
+
+    def _shares(self, call: Call) -> tuple[tuple[float, ...], ...]:
+        """The weights of each micro-batch's terms in those of the mini-batch's loss."""
+        if call.work.makes_loss and self._is_whole(call.samples):
+            return (tuple(1.0 for _ in self._weigher.terms),)
+        return self._weigher.shares(call.loss_weights, call.total)
+
+    def _is_whole(self, samples: Sequence[int]) -> bool:
+        """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
+        guarded = any(term.above > -math.inf for term in self._weigher.terms)
+        return len(samples) == self._topology.replicas == 1 and not guarded
 
     def loss_weights(self, inputs: object, target: object) -> Counts:
         """What the terms of a mini-batch's loss are means over: samples, ...; 1 for a sum."""
@@ -240,8 +307,11 @@ class Execution:
             )
 
     def _run_engines(
-        self, prepared: PreparedSchedule, request: StepRequest
+        self, prepared: PreparedSchedule, request: StepRequest, *, training: bool
     ) -> Sequence[DeviceResult]:
+        types = None
+        if not self._options.precision is self._spec.precision is Precision.FP32:
+            types = self._types.setdefault(training, {})
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.engines]
         ended = None if self._reducer is None else self._reducer.stage_ended
         tasks = []
@@ -249,7 +319,7 @@ class Execution:
             engine, own = self.engines[place], dataclasses.replace(request, inputs=())
             if number == 0:
                 own = _on(request, engine.device)
-            endpoint = self._endpoint(place, inboxes, prepared, request)
+            endpoint = self._endpoint(place, inboxes, prepared, request, types)
             steps = prepared.steps[number]
             tasks.append(partial(engine.run, steps, prepared.wiring, own, endpoint, ended))
 
@@ -264,34 +334,26 @@ class Execution:
         return results
 
     def _endpoint(
-        self, place: int, inboxes: Sequence[Inbox], prepared: PreparedSchedule, request: StepRequest
+        self,
+        place: int,
+        inboxes: Sequence[Inbox],
+        prepared: PreparedSchedule,
+        request: StepRequest,
+        types: CrossingTypes | None,
     ) -> Endpoint:
         topology = self._topology
         if topology.pipeline.size == 1:
             return LocalEndpoint(place, inboxes, topology.devices, prepared.placement)
-        dtypes = self._crossing_dtypes()
         return DistributedEndpoint(
             topology.pipeline,
             prepared.placement,
-            {
-                one.value: dataclasses.replace(one, dtype=dtypes[one.value])
-                for one in prepared.crossings
-            },
+            {crossing.value: crossing for crossing in prepared.crossings},
+            types,
             request.samples,
             request.sizes,
             self._spec.microbatch_size,
             self._sum_shared,
         )
-
-    def _crossing_dtypes(self) -> Mapping[str, torch.dtype]:
-        """The types of what is sent, in this precision and mode."""
-        training = all(module.training for module in self._stages.modules.values())
-        if training not in self._dtypes:
-            kind = self._topology.world.device.type
-            self._dtypes[training] = crossing_dtypes(
-                self._spec, self._options.precision, kind, training=training
-            )
-        return self._dtypes[training]
 
     def _sum_shared(self, total: SharedSum) -> None:
         pipeline = self._topology.pipeline

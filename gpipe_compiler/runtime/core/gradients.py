@@ -13,29 +13,10 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from ..errors import AgreedError, UsageError
-from ..spec import PipelineSpec, Precision
+from ..spec import PipelineSpec
 from .distributed import Network
 from .inputs import BoundCall, passed_to
-from .local_stages import LocalStages
-from .options import ExecutionOptions
 from .shards import is_divided, local
-from .topology import Topology
-
-
-def make_scaler(
-    spec: PipelineSpec, topology: Topology, stages: LocalStages, options: ExecutionOptions
-) -> PipelineScaler:
-    """What scales the loss, in fp16; elsewhere it does nothing.
-
-    It holds no pipeline, whose threads end when it is forgotten.
-
-    Raises:
-        UsageError: when that is asked for and weights are in fp16 themselves.
-    """
-    enabled = options.precision is Precision.FP16 and spec.loss is not None
-    if enabled:
-        check_weights(stages.modules)
-    return PipelineScaler(topology.world, enabled=enabled)
 
 
 class PipelineScaler(GradScaler):
@@ -49,7 +30,8 @@ class PipelineScaler(GradScaler):
         pipe.scaler.step(optimizer)
         pipe.scaler.update()
 
-    Disabled it does nothing but `optimizer.step()`, so the same loop serves every precision.
+    Disabled it does nothing but `optimizer.step()`, so the same loop serves every precision. It
+    holds no pipeline, whose threads end when it is forgotten.
     """
 
     def __init__(self, world: Network, *, enabled: bool) -> None:

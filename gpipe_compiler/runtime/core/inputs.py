@@ -12,8 +12,7 @@ import torch
 from ..errors import UsageError
 from ..sizes import Dim, Expression, Size, Sizes, sizes_in, value_at
 from ..spec import Input, PipelineSpec
-from .given import as_text, values_of
-from .nest import tensors_of
+from .nest import as_text, tensors_of, values_of
 from .request import Values
 
 Inputs: TypeAlias = object

@@ -26,7 +26,7 @@ from .calls import Calls
 from .compiled_blocks import check_compiler, refuse_compiled
 from .distributed import Network
 from .execution import Execution
-from .gradients import clip_gradients, first_stages, make_scaler
+from .gradients import PipelineScaler, check_weights, clip_gradients, first_stages
 from .inputs import Inputs
 from .local_stages import LocalStages, trainable_shared
 from .loss_weights import LossWeigher
@@ -161,7 +161,10 @@ class Pipeline(Calls):
             self._reducer = make_reducer(
                 self._topology, self.local_stages, self._owners, self._shards
             )
-        self.scaler = make_scaler(spec, self._topology, self.local_stages, self.options)
+        scales = self.options.precision is Precision.FP16 and spec.loss is not None
+        if scales:
+            check_weights(modules)
+        self.scaler = PipelineScaler(self.world, enabled=scales)
         self.execution = Execution(
             spec,
             self._topology,

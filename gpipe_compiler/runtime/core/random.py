@@ -33,10 +33,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from .left_out import passed_on
 
 _GLOBAL_GENERATOR = threading.Lock()
 """Held while a process-wide generator is reseeded for one op; stages run on several threads."""
@@ -211,6 +209,24 @@ class OverDraws(TorchFunctionMode):
             if before is not None:
                 self.random.position -= torch.equal(before, generator.get_state())
         return result
+
+
+def passed_on(given: torch.Tensor, draws: int = 0, *, gradient: bool = False) -> torch.Tensor:
+    """What a layer was given, in memory of its own as what it makes would be.
+
+    Args:
+        draws: how many random ops the layer would have run: those that follow are numbered as if it
+            had (`OverDraws`).
+        gradient: whether what the layer makes needs a gradient, be it for its weights alone.
+    """
+    if has_torch_function((given,)):
+        made: torch.Tensor = handle_torch_function(
+            passed_on, (given,), given, draws, gradient=gradient
+        )
+        return made
+    if gradient and torch.is_grad_enabled() and not given.requires_grad:
+        given = given.detach().requires_grad_()
+    return given.clone()
 
 
 def _drops(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

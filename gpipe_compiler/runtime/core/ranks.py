@@ -8,7 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ..errors import AgreedError, CheckpointError, PipelineError, TransportError
+from ..errors import (
+    AgreedError,
+    CheckpointError,
+    PipelineError,
+    TransportError,
+    UsageError,
+)
 from .distributed import Network
 
 T = TypeVar("T")
@@ -32,11 +38,12 @@ FAILURES = (
 
 @dataclass(frozen=True)
 class _Outcome(Generic[T]):
-    """What an action gave on one rank: a value, or what went wrong."""
+    """What an action gave on one rank: a value, or what went wrong, by the user or otherwise."""
 
     value: T | None = None
     problem: str = ""
     hint: str = ""
+    usage: bool = False
 
 
 def together(
@@ -52,7 +59,7 @@ def together(
         The conclusion, on every rank.
 
     Raises:
-        CheckpointError: on every rank, when any of them failed.
+        CheckpointError, UsageError: on every rank, when any of them failed, by the first of them.
         TransportError: when another rank is gone.
     """
     mine, cause = _attempt(action)
@@ -65,13 +72,15 @@ def together(
             texts = [
                 f"rank {rank}: {found.problem}" if several else found.problem for rank, found in bad
             ]
-            answer = _Outcome(problem="; ".join(texts), hint=bad[0][1].hint)
+            first = bad[0][1]
+            answer = _Outcome(problem="; ".join(texts), hint=first.hint, usage=first.usage)
         else:
             results = [outcome.value for outcome in outcomes]
             answer, cause = _attempt(lambda: conclude(results))  # type: ignore[arg-type]  # no problem: a value
     answer = network.broadcast_object(answer, 0, what)
     if answer.problem:
-        raise CheckpointError(answer.problem, hint=answer.hint) from cause
+        kind = UsageError if answer.usage else CheckpointError
+        raise kind(answer.problem, hint=answer.hint) from cause
     return answer.value  # type: ignore[return-value]  # as above
 
 
@@ -115,4 +124,5 @@ def _attempt(action: Callable[[], T]) -> tuple[_Outcome[T], BaseException | None
         return _Outcome(action()), None
     except FAILURES as error:
         hint = error.hint if isinstance(error, PipelineError) else ""
-        return _Outcome(problem=described(error), hint=hint), error
+        usage = isinstance(error, UsageError)
+        return _Outcome(problem=described(error), hint=hint, usage=usage), error

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from ..errors import TransportError, UsageError
+from ..errors import UsageError
 from ..spec import PipelineSpec
-from ..wording import first_line
+from .distributed import others_there
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -71,13 +71,8 @@ class Group:
         """
         if self._has_memory:
             return
-        try:
+        with others_there(lambda: "the weights of the other replicas do not come"):
             self._sharded.unshard()
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(
-                f"the weights of the other replicas do not come: {first_line(error)}",
-                hint="another rank has ended or is stuck; its own message says why",
-            ) from error
         self._has_memory = True
 
     def free(self) -> None:

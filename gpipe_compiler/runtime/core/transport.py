@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import queue
-import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -111,22 +110,12 @@ class Workers(Generic[T]):
     """
 
     def __init__(self, devices: Sequence[torch.device], threads: int | None) -> None:
-        count = len(devices)
-        self.count = count
         self.threads = threads
-        self.tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self.pool: list[threading.Thread] = []
-        if count > 1:
-            self.tasks = [queue.SimpleQueue() for _ in range(count)]
-            self.pool = [
-                threading.Thread(
-                    target=_serve, args=(tasks, device, threads), name=f"stage-{i}", daemon=True
-                )
-                for i, (tasks, device) in enumerate(zip(self.tasks, devices, strict=True))
-            ]
-            for thread in self.pool:
-                thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self.tasks, self.pool)
+        self.pools = [
+            ThreadPoolExecutor(1, f"stage-{i}", _begin, (device, threads))
+            for i, device in enumerate(devices)
+            if len(devices) > 1
+        ]
 
     def run(self, tasks: Sequence[Callable[[], T]], abort: Callable[[], None]) -> list[T]:
         """Run all tasks at once and return what they return.
@@ -137,70 +126,50 @@ class Workers(Generic[T]):
         Raises:
             the first exception of a task, with its traceback, after all tasks have ended.
         """
-        if not self.pool:
+        if not self.pools:
             return [task() for task in tasks]
-        if not self._finalizer.alive:
-            raise TransportError("the pipeline is closed")
-        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        results: list[T | None] = [None] * len(tasks)
         failures: list[BaseException] = []
 
-        def wrap(index: int) -> Callable[[], None]:
-            def work() -> None:
-                try:
-                    results[index] = tasks[index]()
-                except _AbortedError:
-                    pass
-                except BaseException as error:  # noqa: BLE001  # raised again by the thread that waits
+        def run(task: Callable[[], T]) -> T:
+            try:
+                return task()
+            except BaseException as error:
+                if not isinstance(error, _AbortedError):
                     failures.append(error)
                     abort()
-                finally:
-                    ended.put(index)
+                raise
 
-            return work
-
+        futures: list[Future[T]] = []
         with intra_op_threads(self.threads):
-            for index, channel in enumerate(self.tasks):
-                channel.put(wrap(index))
-            left = len(tasks)
             try:
-                while left:
-                    ended.get()
-                    left -= 1
-            except BaseException:  # Ctrl-C while waiting: the threads have to end first
+                for pool, task in zip(self.pools, tasks, strict=True):
+                    futures.append(pool.submit(run, task))
+                wait(futures)
+            except BaseException as error:  # Ctrl-C while waiting: the threads have to end first
                 abort()
-                for _ in range(left):
-                    ended.get()
+                wait(futures)
+                if isinstance(error, RuntimeError):  # as `submit` raises it
+                    raise TransportError("the pipeline is closed") from error
                 raise
         if failures:
             raise failures[0]
-        return results  # type: ignore[return-value]  # without failures every task has returned
+        return [future.result() for future in futures]
 
     def close(self) -> None:
-        self._finalizer()
+        for pool in self.pools:
+            pool.shutdown()
 
 
-def _serve(
-    tasks: queue.SimpleQueue[Callable[[], None] | None], device: torch.device, threads: int | None
-) -> None:
+def _begin(device: torch.device, threads: int | None) -> None:
     if device.type == "cuda":
         # What the model makes on "cuda" is to be on this GPU.
         torch.cuda.set_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    while (task := tasks.get()) is not None:
-        task()
-        del task
 
 
-def _stop(
-    tasks: Sequence[queue.SimpleQueue[Callable[[], None] | None]], pool: Sequence[threading.Thread]
-) -> None:
-    for channel in tasks:
-        channel.put(None)
-    for thread in pool:
-        if thread is not threading.current_thread():
-            thread.join()
+CrossingTypes: TypeAlias = dict[tuple[str, int], torch.dtype]
+"""The types of boundary values, by name and by the rank that they go to or come from."""
 
 
 @dataclass(eq=False)
@@ -210,13 +179,19 @@ class DistributedEndpoint:
     Receives are posted where the program has them, so any two ranks start what passes between them
     in the same order, as channels that deliver in order demand.
 
+    What autocast makes of an op depends on the kind of device: a LayerNorm gives fp32 on CUDA and
+    16 bits on the CPU. So under it a rank first tells another of which type a value is that it has
+    not sent it before; gradients are of the types of their values.
+
     Args:
+        types: those that this rank has told or been told; None where they are as planned.
         samples: in each micro-batch of this run.
     """
 
     network: Network
     placement: Sequence[int]
     crossings: Mapping[str, Crossing]
+    types: CrossingTypes | None
     samples: Sequence[int]
     sizes: Sequence[Sizes]
     microbatch_size: int
@@ -226,7 +201,12 @@ class DistributedEndpoint:
     tags: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
 
     def send(self, transfer: Transfer, tensor: torch.Tensor | None) -> None:
-        shape, dtype = self._facts(transfer)
+        target = self.placement[transfer.target]
+        if self.types is not None and (transfer.value, target) not in self.types:
+            assert tensor is not None  # a gradient comes after its value
+            self.types[transfer.value, target] = tensor.dtype
+            self.network.send_object(tensor.dtype, [target], f"the type of {transfer.value}")
+        shape, dtype = self._facts(transfer, target)
         if tensor is None:
             tensor = torch.zeros(shape, dtype=dtype, device=self.network.carrier)
         elif tensor.dtype != dtype or tensor.shape != shape:
@@ -234,7 +214,6 @@ class DistributedEndpoint:
                 f"{transfer} is {tensor.dtype} {tuple(tensor.shape)}, planned as {dtype} {shape}",
                 hint="the input differs from the one compiled for in more than what is free",
             )
-        target = self.placement[transfer.target]
         started = self.network.send(tensor, target, self._tag(self.network.rank, target))
         self._let_go()
         if started is not None:
@@ -242,8 +221,11 @@ class DistributedEndpoint:
 
     def expect(self, transfer: Transfer) -> None:
         """Post the receive, into memory of the planned size."""
-        shape, dtype = self._facts(transfer)
         source = self.placement[transfer.source]
+        if self.types is not None and (transfer.value, source) not in self.types:
+            what = f"the type of {transfer.value}"
+            self.types[transfer.value, source] = self.network.receive_object(source, what)
+        shape, dtype = self._facts(transfer, source)
         buffer = torch.empty(shape, dtype=dtype, device=self.network.carrier)
         work = self.network.receive(buffer, source, self._tag(source, self.network.rank))
         self.posted[transfer] = work, buffer
@@ -269,10 +251,11 @@ class DistributedEndpoint:
         """Hold no longer what has left in the meantime."""
         self.sent = [item for item in self.sent if not item[0].is_completed()]
 
-    def _facts(self, transfer: Transfer) -> tuple[tuple[int, ...], torch.dtype]:
+    def _facts(self, transfer: Transfer, rank: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape and type of what goes to a rank, or comes from it."""
         crossing, m = self.crossings[transfer.value], transfer.microbatch
         shape = crossing.shape_for(self.samples[m], self.microbatch_size, self.sizes[m])
-        return shape, crossing.dtype
+        return shape, crossing.dtype if self.types is None else self.types[transfer.value, rank]
 
     def _tag(self, source: int, target: int) -> int:
         tag = self.tags.get((source, target), 0)

@@ -33,16 +33,6 @@ class Joint:
                 found.setdefault((action.stage, action.phase), []).append(action.microbatch)
         return cls(frozenset(stages), {key: tuple(numbers) for key, numbers in found.items()})
 
-    def begun(self, action: Compute) -> tuple[int, ...]:
-        """The micro-batches whose inputs have to be there when the action starts.
-
-        Its own; in a joint stage all with the first action, and none with the others.
-        """
-        if action.stage not in self.stages:
-            return (action.microbatch,)
-        numbers = self.order[action.stage, action.phase]
-        return numbers if numbers[0] == action.microbatch else ()
-
     def completed(self, action: Compute) -> tuple[int, ...]:
         """The micro-batches whose work in this stage and phase is done when the action has run.
 

@@ -33,11 +33,11 @@ from ..spec import (
 from ..wording import counted, printable
 from .checkpoint_manager import KEPT, LATEST, CheckpointOptions
 from .data import InputChoice
-from .export import HUGGING_FACE, SHARD_BYTES
 from .hooks import UserHooks
+from .loading import HUGGING_FACE, SHARD_BYTES
 from .optimizer import OptimizerChoice, RateShape
 from .train import TrainOptions
-from .watching import check_tensorboard
+from .training_log import check_tensorboard
 
 STEPS = 100
 

@@ -238,30 +238,20 @@ class CheckpointManager:
     def _agreed(self) -> tuple[Place | None, bool]:
         """The checkpoint to resume from, and whether it is the newest; rank 0 decides."""
 
-        def look(attempts: Sequence[Attempt]) -> tuple[Place | None, bool, str, str]:
+        def look(attempts: Sequence[Attempt]) -> tuple[Place | None, bool]:
             # torchrun counts a restart only on the host whose own processes have failed.
-            again = any(attempt.again for attempt in attempts)
+            attempt = Attempt(any(attempt.again for attempt in attempts), attempts[0].job)
             try:
-                attempt = Attempt(again, attempts[0].job)
                 self._hold(attempt)
                 path = to_resume(self.options, attempt)
-            except UsageError as error:
-                self.close()
-                return None, False, error.problem, error.hint
             except BaseException:
                 self.close()  # a claim outlives the process
                 raise
             directory = self.options.directory
             found = None if directory is None else checkpoint.latest(directory)
-            newest = path is not None and path == found
-            return path, newest, "", ""
+            return path, path is not None and path == found
 
-        path, newest, problem, hint = together(
-            self.pipe.world, "the checkpoint to go on from", Attempt.here, look
-        )
-        if problem:
-            raise UsageError(problem, hint=hint)
-        return path, newest
+        return together(self.pipe.world, "the checkpoint to go on from", Attempt.here, look)
 
 
 # --- an address, where storage has no locks: who has claimed it last writes ---------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.progress import Progress, RandomState
-from ..core.inputs import BoundCall, Inputs, bind_call
+from ..core.inputs import Inputs, bind_call
 from ..core.pipeline import Pipeline
 from ..core.weights import load_file
 from ..core.wiring import inputs_for, most_work
@@ -98,11 +98,6 @@ def _refuse_too_large(
         raise UsageError(f"a batch of {size:,} bytes is larger than the memory of this machine")
 
 
-def samples_of(pipe: Pipeline, inputs: object, target: object) -> int:
-    """The samples in a mini-batch; where nothing is batched, micro-batches are as planned."""
-    return sum(_bound(pipe.spec, pipe.microbatches, inputs, target).samples)
-
-
 TOKENS = "tokens"
 """The name of a size which is that of a sample in tokens."""
 
@@ -112,16 +107,17 @@ def has_tokens(spec: PipelineSpec) -> bool:
     return any(size.name == TOKENS for size in spec.sizes)
 
 
-def tokens_of(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> int:
-    """The tokens in a mini-batch, padding too, where a size of the pipeline is called so."""
-    bound = _bound(spec, microbatches, inputs, target)
-    pairs = zip(bound.samples, bound.sizes, strict=True)
-    return sum(samples * sizes[TOKENS] for samples, sizes in pairs)
+def counts_of(
+    spec: PipelineSpec, microbatches: int, inputs: object, target: object
+) -> tuple[int, int]:
+    """The samples in a mini-batch, and its tokens, padding too; none where no size is called so.
 
-
-def _bound(spec: PipelineSpec, microbatches: int, inputs: object, target: object) -> BoundCall:
+    Where nothing is batched, micro-batches are as planned.
+    """
     needed = inputs_for(spec, most_work(spec))
-    return bind_call(inputs, target, spec, needed, microbatches)
+    bound = bind_call(inputs, target, spec, needed, microbatches)
+    pairs = zip(bound.samples, bound.sizes, strict=True)
+    return sum(bound.samples), sum(samples * sizes.get(TOKENS, 0) for samples, sizes in pairs)
 
 
 def call_of(spec: PipelineSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[object, object]:
@@ -360,7 +356,8 @@ def share_read(pipe: Pipeline, batch: Batch) -> tuple[Inputs, object]:
         return batch.inputs, batch.target
     if batch.rows is None:
         return pipe.shard(batch.inputs, batch.target)
-    found, rows = samples_of(pipe, batch.inputs, batch.target), batch.rows
+    rows = batch.rows
+    found, _ = counts_of(pipe.spec, pipe.microbatches, batch.inputs, batch.target)
     if found != rows.count:
         raise PipelineError(
             f"{batch.place}: {rows.count} rows of the data set became {found} samples",

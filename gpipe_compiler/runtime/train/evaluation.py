@@ -18,9 +18,9 @@ from .data import (
     NOTHING,
     Batches,
     Source,
+    counts_of,
     disagreement,
     located,
-    samples_of,
     share_read,
 )
 from .hooks import UserHooks
@@ -38,9 +38,12 @@ class EvaluationResult:
     loss: float
     metrics: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {"loss": self.loss, **self.metrics}
+
     def __str__(self) -> str:
-        found = {"loss": self.loss, **self.metrics}
-        return "  ".join(f"{name} {number:.6g}" for name, number in found.items())
+        return "  ".join(f"{name} {number:.6g}" for name, number in self.numbers.items())
 
 
 def evaluate(pipe: Pipeline, hooks: UserHooks, *, own_rows: bool = False) -> EvaluationResult:
@@ -96,8 +99,7 @@ class _Pass:
         source = Source.of_hook(f"eval_data() of {hooks.name}", hooks.eval_data, pipe)
         self.batches = Batches(source, pipe if own_rows and pipe.replicas > 1 else None)
         self.batch = NOTHING
-        self.share: tuple[object, object] = (None, None)
-        self.found: tuple[list[float], list[float], object] | None = None
+        self.made: tuple[object, tuple[object, object]] | None = None
         loss = pipe.spec.loss
         assert loss is not None  # evaluation is of training
         self.terms = [_Mean(term) for term in loss.summands]
@@ -106,21 +108,25 @@ class _Pass:
 
     def run(self) -> EvaluationResult:
         while True:
-            going, loss = from_rank_0(self.pipe.world, "the next batch of evaluation", self._next)
-            if self.pipe.rank != 0 and self.pipe.feeds:
-                self._next()
-                if going != (self.batch is not NOTHING):
-                    raise disagreement(self.batches)
+            going = from_rank_0(self.pipe.world, "the next batch of evaluation", self._next)
+            if self.pipe.rank != 0 and self.pipe.feeds and self._next() is not going:
+                raise disagreement(self.batches)
             if not going:
-                return EvaluationResult(loss, self._metrics())
-            self.found = self._evaluate()
+                break
+            self._evaluate()
+        told = from_rank_0(self.pipe.world, "the loss", lambda: sum(t.value for t in self.terms))
+        return EvaluationResult(told, self._metrics())
 
-    def _next(self) -> tuple[bool, float]:
-        """Whether there is another batch, and the loss of all those before."""
-        if self.found is not None:
-            self._add(*self.found)
+    def _next(self) -> bool:
+        """Whether there is another batch; what the user measures in the last one may raise here."""
+        if self.made is not None:
+            output, share = self.made
+            samples, _ = counts_of(self.pipe.spec, self.pipe.microbatches, *share)
+            for name, number in self.hooks.measured(output, share[1]).items():
+                self.metrics[name] = self.metrics.get(name, 0.0) + number * samples
+            self.samples += samples
         self.batch = next(iter(self.batches.take(1)), NOTHING)
-        return self.batch is not NOTHING, sum(term.value for term in self.terms)
+        return self.batch is not NOTHING
 
     def _metrics(self) -> dict[str, float]:
         """The means over the samples of all replicas."""
@@ -135,32 +141,18 @@ class _Pass:
         found = self.metrics, self.samples
         return together(self.pipe.world, "the metrics", lambda: found, mean)
 
-    def _evaluate(self) -> tuple[list[float], list[float], object]:
-        """The terms of a batch's loss, their weights over all replicas, and the output."""
-        outputs = self.hooks.metrics is not None
+    def _evaluate(self) -> None:
+        pipe, outputs = self.pipe, self.hooks.metrics is not None
         try:
-            self.share = share_read(self.pipe, self.batch)
-            terms, output = self.pipe.evaluate_terms(*self.share, outputs=outputs)
+            share = share_read(pipe, self.batch)
+            losses, output = pipe.evaluate_terms(*share, outputs=outputs)
         except (UsageError, AgreedError) as error:
             raise located(error, self.batch) from error
-        return terms.tolist(), self._weights(), output
-
-    def _weights(self) -> list[float]:
-        pipe, batch = self.pipe, self.batch
-        weights = [0.0 for _ in self.terms]
-        apart = batch.own or batch.rows is not None
-        if pipe.feeds and (apart or pipe.rank == 0):
-            weights = [*pipe.loss_weights(batch.inputs, batch.target)]
-        if pipe.replicas == 1:
-            return weights  # rank 0 adds them up
-        mine = torch.tensor(weights, dtype=torch.float64)
-        summed: list[float] = pipe.world.sum(mine, "the weights of the loss").tolist()
-        return summed
-
-    def _add(self, losses: Sequence[float], weights: Sequence[float], output: object) -> None:
-        for term, loss, weight in zip(self.terms, losses, weights, strict=True):
+        reads = self.batch is not NOTHING
+        own = pipe.loss_weights(*share) if reads else [0.0 for _ in self.terms]
+        weights = torch.tensor(own, dtype=torch.float64)
+        if pipe.replicas > 1:
+            weights = pipe.world.sum(weights, "the weights of the loss")
+        for term, loss, weight in zip(self.terms, losses.tolist(), weights.tolist(), strict=True):
             term.add(loss, weight)
-        samples = samples_of(self.pipe, *self.share)
-        for name, number in self.hooks.measured(output, self.share[1]).items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + number * samples
-        self.samples += samples
+        self.made = (output, share) if reads else None

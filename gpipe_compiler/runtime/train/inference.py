@@ -14,7 +14,7 @@ import torch
 from ..core.pipeline import Pipeline
 from ..core.weights import save_file
 from .comparison import flat_tensors
-from .data import InputChoice, call_on, samples_of
+from .data import InputChoice, call_on, counts_of
 from .process import say
 from .stage_times import WARM_UP, measure_stages
 from .told import Told, format_time, stage_table, told_lines, write_calibration
@@ -73,7 +73,7 @@ def bench(
     timed = measure_stages(pipe, once, steps) if stages or calibration else []
     if pipe.rank != 0:
         return
-    samples = samples_of(pipe, inputs, target)
+    samples, _ = counts_of(pipe.spec, pipe.microbatches, inputs, target)
     sizes = {size.name: size.example for size in pipe.spec.sizes} | {**choice.sizes}
     planned = all(size.example == sizes[size.name] for size in pipe.spec.sizes)
     told = Told.of(pipe, directory, samples) if planned else None

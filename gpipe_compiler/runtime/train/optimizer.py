@@ -9,6 +9,7 @@ from enum import Enum
 
 import torch
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ..core.pipeline import Pipeline
@@ -16,7 +17,7 @@ from ..core.shards import local
 from ..errors import AgreedError, PipelineError, UsageError
 from ..spec import OptimizerKind
 from ..wording import said
-from .data import NOTHING, Batch, has_tokens, located, samples_of, share_read, tokens_of
+from .data import NOTHING, Batch, counts_of, has_tokens, located, share_read
 from .hooks import UserHooks
 
 _OPTIMIZERS: Mapping[OptimizerKind, tuple[type[torch.optim.Optimizer], Mapping[str, float]]] = {
@@ -162,9 +163,8 @@ class StepResult:
     Attributes:
         loss: the mean over its mini-batches.
         rate: the learning rate that it was made with.
-        samples: in its mini-batches, over all replicas; 0 on ranks that read no data.
-        tokens: in those that rank 0 has read, or this replica for itself alone; None where no size
-            of the pipeline is called so.
+        samples: in its mini-batches, over all replicas; of one alone, 0 on ranks that read no data.
+        tokens: the same; None where no size of the pipeline is called so.
         gradient_norm: over all stages, before clipping; None where it is not computed.
         skipped: whether the weights stayed, because fp16 gradients have overflowed.
     """
@@ -189,14 +189,12 @@ class Update:
     Args:
         clip_norm: the largest 2-norm of all gradients together; None for any. With inf it is
             computed, and changes nothing.
-        apart: whether the user's code gives each replica its share, whose samples it alone knows.
     """
 
     pipe: Pipeline
     optimizer: torch.optim.Optimizer
     rate: Rate
     clip_norm: float | None = None
-    apart: bool = False
     _skipped: int = field(default=0, init=False)
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
@@ -209,24 +207,27 @@ class Update:
         self.pipe.zero_grad()
         weight = 1 / len(batches)
         with self.pipe.no_sync():
-            losses = [self._accumulate(batch, weight, step) for batch in batches[:-1]]
-        losses.append(self._accumulate(batches[-1], weight, step))
+            done = [self._accumulate(batch, weight, step) for batch in batches[:-1]]
+        done.append(self._accumulate(batches[-1], weight, step))
         rate = self.rate.now
         norm = self._clip(step)
         if norm is None and not self.pipe.scaler.is_enabled():
             self._check_gradients(step)
         skipped = self._step(step)
         self._count_skipped(skipped, step)
-        samples = sum(self._samples(batch) for batch in batches)
-        if self.apart:
-            mine = torch.tensor(float(samples), dtype=torch.float64)
-            samples = int(self.pipe.world.sum(mine, "the samples of the step"))
-        tokens = self._tokens(batches)
-        return StepResult(sum(losses) / len(losses), rate, samples, norm, skipped, tokens)
+        losses, samples, tokens = map(sum, zip(*done, strict=True))
+        if self.pipe.replicas > 1:  # each knows its own share alone
+            mine = torch.tensor([samples, tokens], dtype=torch.float64)
+            samples, tokens = map(int, self.pipe.world.sum(mine, "the samples of the step"))
+        told = int(tokens) if has_tokens(self.pipe.spec) else None
+        return StepResult(losses / len(batches), rate, int(samples), norm, skipped, told)
 
-    def _accumulate(self, batch: Batch, weight: float, step: int) -> float:
+    def _accumulate(self, batch: Batch, weight: float, step: int) -> tuple[float, int, int]:
+        """The loss of a mini-batch, and the samples and tokens of this replica's share of it."""
+        pipe = self.pipe
         try:
-            loss = float(self.pipe.step(*share_read(self.pipe, batch), weight=weight))
+            share = share_read(pipe, batch)
+            loss = float(pipe.step(*share, weight=weight))
         except UsageError as error:
             raise located(error, batch) from error
         except AgreedError as error:
@@ -234,7 +235,8 @@ class Update:
         if not math.isfinite(loss) and not self.pipe.scaler.is_enabled():
             where = f", {batch.place}" if batch.place else ""
             raise AgreedError(f"the loss of step {step}{where}, is {loss}")
-        return loss
+        counts = (0, 0) if batch is NOTHING else counts_of(pipe.spec, pipe.microbatches, *share)
+        return loss, *counts
 
     def _clip(self, step: int) -> float | None:
         if self.clip_norm is None:
@@ -287,36 +289,10 @@ class Update:
                 hint="train with --precision bf16 or fp32",
             )
 
-    def _samples(self, batch: Batch) -> int:
-        if batch is NOTHING:
-            return 0
-        if batch.rows is not None:
-            return batch.rows.whole
-        return samples_of(self.pipe, batch.inputs, batch.target)
-
-    def _tokens(self, batches: Sequence[Batch]) -> int | None:
-        spec, most = self.pipe.spec, self.pipe.microbatches
-        if not has_tokens(spec):
-            return None
-        return sum(
-            tokens_of(spec, most, batch.inputs, batch.target)
-            for batch in batches
-            if batch.rows is not None or batch.own or (batch is not NOTHING and self.pipe.rank == 0)
-        )
-
 
 def _largest(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The largest element of all gradients, without its sign; nan if one is nan."""
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        gradient = local(parameter.grad)
-        elements = gradient._values() if gradient.is_sparse else gradient
-        if elements.numel():
-            groups.setdefault((elements.device, elements.dtype), []).append(elements)
-    largest = torch.zeros((), dtype=torch.float64)
-    for group in groups.values():
-        norms = torch.stack(torch._foreach_norm(group, math.inf))
-        largest = torch.maximum(largest, norms.amax().to("cpu", torch.float64))
-    return largest
+    gradients = (local(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    elements = [each._values() if each.is_sparse else each for each in gradients]
+    norm = get_total_norm([each for each in elements if each.numel()], math.inf)
+    return norm.to("cpu", torch.float64)

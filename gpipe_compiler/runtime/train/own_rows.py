@@ -24,12 +24,10 @@ class Rows:
     Attributes:
         mark: of the indices of the whole mini-batch; never 0.
         count: the rows of the share.
-        whole: those of the mini-batch.
     """
 
     mark: int
     count: int
-    whole: int
 
 
 class ShareSampler(Sampler[list[Any]]):
@@ -61,7 +59,7 @@ class ShareSampler(Sampler[list[Any]]):
                 raise too_small(len(indices), pipe.replicas)
             start, stop = bounds(pipe.spec, len(indices), pipe.replica, *parts)
             mark = zlib.crc32(repr(indices).encode()) + 1
-            self.given.append(Rows(mark, stop - start, len(indices)))
+            self.given.append(Rows(mark, stop - start))
             yield indices[start:stop]
 
 

@@ -19,12 +19,10 @@ from .data import NOTHING, Batch, Batches, InputChoice, Source, call_on, disagre
 from .evaluation import evaluate
 from .hooks import UserHooks
 from .optimizer import OptimizerChoice, Rate, Update, make_optimizer, make_scheduler
-from .own_rows import takes_share
 from .process import StopSignals
 from .profiling import StepProfiler
 from .told import Told, format_time, planned_samples, told_lines
-from .training_log import StepLog, StepPrinter
-from .watching import Watchers
+from .training_log import Reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +115,7 @@ class _Training:
         clip_norm = options.clip_norm
         if clip_norm is None and options.gradient_norm:
             clip_norm = math.inf
-        apart = pipe.replicas > 1 and options.input.file is None and takes_share(hooks.train_data)
-        self.update = Update(pipe, optimizer, self.rate, clip_norm, apart)
+        self.update = Update(pipe, optimizer, self.rate, clip_norm)
         states = hooks.states(pipe, optimizer)
         self.checkpoints = CheckpointManager(
             pipe, optimizer, scheduler, states, options.checkpoints
@@ -129,17 +126,16 @@ class _Training:
         self._directory, self._first = directory, self.step + 1
         self._seconds: list[float] = []
         self._samples = 0
-        self.printer = StepPrinter(self.step + 1, options.steps, quiet=pipe.rank != 0)
         folder = options.checkpoints.directory
         folder = folder if isinstance(folder, Path) else Path()  # an address holds no traces
         self.profiler = StepProfiler(pipe, folder, self._first, options.profile)
-        self.log: StepLog | None = None
-        from_rank_0(pipe.world, "the log", self._open_log)
         told = None
         if self._sizes_are_planned() and pipe.replicas == pipe.spec.replicas:
             told = Told.of(pipe, directory, planned_samples(pipe.spec))
-        watched = pipe, hooks, self.step, options.tensorboard
-        self.watchers = Watchers(*watched, told, options.accumulate)
+        files = options.log, options.tensorboard
+        self.reports = Reports(
+            *(pipe, hooks, self.step, options.steps, *files, told, options.accumulate)
+        )
 
     def run(self) -> int:
         """Train to the end; the number of the signal that came before it, or 0."""
@@ -154,7 +150,7 @@ class _Training:
         if self.evaluated != self.step:
             self._evaluate(last=True)
         self.checkpoints.save(self._progress(), last=True)
-        self._say(self.profiler.finish())
+        self.reports.line(self.profiler.finish())
         self._tell()
         return 0
 
@@ -167,23 +163,16 @@ class _Training:
         told = Told.of(self.pipe, self._directory, self._samples)
         if told is not None:
             median = statistics.median(self._seconds)
-            self.printer.line(f"step: median {format_time(median)} of {len(self._seconds)}")
+            self.reports.line(f"step: median {format_time(median)} of {len(self._seconds)}")
             for line in told_lines(self.pipe, told, median):
-                self.printer.line(line)
-
-    def _say(self, text: str) -> None:
-        if text:
-            self.printer.line(text)
+                self.reports.line(line)
 
     def _sizes_are_planned(self) -> bool:
         return not (self.pipe.spec.sizes and self.hooks.train_data)
 
     def close(self) -> None:
         self.checkpoints.close()
-        self.printer.close()
-        if self.log is not None:
-            self.log.close()
-        self.watchers.close()
+        self.reports.close()
 
     def _finished(self) -> bool:
         steps, epochs = self.options.steps, self.options.epochs
@@ -221,11 +210,8 @@ class _Training:
         if number > self._first:  # which warms up
             self._seconds.append(seconds)
         self._samples = stepped.samples
-        self.printer.step(number, stepped)
-        if self.log is not None:
-            self.log.step(number, stepped, seconds)
-        self.watchers.step(number, stepped, seconds)
-        self._say(self.profiler.end(number))
+        self.reports.step(number, stepped, seconds)
+        self.reports.line(self.profiler.end(number))
         self.checkpoints.poll()
         every = self.options.evaluate_every
         if every is not None and number % every == 0:
@@ -264,16 +250,13 @@ class _Training:
         if not last:
             self.rate.evaluated(found.loss)
         self.evaluated = self.step
-        self.printer.line(f"evaluation after step {self.step}: {found}")
-        if self.log is not None:
-            self.log.evaluation(self.step, found)
-        self.watchers.evaluation(self.step, found)
+        self.reports.evaluation(self.step, found)
 
     def _stop(self, signal: int) -> int:
         self.checkpoints.save(self._progress(), last=True)
         where = f"; the checkpoint is {self.checkpoints.last}" if self.checkpoints.last else ""
-        self._say(self.profiler.finish())
-        self.printer.line(f"stopped after step {self.step}{where}")
+        self.reports.line(self.profiler.finish())
+        self.reports.line(f"stopped after step {self.step}{where}")
         return signal
 
     def _lost(self, error: AgreedError) -> AgreedError:
@@ -307,10 +290,6 @@ class _Training:
             source = Source.repeated(*call_on(self.pipe.spec, directory, choice))
         shares = self.options.own_rows and self.pipe.replicas > 1
         self.batches = Batches(source, self.pipe if shares else None)
-
-    def _open_log(self) -> None:
-        if self.options.log is not None:
-            self.log = StepLog(self.options.log, self.step)
 
     def _steps_in_all(self) -> int | None:
         """The number of steps, where it can be known."""

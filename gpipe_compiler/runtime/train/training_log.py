@@ -1,8 +1,10 @@
-"""The output of training: lines on the terminal, and a file with a line of JSON for every step."""
+"""The output of training: lines on the terminal, a file with a line of JSON for every step, and the
+numbers of every step for the user's `log` and for TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -10,18 +12,130 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import torch
+
+from ..core.pipeline import Pipeline
+from ..core.ranks import from_rank_0
 from ..core.storing import place
-from ..errors import PipelineError
+from ..errors import PipelineError, UsageError
 from .evaluation import EvaluationResult
+from .hooks import UserHooks
 from .optimizer import StepResult
 from .process import say
+from .told import Told, planned_samples
 
 LINES = 10
 """Lines of a run where the last one cannot be overwritten."""
 LINE_EVERY = 10
 """Steps between lines where the number of steps is not known."""
+
+_FLUSH_S = 10
+"""Seconds of which a process that is killed loses what it gave to TensorBoard."""
+
+
+class Reports:
+    """All that is told of training: on the terminal, in a log, by the user's `log` and TensorBoard.
+
+    Every rank makes one and calls it alike: each tells of its own devices, rank 0 of the rest, and
+    what the user's code raises there ends all.
+
+    Args:
+        done: the steps that are done; a log and TensorBoard drop what they have of later ones.
+        steps: in all; None where it is not known.
+        log: a file for a line of JSON for every step.
+        tensorboard: a folder for TensorBoard's files.
+        told: the prediction for a mini-batch, where this run is the one that was planned.
+        accumulate: mini-batches for a step.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        hooks: UserHooks,
+        done: int,
+        steps: int | None,
+        log: Path | None,
+        tensorboard: Path | None,
+        told: Told | None,
+        accumulate: int,
+    ) -> None:
+        self.pipe, self.hooks, self.told, self.accumulate = pipe, hooks, told, accumulate
+        self.printer = StepPrinter(done + 1, steps, quiet=pipe.rank != 0)
+        self._log: StepLog | None = None
+        self._board: _TensorBoard | None = None
+        self._planned = planned_samples(pipe.spec) * pipe.replicas * accumulate
+        self._watched = hooks.log is not None or tensorboard is not None
+
+        def begin() -> None:
+            if log is not None:
+                self._log = StepLog(log, done)
+            if tensorboard is not None:
+                self._board = _TensorBoard(tensorboard, done)
+
+        from_rank_0(pipe.world, "the log", begin)
+        if not self._watched:
+            return
+        own = [engine.device for engine in pipe.execution.engines]
+        self._gpus = [device for device in own if device.type == "cuda"]
+        some = torch.tensor(float(bool(self._gpus)))
+        self._memory_is_told = bool(pipe.world.maximum(some, "the kinds of devices"))
+        names = [torch.cuda.get_device_name(x) if x.type == "cuda" else x.type for x in own]
+        found = pipe.world.gather_objects(names, "the names of devices")
+        self._names = frozenset(name for rank in found for name in rank)
+
+    def step(self, step: int, stepped: StepResult, seconds: float) -> None:
+        """A step is done.
+
+        Raises:
+            PipelineError: when the user's code raises, or a file cannot be written; AgreedError on
+                the other ranks.
+        """
+        self.printer.step(step, stepped)
+        if self._log is not None:
+            self._log.step(step, stepped, seconds)
+        if not self._watched:
+            return
+        peaks: list[list[int]] = []
+        if self._memory_is_told:
+            own = [torch.cuda.max_memory_allocated(device) for device in self._gpus]
+            peaks = self.pipe.world.gather_objects(own, "the memory of devices")
+
+        def tell() -> None:
+            numbers = {"loss": stepped.loss, "learning_rate": stepped.rate}
+            if stepped.gradient_norm is not None:
+                numbers["gradient_norm"] = stepped.gradient_norm
+            numbers["samples_per_s"] = stepped.samples / seconds
+            if stepped.tokens is not None:
+                numbers["tokens_per_s"] = stepped.tokens / seconds
+            for device, peak in enumerate(peak for rank in peaks for peak in rank):
+                numbers[f"peak_bytes/device_{device}"] = float(peak)
+            if self.told is not None and stepped.samples == self._planned:
+                numbers |= self.told.numbers(seconds, self._names, self.accumulate)
+            if self._board is not None:
+                self._board.add(step, numbers)
+            self.hooks.logged(step, numbers)
+
+        from_rank_0(self.pipe.world, "the log", tell)
+
+    def evaluation(self, step: int, found: EvaluationResult) -> None:
+        """An evaluation is done, of which the user's `log` is not told."""
+        self.line(f"evaluation after step {step}: {found}")
+        if self._log is not None:
+            self._log.evaluation(step, found)
+        if self._board is not None:
+            self._board.add(step, {f"evaluation/{name}": x for name, x in found.numbers.items()})
+
+    def line(self, text: str) -> None:
+        """A line of its own on the terminal; nothing for no text."""
+        if text:
+            self.printer.line(text)
+
+    def close(self) -> None:
+        for each in (self.printer, self._log, self._board):
+            if each is not None:
+                each.close()
 
 
 class StepPrinter:
@@ -95,7 +209,7 @@ class StepLog:
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        with self._writing():
+        with _writing(path):
             kept = _cut(path, step)
             self._file = _opened(path)
         self._evaluated = max((_number(line) for line in kept if b"evaluation" in line), default=-1)
@@ -110,24 +224,25 @@ class StepLog:
     def evaluation(self, step: int, found: EvaluationResult) -> None:
         """An evaluation is done; one that the file knows from before a restart is left out."""
         if step > self._evaluated:
-            numbers = {"loss": found.loss, **found.metrics}
-            self._write({"evaluation": {"step": step, **_plain(numbers)}})
+            self._write({"evaluation": {"step": step, **_plain(found.numbers)}})
 
     def close(self) -> None:
-        with self._writing():
+        with _writing(self.path):
             self._file.close()
 
     def _write(self, line: dict[str, object]) -> None:
-        with self._writing():
+        with _writing(self.path):
             self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
             self._file.flush()
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise PipelineError(f"cannot write {self.path}: {error.strerror}") from error
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeError) as error:  # TensorBoard's: of names that are no UTF-8
+        why = getattr(error, "strerror", None) or error
+        raise PipelineError(f"cannot write {path}: {why}") from error
 
 
 def _cut(path: Path, step: int) -> list[bytes]:
@@ -177,3 +292,43 @@ def _plain(numbers: Mapping[str, object]) -> dict[str, object]:
         name: None if isinstance(x, float) and not math.isfinite(x) else x
         for name, x in numbers.items()
     }
+
+
+def check_tensorboard() -> None:
+    """Refuses to begin without the package that writes its files.
+
+    Raises:
+        UsageError: when it cannot be imported.
+    """
+    try:
+        importlib.import_module("torch.utils.tensorboard")
+    except ImportError as error:
+        raise UsageError(
+            f"--tensorboard needs the package tensorboard, and it cannot be imported: {error}",
+            hint="pip install tensorboard",
+        ) from error
+
+
+class _TensorBoard:
+    """The files of one run.
+
+    Raises:
+        PipelineError: here or later, when they cannot be written.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        with _writing(folder):
+            module = importlib.import_module("torch.utils.tensorboard")
+            self._writer: Any = module.SummaryWriter(
+                str(folder), purge_step=steps + 1, flush_secs=_FLUSH_S
+            )
+
+    def add(self, step: int, numbers: dict[str, float]) -> None:
+        with _writing(self.folder):
+            for name, number in numbers.items():
+                self._writer.add_scalar(name, number, step)
+
+    def close(self) -> None:
+        with _writing(self.folder):
+            self._writer.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_runs import Run, equal
 
-from gpipe_compiler.runtime.checkpoint import export, latest, read_checkpoint, torch_inside
+from gpipe_compiler.runtime.checkpoint import export, files, latest, read_checkpoint
 from gpipe_compiler.runtime.core.address import Address, place_of
 from gpipe_compiler.runtime.core.weights import load_file
 from gpipe_compiler.runtime.errors import CheckpointError, UsageError
@@ -192,6 +192,6 @@ def test_a_package_that_is_not_there_is_named():
 
 def test_a_torch_without_these_names_is_told(saved, monkeypatch):
     _, path = saved
-    monkeypatch.setattr(torch_inside, "_FSSPEC", "torch.distributed.checkpoint.nowhere")
+    monkeypatch.setattr(files, "_FSSPEC", "torch.distributed.checkpoint.nowhere")
     with pytest.raises(UsageError, match=r"has no torch\.distributed\.checkpoint\.nowhere"):
         read_checkpoint(path)

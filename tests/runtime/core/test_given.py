@@ -1,4 +1,4 @@
-"""`core/given.py`: values as text, equal for equal ones and for no others."""
+"""`core/nest.py`: values as text, equal for equal ones and for no others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_compiler.runtime.core.given import as_text, values_of
+from gpipe_compiler.runtime.core.nest import as_text, values_of
 
 
 class Colour(enum.Enum):

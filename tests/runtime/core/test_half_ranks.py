@@ -11,7 +11,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from half_pipelines import PlainLoop, half_data, half_spec, parts_of
+from half_pipelines import PlainLoop, half_data, half_spec, parts_of, picking_spec
 from half_ranks import CASES, CLIP, OVERFLOWS, SCALE, STEPS
 from tiny_pipelines import data_for, tied_spec
 
@@ -112,3 +112,16 @@ def test_tied_weights_are_clipped_once(seen):
     assert torch.equal(ranks[0]["tied"], ranks[1]["tied"])
     for name, weight in loop.weights().items():
         torch.testing.assert_close(ranks[0]["after"][name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_types_are_those_of_the_run_and_not_of_the_plan(seen):
+    """In another precision than planned, call after call, of stages that need numbers."""
+    x = half_data(8)[0]
+    with Pipeline(picking_spec(), None, devices=["cpu"]) as pipe:
+        expected = {"fp32": pipe.eval()(x)}
+    with Pipeline(picking_spec(), None, devices=["cpu"], precision="bf16") as pipe:
+        expected["bf16"] = pipe.eval()(x)
+    assert not torch.equal(expected["fp32"], expected["bf16"])
+
+    for (_, precision), calls in seen["planned otherwise"][0].items():
+        assert all(torch.equal(found, expected[precision]) for found in calls)

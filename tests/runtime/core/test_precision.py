@@ -6,21 +6,19 @@ their gradients.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
 from half_pipelines import DTYPES, PlainLoop, half_data, half_spec, parts_of
 from safetensors.torch import save_file
-from tiny_pipelines import SAMPLES, WIDTH, X, cross, skip_spec, spec_of, states, tied_spec
+from tiny_pipelines import WIDTH, X, cross, spec_of, states, tied_spec
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.core.precision import crossing_dtypes
-from gpipe_compiler.runtime.errors import PipelineError, UsageError
-from gpipe_compiler.runtime.spec import Leaf, Precision, StageSpec
+from gpipe_compiler.runtime.errors import UsageError
+from gpipe_compiler.runtime.spec import Leaf, StageSpec
 from gpipe_compiler.runtime.train.check import check_pipeline
 from gpipe_compiler.runtime.train.comparison import ComparedKind, pack
 from gpipe_compiler.runtime.train.plain_stages import LOSS_SCALE
@@ -91,69 +89,6 @@ def test_fp32_is_the_model_as_it_is():
     with pipeline(half_spec(), 2, precision="fp32") as pipe:
         _, outputs = pipe.step_with_outputs(*half_data(8))
     assert {tensor.dtype for tensor in outputs.values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", *LOWER])
-def test_crossing_dtypes_are_those_of_a_real_run(precision, training):
-    """Of a run of the stages on real tensors in plain PyTorch; in either planned precision."""
-    spec = half_spec()
-    state = {name: torch.zeros(()) for stage in spec.stages for name in stage.state.values()}
-    with pipeline(spec) as pipe:
-        state = pipe.state_dict()
-    loop = PlainLoop(spec, state, precision)
-    loop.train(training)
-    values = loop.forward(parts_of(half_data(2), 1)[0])
-    expected = {c.value: values[c.value].dtype for c in spec.crossings}
-
-    assert crossing_dtypes(spec, Precision(precision), "cpu", training=training) == expected
-    if precision != "fp32":
-        assert {torch.float32, DTYPES[precision]} <= set(expected.values())
-        # Planned for another precision, the types are worked out again for fp32 as well.
-        crossings = [dataclasses.replace(c, dtype=expected[c.value]) for c in spec.crossings]
-        planned = dataclasses.replace(
-            spec, crossings=tuple(crossings), precision=Precision(precision)
-        )
-        back = crossing_dtypes(planned, Precision.FP32, "cpu", training=training)
-        assert set(back.values()) == {torch.float32}
-
-
-class Picks(nn.Module):
-    """Needs numbers to know a shape, so that it does not run on fake tensors."""
-
-    def forward(self, x):
-        return x[x > x.max()].sum() + x
-
-
-class Passes(nn.Module):
-    def forward(self, h):
-        return h * 2
-
-
-def picking_spec(**more):
-    stages = [StageSpec(Picks, ("x",), ("h",)), StageSpec(Passes, ("h",), ("y",))]
-    source = dataclasses.replace(X, shape=(SAMPLES, WIDTH), dtype=torch.float32)
-    return spec_of(stages, [cross("h", 0, (1,))], [source], Leaf("y"), None, **more)
-
-
-def test_a_stage_that_needs_numbers_is_taken_as_planned():
-    """Planned for this precision, the plan is right; otherwise nothing can be told."""
-    planned = picking_spec(precision=Precision.BF16)
-    assert crossing_dtypes(planned, Precision.BF16, "cpu") == {"h": torch.float32}
-    with pytest.raises(PipelineError, match=r"stage 0 .* precision fp16") as caught:
-        crossing_dtypes(planned, Precision.FP16, "cpu")
-    assert "--precision fp16" in caught.value.hint
-
-
-def test_inputs_of_unknown_type_are_not_guessed():
-    """An input that says neither shape nor type, and does not cross either."""
-    spec = skip_spec()
-    with pytest.raises(PipelineError, match="stage 0 sends cannot be told"):
-        crossing_dtypes(spec, Precision.BF16, "cpu")
-    inputs = [dataclasses.replace(X, shape=(SAMPLES, WIDTH), dtype=torch.float32), spec.inputs[1]]
-    known = dataclasses.replace(spec, inputs=tuple(inputs))
-    # `target` is known from its crossing.
-    assert crossing_dtypes(known, Precision.BF16, "cpu")["a"] is torch.bfloat16
 
 
 class Casts(TorchDispatchMode):

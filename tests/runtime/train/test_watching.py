@@ -18,7 +18,7 @@ from tiny_pipelines import skip_spec
 from training_commands import EVALUATION, LOG, METRICS, PLAIN, Run, plain_loop
 
 from gpipe_compiler.runtime.sizes import Size
-from gpipe_compiler.runtime.train.data import has_tokens, tokens_of
+from gpipe_compiler.runtime.train.data import counts_of, has_tokens
 from gpipe_compiler.runtime.train.hooks import is_log
 from gpipe_compiler.runtime.train.told import Peak, Told
 
@@ -91,9 +91,9 @@ def test_tokens_are_counted_where_a_size_is_called_so(monkeypatch):
     spec = sized_spec()
 
     assert has_tokens(spec)
-    assert tokens_of(spec, 2, *sized_batch(6, 12, 4)) == 6 * 12
+    assert counts_of(spec, 2, *sized_batch(6, 12, 4)) == (6, 6 * 12)
     several = zip(sized_batch(6, 12, 4), sized_batch(3, 33, 4), strict=True)
-    assert tokens_of(spec, 2, *map(list, several)) == 6 * 12 + 3 * 33
+    assert counts_of(spec, 2, *map(list, several)) == (6 + 3, 6 * 12 + 3 * 33)
 
 
 def test_what_log_raises_ends_the_run_with_its_line(tmp_path, capsys):

@@ -45,7 +45,7 @@ class Stage0(nn.Module):
         return x, out
 
 
-# How state begins where there are no weights (runtime/core/replay.py); * is any layer's number.
+# How state begins where there are no weights (runtime/core/building.py); * is any layer's number.
 INITIAL = {
     "position": (("trunc_normal_", 0.0, 0.02, -2.0, 2.0),),
     "shift": (("arange", 32, ("dtype=", torch.int64)), ("div", "%0", 32), ("copy_", "self", "%1")),

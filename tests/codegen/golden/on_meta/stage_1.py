@@ -58,7 +58,7 @@ class Stage1(nn.Module):
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
 WRITES = ("batch_norm",)
 
-# How state begins where there are no weights (runtime/core/replay.py); * is any layer's number.
+# How state begins where there are no weights (runtime/core/building.py); * is any layer's number.
 INITIAL = {
     "blocks.*.noise": (
         ("seed", "blocks.0.noise"),
