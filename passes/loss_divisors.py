@@ -153,13 +153,15 @@ def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
     It adds (`add`), multiplies (`mul`), or takes the larger of both (`max`).
     """
     args, kwargs = op.arguments
-    if verb(op) == "where" and len(args) == 3:
-        tested = counted_above_zero(terms.graph, args[0])
-        least = number_of(terms.graph, args[2])
-        # Nothing is counted below 1: there any divisor will do.
-        by_itself = tested == (args[1].name, True) if isinstance(args[1], Ref) else False
-        counts = by_itself and is_number_of(terms.graph, args[1])
-        return (args[1].name, "max", min(least, 1.0)) if counts and least else None
+    match verb(op), args:
+        case "where", (tested, count, other):
+            return _counted_or(terms, tested, count, other, above=True) or _counted_or(
+                terms, tested, other, count, above=False
+            )
+        case "masked_fill", (count, tested, other):
+            return _counted_or(terms, tested, count, other, above=False)
+        case "add", (count, tested) if isinstance(tested, Ref) and not kwargs:
+            return _counted_or(terms, tested, count, 1, above=False)
     if not args or not terms.is_scalar(args[0]):
         return None
     source: str = args[0].name
@@ -174,14 +176,39 @@ def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
             return source, "mul", float(number)
         case "div", (int() | float() as number,) if not kwargs and number:
             return source, "mul", 1 / number
-        case "maximum" | "max", (other,) if number_of(terms.graph, other) is not None:
+        case "maximum" | "max" | "fmax", (other,) if number_of(terms.graph, other) is not None:
             return source, "max", number_of(terms.graph, other) or 0.0
         case "clamp" | "clip" | "clamp_min", rest:
             options = dict(zip(("min", "max"), rest, strict=False)) | kwargs
-            least = options.pop("min", None)
-            if isinstance(least, int | float) and set(options.values()) <= {None}:
-                return source, "max", float(least)
+            least = number_of(terms.graph, options.pop("min", None))
+            if least is not None and set(options.values()) <= {None}:
+                return source, "max", least
     return None
+
+
+def _counted_or(
+    terms: Terms, tested: Argument, count: Argument, other: Argument, *, above: bool
+) -> tuple[str, str, float] | None:
+    """As of a guard, for how many things there are, or another number where there are none.
+
+    Args:
+        above: whether the condition asks for some, and not for none.
+    """
+    least = number_of(terms.graph, other)
+    if not isinstance(count, Ref) or not is_number_of(terms.graph, count) or not least:
+        return None
+    condition = Ref(_apart_from_type(terms, getattr(tested, "name", "")))
+    asked_of, holds = counted_above_zero(terms.graph, condition) or ("", not above)
+    same = _apart_from_type(terms, asked_of) == _apart_from_type(terms, count.name)
+    # Nothing is counted below 1: there any divisor will do.
+    return (count.name, "max", min(least, 1.0)) if same and holds is above else None
+
+
+def _apart_from_type(terms: Terms, value: str) -> str:
+    """The scalar that a scalar is, in any type."""
+    while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
+        value = op.call.args[0].name
+    return value
 
 
 def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:

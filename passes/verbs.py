@@ -175,6 +175,8 @@ def _number_made(graph: Graph, op: Op) -> float | None:
         return _FILLED_WITH[name]
     if name in ("full", "full_like", "new_full") and len(args) > 1:
         return number_of(graph, args[-1])
+    if name in ("tensor", "as_tensor", "scalar_tensor", "new_tensor") and args:
+        return number_of(graph, args[-1])
     if verb(op) in MOVES and args:
         return number_of(graph, args[0])
     if verb(op) == "mul" and len(args) == 2 and 0 in [number_of(graph, item) for item in args]:
@@ -218,10 +220,19 @@ def counted_above_zero(graph: Graph, condition: Argument) -> tuple[str, bool] | 
 
 
 def is_number_of(graph: Graph, value: Ref) -> bool:
-    """Whether a value is how many of some booleans are true."""
+    """Whether a value is how many of some booleans are true, in any type."""
     op = graph.producer.get(value.name)
-    if op is None or verb(op) not in ("sum", "count_nonzero") or not op.call.args:
+    if op is None or not op.call.args or not isinstance(source := op.call.args[0], Ref):
         return False
-    source = op.call.args[0]
-    known = graph.values.get(source.name) if isinstance(source, Ref) else None
-    return verb(op) == "count_nonzero" or (known is not None and known.dtype is torch.bool)
+    if verb(op) in SAME:
+        return is_number_of(graph, source)
+    counts = verb(op) == "sum" and _are_booleans(graph, source)
+    return counts or verb(op) == "count_nonzero"
+
+
+def _are_booleans(graph: Graph, value: Ref) -> bool:
+    """Whether a value is of booleans, be it of zeros and ones in another type."""
+    op = graph.producer.get(value.name)
+    if graph.values[value.name].dtype is torch.bool or op is None or verb(op) not in SAME:
+        return graph.values[value.name].dtype is torch.bool
+    return isinstance(op.call.args[0], Ref) and _are_booleans(graph, op.call.args[0])
