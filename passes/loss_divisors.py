@@ -21,6 +21,7 @@ from gpipe_compiler.passes.loss_functions import (
     Targets,
     Term,
     mask_behind,
+    vanishes,
 )
 from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.verbs import (
@@ -42,7 +43,7 @@ class Count:
         reader: the op of the loss before which it is counted.
         base: what the first step is done to.
         steps: what is done, each to the result of the one before.
-        floor, offset, above: as in `LossWeight`.
+        floor, offset, above, least: as in `LossWeight`.
     """
 
     reader: Op
@@ -52,6 +53,7 @@ class Count:
     floor: float = -math.inf
     offset: float = 0.0
     above: float = -math.inf
+    least: float = -math.inf
 
 
 def count_of(terms: Terms, term: Term) -> Count | None:
@@ -119,16 +121,45 @@ def _targets(graph: Graph, term: Targets) -> Count:
 
 def _divisor(terms: Terms, term: Division) -> Count | None:
     """What a divisor adds up; None where it is no sum over samples."""
-    value, steps = term.divisor, list[tuple[str, float]]()
+    divisor = guarded_sum(terms, term.divisor)
+    if divisor is None or not _is_over_samples(terms, divisor.op):
+        return None
+    op = divisor.op
+    if term.total not in (None, verb(op) != "mean"):
+        return None
+    what = "the sum by which it is divided"
+    base, *options = op.call.args
+    total = _as_sum(op, (LAST, *options))
+    unsafe = divisor.is_bare and verb(op) != "mean" and not vanishes(terms.graph, term.op, base)
+    returned = term.op.name in terms.graph.ancestors(terms.graph.output_values)
+    least = 1.0 if unsafe and not returned else -math.inf
+    return Count(term.op, what, base, (total,), divisor.floor, divisor.offset, least=least)
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """A divisor that is `factor * (max(sum, floor) + offset)` of what an op sums up."""
+
+    op: Op
+    factor: float
+    floor: float
+    offset: float
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it may be 0."""
+        return self.floor + self.offset <= 0
+
+
+def guarded_sum(terms: Terms, value: str) -> Divisor | None:
+    """What stands between a divisor and a sum; None where that is something else."""
+    steps: list[tuple[str, float]] = []
     while (op := terms.graph.producer.get(value)) is not None:
         step = _guard_step(terms, op)
         if step is None:
             break
         value, name, number = step
         steps.append((name, number))
-    if op is None or not _is_over_samples(terms, op):
-        return None
-    # The divisor is `factor * (max(sum, floor) + offset)`: what stands between it and the sum.
     factor, floor, offset = 1.0, -math.inf, 0.0
     for name, number in reversed(steps):
         if name == "mul":
@@ -139,12 +170,7 @@ def _divisor(terms: Terms, term: Division) -> Count | None:
             offset += number / factor
         else:
             floor = max(floor, number / factor - offset)
-    if term.total not in (None, verb(op) != "mean"):
-        return None
-    what = "the sum by which it is divided"
-    base, *options = op.call.args
-    total = _as_sum(op, (LAST, *options))
-    return Count(term.op, what, base, (total,), floor, offset)
+    return None if op is None else Divisor(op, factor, floor, offset)
 
 
 def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:

@@ -29,10 +29,12 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.ir.ops import with_arguments
+from gpipe_compiler.passes.bare_divisors import never_by_zero
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import (
     ConstantTerm,
+    Division,
     Guarded,
     Other,
     Summand,
@@ -56,12 +58,22 @@ def weigh_loss(graph: Graph) -> Graph:
         return graph
     groups, adding = terms_of_loss(graph)
     guarded = any(group.weight and group.weight.above > -math.inf for group in groups)
+    bare = [
+        summand.term
+        for group in groups
+        if group.weight is not None and group.weight.least > -math.inf
+        for summand in group.summands
+        if isinstance(summand.term, Division)
+    ]
     if len(groups) > 1 or guarded:
-        return with_terms(graph, groups, adding) or graph
+        safe = never_by_zero(Terms(graph), bare) if bare else graph
+        return with_terms(safe, groups, adding) or graph
     loss = graph.loss
     for group in groups:
         reduction = group.reduction or loss.reduction
         loss = dataclasses.replace(loss, reduction=reduction, weight=group.weight)
+    if bare:
+        return never_by_zero(Terms(graph), bare).replace(loss=loss)
     return graph if loss == graph.loss else graph.replace(loss=loss)
 
 
@@ -164,7 +176,7 @@ class _Numbers:
 
     def of(self, count: Count) -> tuple[object, ...]:
         """A key, equal for counts that compute the same number."""
-        return (*self.sum_of(count), count.floor, count.offset, count.above)
+        return (*self.sum_of(count), count.floor, count.offset, count.above, count.least)
 
     def sum_of(self, count: Count) -> tuple[str, ...]:
         """The same for the sum alone, whatever is done to it."""
@@ -202,7 +214,7 @@ def _weight(graph: Graph, count: Count, taken: set[str]) -> LossWeight | None:
         return None
     used = {name for op in ops for name in op.inputs}
     inputs = tuple(source.name for source in graph.inputs if source.name in used)
-    value, guards = ops[-1].name, (count.floor, count.offset, count.above)
+    value, guards = ops[-1].name, (count.floor, count.offset, count.above, count.least)
     return LossWeight(count.what, inputs, ops, value, *guards)
 
 

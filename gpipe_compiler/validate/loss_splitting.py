@@ -69,7 +69,7 @@ def _shares_of(
 
     total = sum(weights)
     whole = divisor(total) if total > weight.above else 0.0
-    return tuple(divisor(item) / whole if whole else 0.0 for item in weights)
+    return tuple(divisor(max(item, weight.least)) / whole if whole else 0.0 for item in weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class _Work(ComparedRuns):
             others: the ops that are known to mix samples or to write, BatchNorm's own apart.
         """
         assert self.graph.loss is not None
-        if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
+        if self.graph.loss.of_parts:  # which the graph computes, where nothing is frozen
             return
         if not others and not random_ops(self.graph) and self._modes_agree(apart=layers):
             return  # that is the model in eval mode
@@ -291,7 +291,7 @@ class _Work(ComparedRuns):
         """The error for a loss that micro-batches come to by rounding alone."""
         loss = self.graph.loss
         # The graph computes terms, and where it does no BatchNorm is frozen.
-        if loss is None or (self.frozen and loss.terms) or not self._loss_is_open:
+        if loss is None or (self.frozen and loss.of_parts) or not self._loss_is_open:
             return None
         losses, close = self._precise_losses(training=training)
         if losses is not None and not losses.within(close):

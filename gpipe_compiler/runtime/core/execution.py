@@ -172,7 +172,7 @@ class Execution:
             inputs = {source.name for source in self._spec.inputs}
             handed_back = frozenset(presents & inputs)
             held = () if call.begins else session.given(self._spec, self._topology.where, call)
-        shares = prepared.loss_weights(self._offers.shares(call))
+        shares = self._offers.shares(call, as_one=prepared.makes_one_loss)
         return StepRequest(
             work=args.work,
             samples=call.samples,

@@ -30,16 +30,10 @@ class PreparedSchedule:
     wiring: tuple[StageWiring, ...]
     steps: tuple[tuple[ActionStep, ...], ...]
 
-    def loss_weights(self, shares: Sequence[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
-        """The weights of the losses that are made: a joint stage makes one, for all micro-batches.
-
-        Args:
-            shares: of the micro-batches in the terms of the loss, which one loss has whole.
-        """
-        if not any(stage.makes_loss and stage.joint is not None for stage in self.wiring):
-            return tuple(shares)
-        whole = tuple(float(any(column)) for column in zip(*shares, strict=True))
-        return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
+    @property
+    def makes_one_loss(self) -> bool:
+        """Whether a joint stage makes the loss, for all micro-batches."""
+        return any(stage.makes_loss and stage.joint is not None for stage in self.wiring)
 
 
 _Key: TypeAlias = tuple[RunRequest, int, frozenset[int], frozenset[str], frozenset[str]]
