@@ -60,6 +60,23 @@ BOUNDING = frozenset(
 )
 """Functions of numbers and bounds."""
 
+STEPPED = frozenset(
+    {
+        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize", "searchsorted"),
+        *("trunc", "fix", "heaviside", "hardshrink", "softshrink", "threshold", "_threshold"),
+    }
+)
+"""Others that are flat, or another line, from some number on."""
+
+SATURATING = frozenset(
+    {
+        *("sigmoid", "logsigmoid", "tanh", "softplus", "logaddexp", "logaddexp2", "erf", "erfc"),
+        *("exp", "exp2", "expm1", "softmax", "hardtanh", "hardsigmoid", "hardswish", "relu6"),
+        *("gelu", "silu", "mish", "elu", "celu", "selu", "leaky_relu", "leakyrelu", "softsign"),
+    }
+)
+"""Functions that are as good as flat, or as a line, far from 0."""
+
 FINITE = frozenset({"isfinite", "isinf", "isnan"})
 
 AND = frozenset({"and_", "__and__", "bitwise_and", "logical_and"})
