@@ -253,10 +253,16 @@ def _reading_no_forms(graph: Graph) -> Graph:
     counts may be given those of an output, and depends on the inputs alone for all that."""
 
     def plain(op: Op) -> Op:
-        known = [graph.values.get(getattr(item, "name", "")) for item in op.call.args]
-        if op.name not in graph.loss_only or len(known) != 2 or op.call.kwargs:
+        given, options = op.call.args, op.call.kwargs
+        if called(op.call) == "to" and options.keys() == {"dtype"}:
+            given, options = (*given, options["dtype"]), {}
+        args = [item.name if isinstance(item, Ref) else "" for item in given]
+        if op.name not in graph.loss_only or len(args) != 2 or options:
             return op
-        own, other = known
+        asked = graph.producer.get(args[1])
+        if asked is not None and called(asked.call) == "getattr" and asked.call.args[1] == "dtype":
+            args[1] = getattr(asked.call.args[0], "name", "")
+        own, other = map(graph.values.get, args)
         if own is None or other is None or other.dtype is None:
             return op
         call: Call = op.call

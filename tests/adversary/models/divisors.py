@@ -64,6 +64,17 @@ def by_found_and_more(output: Tensor, target: Tensor) -> Tensor:
     return by_found(output, target) + 0.1 * (output.square().sum(1) / (2 * number)).sum()
 
 
+def in_the_type_of_the_output(output: Tensor, target: Tensor) -> Tensor:
+    counted = (target >= 0).to(dtype=output.dtype)
+    mean = (of_each(output, target) * counted).sum() / counted.sum()
+    return mean + 0.01 * output.logsumexp(-1).square().mean()
+
+
+def in_its_type(output: Tensor, target: Tensor) -> Tensor:
+    counted = (target >= 0).to(output.dtype)
+    return (of_each(output, target) * counted).sum() / counted.sum().clamp(min=1)
+
+
 def weighed(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     wanted, weights = target
     return (F.cross_entropy(output, wanted, reduction="none") * weights).sum() / weights.sum()
@@ -150,6 +161,8 @@ CASES = [
     exact(one_for_none),
     exact(filled_for_none),
     exact(above_a_tensor),
+    exact(in_the_type_of_the_output),
+    exact(in_its_type),
     exact(by_found, quick=True),
     exact(by_found_and_more),
     exact(weighed, with_weights, with_signs, name="by_signed"),
