@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Iterable
 
-from gpipe_compiler.ir import Graph, MethodCall, Op, Ref
+import torch
+
+from gpipe_compiler.ir import Argument, Call, FunctionCall, Graph, MethodCall, Op, Ref
 from gpipe_compiler.ir.arguments import renamed
 from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.loss_divisors import guarded_sum
@@ -30,9 +33,17 @@ def never_by_zero(terms: Terms, divisions: Iterable[Division]) -> Graph:
         assert divisor is not None
         wishes = (f"{value}_{number}" for number in itertools.count(2))
         name = next(wish for wish in wishes if wish not in graph.values)
-        least = int(divisor.factor) if divisor.factor.is_integer() else divisor.factor
+        least: Argument = int(divisor.factor) if divisor.factor.is_integer() else divisor.factor
+        bound: tuple[Op, ...] = ()
+        if verb(divisor.op) == "mean":
+            number, share = f"{name}_of", f"{name}_share"
+            counted = FunctionCall(torch.numel, divisor.op.call.args[:1])
+            bound = (_named(found[0], number, counted),)
+            call: Call = FunctionCall(operator.truediv, (least, Ref(number)))
+            bound += (_named(found[0], share, call),)
+            least = Ref(share)
         call = MethodCall("clamp", (Ref(value),), {"min": least})
-        bound: tuple[Op, ...] = (dataclasses.replace(found[0], name=name, result=name, call=call),)
+        bound += (_named(found[0], name, call),)
         for op in found:
             divided = with_arguments(op.call, functools.partial(renamed, names={value: name}))
             changed[op.name] = (*bound, dataclasses.replace(op, call=divided))
@@ -43,6 +54,11 @@ def never_by_zero(terms: Terms, divisions: Iterable[Division]) -> Graph:
     if all(stretch.end <= first for stretch in graph.repeats):
         made = dataclasses.replace(made, repeats=graph.repeats)
     return annotate(made, graph.batch_size, graph.precision)
+
+
+def _named(like: Op, name: str, call: Call) -> Op:
+    """An op that stands where another one does."""
+    return dataclasses.replace(like, name=name, result=name, call=call)
 
 
 def _dividing(graph: Graph, divisions: Iterable[Division]) -> dict[str, list[Op]]:

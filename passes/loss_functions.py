@@ -79,10 +79,16 @@ _REDUCTIONS: Mapping[str | None, Reduction] = {
 def reduction_of(graph: Graph, op: Op) -> Reduction | None:
     """How one of torch's losses adds up its samples; None for any other op, and for neither.
 
-    The means of all but those of class numbers divide by what goes with the number of samples.
+    The means of all but those of class numbers divide by what goes with the number of samples;
+    `batchmean` divides by the first size, which is another one where samples lie elsewhere.
     """
     options = loss_arguments(graph, op)
-    return None if options is None else _REDUCTIONS.get(options["reduction"])
+    if options is None:
+        return None
+    first = graph.values.get(getattr(options.get("input"), "name", ""))
+    elsewhere = first is not None and first.batch_dim not in (None, 0)
+    reduction = "sum" if options["reduction"] == "batchmean" and elsewhere else options["reduction"]
+    return _REDUCTIONS.get(reduction)
 
 
 def is_of_classes(graph: Graph, op: Op) -> bool:

@@ -118,11 +118,13 @@ class ProgramCache:
         in_a_row = list(placement) == sorted(placement)
         pipelined = schedule is not ScheduleKind.GPIPE and work is RunRequest.TRAIN
         if joint and (pipelined or not in_a_row):
+            over_batch = spec.loss is not None and spec.loss.over_batch
+            what = "a loss over the whole batch" if over_batch else "exact BatchNorm"
             raise UsageError(
-                f"exact BatchNorm does not go with the schedule {schedule.value}: every "
+                f"{what} does not go with the schedule {schedule.value}: every "
                 "micro-batch must have gone through a stage before the first goes on, forward or "
                 "back",
-                hint="use --schedule gpipe, or --batchnorm deferred",
+                hint=f"use --schedule gpipe{'' if over_batch else ', or --batchnorm deferred'}",
             )
         if work is not RunRequest.TRAIN:
             return forward_only(placement, microbatches, joint)

@@ -64,6 +64,12 @@ def by_found_and_more(output: Tensor, target: Tensor) -> Tensor:
     return by_found(output, target) + 0.1 * (output.square().sum(1) / (2 * number)).sum()
 
 
+def by_share_found(output: Tensor, target: Tensor) -> Tensor:
+    found = (target >= 0).float()
+    wanted = F.one_hot(target.clamp(min=0), CLASSES) * found[:, None]
+    return F.binary_cross_entropy_with_logits(output, wanted) / found.mean()
+
+
 def in_the_type_of_the_output(output: Tensor, target: Tensor) -> Tensor:
     counted = (target >= 0).to(dtype=output.dtype)
     mean = (of_each(output, target) * counted).sum() / counted.sum()
@@ -165,6 +171,7 @@ CASES = [
     exact(in_its_type),
     exact(by_found, quick=True),
     exact(by_found_and_more),
+    exact(by_share_found),
     exact(weighed, with_weights, with_signs, name="by_signed"),
     exact(weighed, with_weights, small_weights, name="by_small"),
     refused(all_but_ignored),
