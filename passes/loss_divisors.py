@@ -131,8 +131,7 @@ def _divisor(terms: Terms, term: Division) -> Count | None:
     base, *options = op.call.args
     total = _as_sum(op, (LAST, *options))
     unsafe = divisor.is_bare and not vanishes(terms.graph, term.op, base)
-    returned = term.op.name in terms.graph.ancestors(terms.graph.output_values)
-    least = 1.0 if unsafe and not returned else -math.inf
+    least = 1.0 if unsafe else -math.inf
     return Count(term.op, what, base, (total,), divisor.floor, divisor.offset, least=least)
 
 

@@ -29,12 +29,16 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.ir.ops import with_arguments
-from gpipe_compiler.passes.bare_divisors import never_by_zero
+from gpipe_compiler.passes.bare_divisors import (
+    are_returned,
+    bare_terms,
+    copies_of_parts,
+    never_by_zero,
+)
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import (
     ConstantTerm,
-    Division,
     Guarded,
     Other,
     Summand,
@@ -44,6 +48,7 @@ from gpipe_compiler.passes.loss_functions import (
 )
 from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.split_loss import TermGroup, with_terms
 
 
@@ -58,23 +63,25 @@ def weigh_loss(graph: Graph) -> Graph:
         return graph
     groups, adding = terms_of_loss(graph)
     guarded = any(group.weight and group.weight.above > -math.inf for group in groups)
-    bare = [
-        summand.term
-        for group in groups
-        if group.weight is not None and group.weight.least > -math.inf
-        for summand in group.summands
-        if isinstance(summand.term, Division)
-    ]
+    bare, safe = bare_terms(groups), graph
+    if bare and are_returned(graph, bare):
+        copies = copies_of_parts(graph, groups)
+        if copies is None:
+            return graph
+        more, groups = copies
+        safe = graph.replace(ops=(*graph.ops, *more), values={})
+        return (
+            with_terms(annotate(safe, graph.batch_size, graph.precision), groups, adding) or graph
+        )
+    if bare:
+        safe = never_by_zero(graph, bare)
     if len(groups) > 1 or guarded:
-        safe = never_by_zero(Terms(graph), bare) if bare else graph
         return with_terms(safe, groups, adding) or graph
     loss = graph.loss
     for group in groups:
         reduction = group.reduction or loss.reduction
         loss = dataclasses.replace(loss, reduction=reduction, weight=group.weight)
-    if bare:
-        return never_by_zero(Terms(graph), bare).replace(loss=loss)
-    return graph if loss == graph.loss else graph.replace(loss=loss)
+    return safe if loss == graph.loss else safe.replace(loss=loss)
 
 
 def different_means(graph: Graph) -> tuple[Op, ...]:
