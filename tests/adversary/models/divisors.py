@@ -129,6 +129,50 @@ def all_valid(samples: int) -> tuple[Tensor, Tensor]:
     return classes(samples), torch.ones(samples, dtype=torch.bool)
 
 
+class Returns(Two):
+    """What is divided by a number of samples is returned beside the logits."""
+
+    def parts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        output, found = super().forward(x), x[:, 0] > 0
+        by_number = output.square().sum() / found.sum()
+        return output, by_number, output.abs().mean() / found.float().mean()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        output, by_number, by_share = self.parts(x)
+        return {"logits": output, "by_number": by_number, "by_share": by_share}
+
+
+class Trains(Returns):
+    """The same, of which it is trained on the sum."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        output, by_number, by_share = self.parts(x)
+        metrics = {"by_number": by_number.detach(), "by_share": by_share.detach()}
+        return {"loss": by_number + by_share, "logits": output, **metrics}
+
+
+def all_found(samples: int) -> Tensor:
+    return rows(samples).abs()
+
+
+def half_found(samples: int) -> Tensor:
+    found = rows(samples).abs()
+    found[: samples // 2] *= -1
+    return found
+
+
+def returning(name: str, model: object, **options: object) -> Case:
+    return Case(
+        name,
+        model,
+        all_found,
+        later_inputs=half_found,
+        sizes=(8, 5, 4),
+        manners=({}, {"microbatches": 3}),
+        **options,
+    )
+
+
 REFUSED = Refused(
     ("a batch with other targets", "its 4 micro-batches put together"),
     ("--loss-over batch", "--microbatches 1", "--per-microbatch"),
@@ -174,6 +218,14 @@ CASES = [
     exact(by_share_found),
     exact(weighed, with_weights, with_signs, name="by_signed"),
     exact(weighed, with_weights, small_weights, name="by_small"),
+    returning("returned", Returns, options="--mode infer"),
+    returning(
+        "returned_beside_a_loss",
+        Returns,
+        loss=lambda output, target: F.cross_entropy(output["logits"], target),
+        target=classes,
+    ),
+    returning("trained_on", Trains),
     refused(all_but_ignored),
     refused(by_share),
     refused(by_root, all_valid),
