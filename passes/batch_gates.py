@@ -1,8 +1,8 @@
 """Finds what is decided by a bound on something that is taken over the batch.
 
-`h * (mask.sum() > 1000)`, `where(h.mean() > 50, a, b)` and `rank = mask.cumsum(0)`, `rank < 64` do
-the same to all batches on which they are tried, as long as these lie on one side of the bound. A
-micro-batch may lie on another side than its batch.
+`h * (mask.sum() > 1000)`, `where(h.mean() > 50, a, b)`, `h * sigmoid(x.max() - 60)`, and
+`rank = mask.cumsum(0)`, `rank < 64` do the same to all batches on which they are tried, as long as
+these lie on one side of the bound. A micro-batch may lie on another side than its batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from gpipe_compiler.passes.verbs import (
     OR,
     ORDER,
     SAME,
+    SATURATING,
+    STEPPED,
     counted_above_zero,
     name_of,
     number_of,
@@ -108,10 +110,10 @@ def _gate(graph: Graph, op: Op, name: str, found: Mapping[str, _Taken]) -> Op | 
     read = {found[value] for value in op.inputs if value in found}
     if _Taken.RANKED in read:
         return op if counts and name in COMPARING | BOUNDING else None
-    if _Taken.TOGETHER not in read or name not in KINKED | COMPARING:
+    if _Taken.TOGETHER not in read or name not in KINKED | COMPARING | STEPPED | SATURATING:
         return None
     if op.name in graph.loss_only:
-        return op if counts and name in COMPARING else None
+        return op if counts and name in COMPARING | STEPPED else None
     together = [value for value in op.inputs if found.get(value) is _Taken.TOGETHER]
     # A bound that is the largest length lets each sample's own length pass.
     whole = all(_is_integer(graph, value) for value in together)

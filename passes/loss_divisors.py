@@ -21,6 +21,7 @@ from gpipe_compiler.passes.loss_functions import (
     Targets,
     Term,
     mask_behind,
+    vanishes,
 )
 from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.verbs import (
@@ -42,7 +43,7 @@ class Count:
         reader: the op of the loss before which it is counted.
         base: what the first step is done to.
         steps: what is done, each to the result of the one before.
-        floor, offset, above: as in `LossWeight`.
+        floor, offset, above, least: as in `LossWeight`.
     """
 
     reader: Op
@@ -52,6 +53,7 @@ class Count:
     floor: float = -math.inf
     offset: float = 0.0
     above: float = -math.inf
+    least: float = -math.inf
 
 
 def count_of(terms: Terms, term: Term) -> Count | None:
@@ -119,16 +121,44 @@ def _targets(graph: Graph, term: Targets) -> Count:
 
 def _divisor(terms: Terms, term: Division) -> Count | None:
     """What a divisor adds up; None where it is no sum over samples."""
-    value, steps = term.divisor, list[tuple[str, float]]()
+    divisor = guarded_sum(terms, term.divisor)
+    if divisor is None or not _is_over_samples(terms, divisor.op):
+        return None
+    op = divisor.op
+    if term.total not in (None, verb(op) != "mean"):
+        return None
+    what = "the sum by which it is divided"
+    base, *options = op.call.args
+    total = _as_sum(op, (LAST, *options))
+    unsafe = divisor.is_bare and not vanishes(terms.graph, term.op, base)
+    least = 1.0 if unsafe else -math.inf
+    return Count(term.op, what, base, (total,), divisor.floor, divisor.offset, least=least)
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """A divisor that is `factor * (max(sum, floor) + offset)` of what an op sums up."""
+
+    op: Op
+    factor: float
+    floor: float
+    offset: float
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it may be 0."""
+        return self.floor + self.offset <= 0
+
+
+def guarded_sum(terms: Terms, value: str) -> Divisor | None:
+    """What stands between a divisor and a sum; None where that is something else."""
+    steps: list[tuple[str, float]] = []
     while (op := terms.graph.producer.get(value)) is not None:
         step = _guard_step(terms, op)
         if step is None:
             break
         value, name, number = step
         steps.append((name, number))
-    if op is None or not _is_over_samples(terms, op):
-        return None
-    # The divisor is `factor * (max(sum, floor) + offset)`: what stands between it and the sum.
     factor, floor, offset = 1.0, -math.inf, 0.0
     for name, number in reversed(steps):
         if name == "mul":
@@ -139,12 +169,7 @@ def _divisor(terms: Terms, term: Division) -> Count | None:
             offset += number / factor
         else:
             floor = max(floor, number / factor - offset)
-    if term.total not in (None, verb(op) != "mean"):
-        return None
-    what = "the sum by which it is divided"
-    base, *options = op.call.args
-    total = _as_sum(op, (LAST, *options))
-    return Count(term.op, what, base, (total,), floor, offset)
+    return None if op is None else Divisor(op, factor, floor, offset)
 
 
 def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
@@ -153,13 +178,15 @@ def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
     It adds (`add`), multiplies (`mul`), or takes the larger of both (`max`).
     """
     args, kwargs = op.arguments
-    if verb(op) == "where" and len(args) == 3:
-        tested = counted_above_zero(terms.graph, args[0])
-        least = number_of(terms.graph, args[2])
-        # Nothing is counted below 1: there any divisor will do.
-        by_itself = tested == (args[1].name, True) if isinstance(args[1], Ref) else False
-        counts = by_itself and is_number_of(terms.graph, args[1])
-        return (args[1].name, "max", min(least, 1.0)) if counts and least else None
+    match verb(op), args:
+        case "where", (tested, count, other):
+            return _counted_or(terms, tested, count, other, above=True) or _counted_or(
+                terms, tested, other, count, above=False
+            )
+        case "masked_fill", (count, tested, other):
+            return _counted_or(terms, tested, count, other, above=False)
+        case "add", (count, tested) if isinstance(tested, Ref) and not kwargs:
+            return _counted_or(terms, tested, count, 1, above=False)
     if not args or not terms.is_scalar(args[0]):
         return None
     source: str = args[0].name
@@ -174,14 +201,39 @@ def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
             return source, "mul", float(number)
         case "div", (int() | float() as number,) if not kwargs and number:
             return source, "mul", 1 / number
-        case "maximum" | "max", (other,) if number_of(terms.graph, other) is not None:
+        case "maximum" | "max" | "fmax", (other,) if number_of(terms.graph, other) is not None:
             return source, "max", number_of(terms.graph, other) or 0.0
         case "clamp" | "clip" | "clamp_min", rest:
             options = dict(zip(("min", "max"), rest, strict=False)) | kwargs
-            least = options.pop("min", None)
-            if isinstance(least, int | float) and set(options.values()) <= {None}:
-                return source, "max", float(least)
+            least = number_of(terms.graph, options.pop("min", None))
+            if least is not None and set(options.values()) <= {None}:
+                return source, "max", least
     return None
+
+
+def _counted_or(
+    terms: Terms, tested: Argument, count: Argument, other: Argument, *, above: bool
+) -> tuple[str, str, float] | None:
+    """As of a guard, for how many things there are, or another number where there are none.
+
+    Args:
+        above: whether the condition asks for some, and not for none.
+    """
+    least = number_of(terms.graph, other)
+    if not isinstance(count, Ref) or not is_number_of(terms.graph, count) or not least:
+        return None
+    condition = Ref(_apart_from_type(terms, getattr(tested, "name", "")))
+    asked_of, holds = counted_above_zero(terms.graph, condition) or ("", not above)
+    same = _apart_from_type(terms, asked_of) == _apart_from_type(terms, count.name)
+    # Nothing is counted below 1: there any divisor will do.
+    return (count.name, "max", min(least, 1.0)) if same and holds is above else None
+
+
+def _apart_from_type(terms: Terms, value: str) -> str:
+    """The scalar that a scalar is, in any type."""
+    while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
+        value = op.call.args[0].name
+    return value
 
 
 def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:

@@ -28,7 +28,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import construct
 from gpipe_compiler.passes.unknown_sizes import selection_behind
-from gpipe_compiler.passes.verbs import verb
+from gpipe_compiler.passes.verbs import MOVES, ORDER, elements_of, verb
 
 _LINEAR_LOSS = getattr(F, "linear_cross_entropy", None)
 """Cross entropy fused with the head; torch 2.11 does not have it."""
@@ -79,10 +79,16 @@ _REDUCTIONS: Mapping[str | None, Reduction] = {
 def reduction_of(graph: Graph, op: Op) -> Reduction | None:
     """How one of torch's losses adds up its samples; None for any other op, and for neither.
 
-    The means of all but those of class numbers divide by what goes with the number of samples.
+    The means of all but those of class numbers divide by what goes with the number of samples;
+    `batchmean` divides by the first size, which is another one where samples lie elsewhere.
     """
     options = loss_arguments(graph, op)
-    return None if options is None else _REDUCTIONS.get(options["reduction"])
+    if options is None:
+        return None
+    first = graph.values.get(getattr(options.get("input"), "name", ""))
+    elsewhere = first is not None and first.batch_dim not in (None, 0)
+    reduction = "sum" if options["reduction"] == "batchmean" and elsewhere else options["reduction"]
+    return _REDUCTIONS.get(reduction)
 
 
 def is_of_classes(graph: Graph, op: Op) -> bool:
@@ -275,3 +281,73 @@ def takes_by_number(graph: Graph, op: Op) -> bool:
     known = graph.values[source.name]
     selected = source.name in graph.batched and not known.splittable
     return selected and selection_behind(graph, source.name) is not None
+
+
+# --- sums to which only what counts adds anything -------------------------------------------------
+
+
+def vanishes(graph: Graph, op: Op, counted: Argument) -> bool:
+    """Whether what an op adds up is known to be 0 where nothing is counted.
+
+    Args:
+        counted: the value whose sum is the count, such as a mask.
+    """
+    rows = graph.producer.get(_plain(graph, counted))
+    if rows is None:
+        known = graph.values.get(_plain(graph, counted))
+        mask = known is not None and known.dtype is torch.bool
+    else:
+        mask = verb(rows) in ORDER or verb(rows) in ("eq", "ne")
+    return mask and _is_masked(graph, op, counted)
+
+
+def _is_masked(graph: Graph, op: Op | None, mask: Argument) -> bool:
+    """Whether what an op makes of rows is 0 for those that a mask leaves out."""
+    if op is None or not op.call.args:
+        return False
+    args = [item for item in op.call.args if isinstance(item, Ref)]
+    makers = [graph.producer.get(item.name) for item in args]
+    match verb(op):
+        case "mul" | "dot":
+            same = any(_alike(graph, item, mask) for item in args)
+            return same or any(_is_masked(graph, maker, mask) for maker in makers)
+        case "where" if len(op.call.args) == 3 and op.call.args[2] == 0:
+            return _alike(graph, op.call.args[0], mask)
+        case "getitem" | "masked_select" if len(op.call.args) == 2:
+            return _alike(graph, op.call.args[1], mask) or _is_masked(graph, makers[0], mask)
+        case "sum" | "mean" | "div" | "neg" | "pow" | "square" | "abs":
+            return _is_masked(graph, makers[0], mask)
+        case name if name in MOVES and makers:
+            return _is_masked(graph, makers[0], mask)
+        case _:
+            return is_of_classes(graph, op) and _ignores(graph, op, mask)
+
+
+def _ignores(graph: Graph, op: Op, mask: Argument) -> bool:
+    """Whether a loss of classes leaves out the targets that a mask of others leaves out."""
+    options, maker = loss_arguments(graph, op), graph.producer.get(_plain(graph, mask))
+    if options is None or maker is None or verb(maker) != "ne" or len(maker.call.args) != 2:
+        return False
+    targets, ignored = maker.call.args
+    same = elements_of(graph, options["target"]) == elements_of(graph, targets)
+    return same and bool(ignored == options["ignore_index"])
+
+
+def _alike(graph: Graph, one: Argument, other: Argument) -> bool:
+    """Whether two values are the same numbers, but for their types and shapes."""
+    left, right = _plain(graph, one), _plain(graph, other)
+    makers = graph.producer.get(left), graph.producer.get(right)
+    return bool(left) and (
+        left == right or (None not in makers and makers[0].call == makers[1].call)  # type: ignore[union-attr]  # not None
+    )
+
+
+def _plain(graph: Graph, value: Argument) -> str:
+    """The name of a value before it was given another type or shape; "" for none."""
+    name = getattr(value, "name", "")
+    while (op := graph.producer.get(name)) is not None and verb(op) in MOVES:
+        first = op.call.args[0]
+        if not isinstance(first, Ref) or verb(op) in ("getitem", "select"):
+            return name
+        name = first.name
+    return name

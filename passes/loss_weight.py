@@ -29,6 +29,12 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.ir.ops import with_arguments
+from gpipe_compiler.passes.bare_divisors import (
+    are_returned,
+    bare_terms,
+    copies_of_parts,
+    never_by_zero,
+)
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import (
@@ -42,6 +48,7 @@ from gpipe_compiler.passes.loss_functions import (
 )
 from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.shapes import annotate
 from gpipe_compiler.passes.split_loss import TermGroup, with_terms
 
 
@@ -56,13 +63,25 @@ def weigh_loss(graph: Graph) -> Graph:
         return graph
     groups, adding = terms_of_loss(graph)
     guarded = any(group.weight and group.weight.above > -math.inf for group in groups)
+    bare, safe = bare_terms(groups), graph
+    if bare and are_returned(graph, bare):
+        copies = copies_of_parts(graph, groups)
+        if copies is None:
+            return graph
+        more, groups = copies
+        safe = graph.replace(ops=(*graph.ops, *more), values={})
+        return (
+            with_terms(annotate(safe, graph.batch_size, graph.precision), groups, adding) or graph
+        )
+    if bare:
+        safe = never_by_zero(graph, bare)
     if len(groups) > 1 or guarded:
-        return with_terms(graph, groups, adding) or graph
+        return with_terms(safe, groups, adding) or graph
     loss = graph.loss
     for group in groups:
         reduction = group.reduction or loss.reduction
         loss = dataclasses.replace(loss, reduction=reduction, weight=group.weight)
-    return graph if loss == graph.loss else graph.replace(loss=loss)
+    return safe if loss == graph.loss else safe.replace(loss=loss)
 
 
 def different_means(graph: Graph) -> tuple[Op, ...]:
@@ -164,7 +183,7 @@ class _Numbers:
 
     def of(self, count: Count) -> tuple[object, ...]:
         """A key, equal for counts that compute the same number."""
-        return (*self.sum_of(count), count.floor, count.offset, count.above)
+        return (*self.sum_of(count), count.floor, count.offset, count.above, count.least)
 
     def sum_of(self, count: Count) -> tuple[str, ...]:
         """The same for the sum alone, whatever is done to it."""
@@ -202,7 +221,7 @@ def _weight(graph: Graph, count: Count, taken: set[str]) -> LossWeight | None:
         return None
     used = {name for op in ops for name in op.inputs}
     inputs = tuple(source.name for source in graph.inputs if source.name in used)
-    value, guards = ops[-1].name, (count.floor, count.offset, count.above)
+    value, guards = ops[-1].name, (count.floor, count.offset, count.above, count.least)
     return LossWeight(count.what, inputs, ops, value, *guards)
 
 
@@ -241,10 +260,16 @@ def _reading_no_forms(graph: Graph) -> Graph:
     counts may be given those of an output, and depends on the inputs alone for all that."""
 
     def plain(op: Op) -> Op:
-        known = [graph.values.get(getattr(item, "name", "")) for item in op.call.args]
-        if op.name not in graph.loss_only or len(known) != 2 or op.call.kwargs:
+        given, options = op.call.args, op.call.kwargs
+        if called(op.call) == "to" and options.keys() == {"dtype"}:
+            given, options = (*given, options["dtype"]), {}
+        args = [item.name if isinstance(item, Ref) else "" for item in given]
+        if op.name not in graph.loss_only or len(args) != 2 or options:
             return op
-        own, other = known
+        asked = graph.producer.get(args[1])
+        if asked is not None and called(asked.call) == "getattr" and asked.call.args[1] == "dtype":
+            args[1] = getattr(asked.call.args[0], "name", "")
+        own, other = map(graph.values.get, args)
         if own is None or other is None or other.dtype is None:
             return op
         call: Call = op.call

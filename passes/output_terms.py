@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gpipe_compiler.ir import Graph, Loss, Reduction
+from gpipe_compiler.passes.bare_divisors import bare_terms, copies_of_parts
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.loss_weight import terms_of_loss
 from gpipe_compiler.passes.proven_terms import is_proven
@@ -30,7 +31,12 @@ def weigh_outputs(graph: Graph) -> Graph:
             continue
         groups, adding = terms_of_loss(graph.replace(loss=Loss(name)), made.op_of)
         summands = [(group, summand) for group in groups for summand in group.summands]
-        if not any(map(writes, adding)) and all(is_proven(graph, *pair) for pair in summands):
+        if any(map(writes, adding)) or not all(is_proven(graph, *pair) for pair in summands):
+            continue
+        copies = copies_of_parts(graph, groups, made.op_of) if bare_terms(groups) else ([], groups)
+        if copies is not None:
+            more, groups = copies
+            made = made.replace(ops=(*made.ops, *more))
             made, found[name] = _with_terms(made, name, groups)
     if not found:
         return graph
@@ -52,6 +58,7 @@ def _with_terms(
             continue
         own = {op.name for op in ops}
         ops.extend(op for op in group.weight.ops if op.name not in own)
-        kind = LossTerm(Reduction.MEAN, True, group.weight.floor, group.weight.offset)
+        counted = group.weight
+        kind = LossTerm(Reduction.MEAN, True, counted.floor, counted.offset, least=counted.least)
         terms.append(OutputTerm(value, kind, group.weight.value))
     return graph.replace(ops=tuple(ops)), tuple(terms)

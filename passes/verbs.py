@@ -60,6 +60,23 @@ BOUNDING = frozenset(
 )
 """Functions of numbers and bounds."""
 
+STEPPED = frozenset(
+    {
+        *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize", "searchsorted"),
+        *("trunc", "fix", "heaviside", "hardshrink", "softshrink", "threshold", "_threshold"),
+    }
+)
+"""Others that are flat, or another line, from some number on."""
+
+SATURATING = frozenset(
+    {
+        *("sigmoid", "logsigmoid", "tanh", "softplus", "logaddexp", "logaddexp2", "erf", "erfc"),
+        *("exp", "exp2", "expm1", "softmax", "hardtanh", "hardsigmoid", "hardswish", "relu6"),
+        *("gelu", "silu", "mish", "elu", "celu", "selu", "leaky_relu", "leakyrelu", "softsign"),
+    }
+)
+"""Functions that are as good as flat, or as a line, far from 0."""
+
 FINITE = frozenset({"isfinite", "isinf", "isnan"})
 
 AND = frozenset({"and_", "__and__", "bitwise_and", "logical_and"})
@@ -175,6 +192,8 @@ def _number_made(graph: Graph, op: Op) -> float | None:
         return _FILLED_WITH[name]
     if name in ("full", "full_like", "new_full") and len(args) > 1:
         return number_of(graph, args[-1])
+    if name in ("tensor", "as_tensor", "scalar_tensor", "new_tensor") and args:
+        return number_of(graph, args[-1])
     if verb(op) in MOVES and args:
         return number_of(graph, args[0])
     if verb(op) == "mul" and len(args) == 2 and 0 in [number_of(graph, item) for item in args]:
@@ -218,10 +237,19 @@ def counted_above_zero(graph: Graph, condition: Argument) -> tuple[str, bool] | 
 
 
 def is_number_of(graph: Graph, value: Ref) -> bool:
-    """Whether a value is how many of some booleans are true."""
+    """Whether a value is how many of some booleans are true, in any type."""
     op = graph.producer.get(value.name)
-    if op is None or verb(op) not in ("sum", "count_nonzero") or not op.call.args:
+    if op is None or not op.call.args or not isinstance(source := op.call.args[0], Ref):
         return False
-    source = op.call.args[0]
-    known = graph.values.get(source.name) if isinstance(source, Ref) else None
-    return verb(op) == "count_nonzero" or (known is not None and known.dtype is torch.bool)
+    if verb(op) in SAME:
+        return is_number_of(graph, source)
+    counts = verb(op) == "sum" and _are_booleans(graph, source)
+    return counts or verb(op) == "count_nonzero"
+
+
+def _are_booleans(graph: Graph, value: Ref) -> bool:
+    """Whether a value is of booleans, be it of zeros and ones in another type."""
+    op = graph.producer.get(value.name)
+    if graph.values[value.name].dtype is torch.bool or op is None or verb(op) not in SAME:
+        return graph.values[value.name].dtype is torch.bool
+    return isinstance(op.call.args[0], Ref) and _are_booleans(graph, op.call.args[0])

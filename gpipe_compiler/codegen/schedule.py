@@ -322,6 +322,7 @@ def _loss(
             term.weight is not None,
             *_guard(term.weight),
             per_sample=per_sample(graph, term),
+            least=_least(term.weight),
         )
         for term in graph.loss.terms
     )
@@ -342,6 +343,7 @@ def _loss(
         1 if terms else per_sample(graph, loss.summands[0]),
         over_batch=loss.over_batch,
         returned=loss.returned,
+        least=_least(None if terms else loss.weight),
     )
 
 
@@ -350,6 +352,11 @@ def _guard(weight: LossWeight | None) -> tuple[float, float, float]:
     if weight is None:
         return -math.inf, 0.0, -math.inf
     return weight.floor, weight.offset, weight.above
+
+
+def _least(weight: LossWeight | None) -> float:
+    """What a micro-batch's loss is divided by at least."""
+    return -math.inf if weight is None else weight.least
 
 
 # --- the drawing ---------------------------------------------------------------------------------

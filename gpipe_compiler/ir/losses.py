@@ -15,6 +15,8 @@ class LossWeight:
 
     The loss of a batch is a sum over its samples divided by `max(weight, floor) + offset`, where
     the weight of a batch is the sum of those of its parts; and 0 where that is not above `above`.
+    The loss that the graph has is divided by no less than `least`: in a part of a batch nothing may
+    count, by which that of the batch is not divided.
 
     Attributes:
         what: in words, such as `the targets other than -100`.
@@ -30,6 +32,7 @@ class LossWeight:
     floor: float = -inf
     offset: float = 0.0
     above: float = -inf
+    least: float = -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +71,8 @@ class Loss:
     def summands(self) -> tuple[LossTerm, ...]:
         """The terms; a loss that has none is the only one."""
         return self.terms or (LossTerm(self.value, self.reduction, self.weight),)
+
+    @property
+    def of_parts(self) -> bool:
+        """Whether what the graph has are terms of a part of a batch, and not the model's loss."""
+        return bool(self.terms) or (self.weight is not None and self.weight.least > -inf)

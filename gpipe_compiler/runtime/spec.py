@@ -283,6 +283,8 @@ class LossSpec:
         floor, offset: with a weight, the loss is divided by `max(weight, floor) + offset`, as a
             model writes it where nothing may count.
         above: with a weight, the loss is 0 where that of the mini-batch is not above this.
+        least: with a weight, the loss of a micro-batch is divided by no less than this: its own
+            weight may be 0, or negative, where that of the mini-batch is neither.
         terms: for a loss that adds up means over different things: each of them. `loss` then
             returns them as a tuple, and `weight` a tuple of what it counts for those `counted`.
         per_sample: without a weight, of how many things per sample the loss is the mean: as
@@ -303,13 +305,16 @@ class LossSpec:
     per_sample: Dim | None = 1
     over_batch: bool = False
     returned: bool = False
+    least: float = -math.inf
 
     @property
     def summands(self) -> tuple[LossTerm, ...]:
         """The terms; a loss that has none is the only one."""
         counted = self.weight is not None
         guards = self.floor, self.offset, self.above
-        only = LossTerm(self.reduction, counted, *guards, per_sample=self.per_sample)
+        only = LossTerm(
+            self.reduction, counted, *guards, per_sample=self.per_sample, least=self.least
+        )
         return self.terms or (only,)
 
 

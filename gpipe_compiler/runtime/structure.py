@@ -62,7 +62,7 @@ class LossTerm:
     Attributes:
         counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
             samples, or a sum.
-        floor, offset, above: where it is counted, as in `LossSpec`.
+        floor, offset, above, least: where it is counted, as in `LossSpec`.
         per_sample: as in `LossSpec`.
     """
 
@@ -72,6 +72,7 @@ class LossTerm:
     offset: float = 0.0
     above: float = -math.inf
     per_sample: Dim | None = 1
+    least: float = -math.inf
 
 
 @dataclass(frozen=True, slots=True)

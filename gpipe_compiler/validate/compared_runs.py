@@ -220,7 +220,7 @@ class ComparedRuns:
     @property
     def compares_outputs_alone(self) -> bool:
         """Whether the losses of micro-batches are left out."""
-        return self.forced and self.graph.loss is not None and bool(self.graph.loss.terms)
+        return self.forced and self.graph.loss is not None and self.graph.loss.of_parts
 
     def _are_alike(self, found: Both) -> bool:
         return not found.unlike if self.compares_outputs_alone else found.alike

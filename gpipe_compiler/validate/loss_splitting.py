@@ -69,7 +69,7 @@ def _shares_of(
 
     total = sum(weights)
     whole = divisor(total) if total > weight.above else 0.0
-    return tuple(divisor(item) / whole if whole else 0.0 for item in weights)
+    return tuple(divisor(max(item, weight.least)) / whole if whole else 0.0 for item in weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,8 @@ class Losses:
         whole = float(self.whole)
         if not math.isfinite(whole):
             return True
+        if not math.isfinite(self.together):
+            return False
         size = max(abs(whole), *map(abs, self._weighted))
         return abs(self.together - whole) <= share * size
 
@@ -112,13 +114,17 @@ class Losses:
         return found or [0.0]
 
 
-def explain(graph: Graph, losses: Losses) -> UnsplittableError:
-    """The error for a loss that micro-batches do not give, with the line at fault, if found."""
+def explain(graph: Graph, losses: Losses, of: str = "the example batch") -> UnsplittableError:
+    """The error for a loss that micro-batches do not give, with the line at fault, if found.
+
+    Args:
+        of: the batch whose losses they are.
+    """
     cause, location = cause_of(graph) or _unknown(graph)
     digits = 12 if losses.within(RELATIVE) else 6
     whole, together = (f"{loss:.{digits}g}" for loss in (float(losses.whole), losses.together))
     return UnsplittableError(
-        f"the loss of the example batch is {whole}, but that of its "
+        f"the loss of {of} is {whole}, but that of its "
         f"{len(losses.parts)} micro-batches put together is {together}: {cause}",
         location=location,
         hint=HINT,

@@ -124,7 +124,7 @@ def one_by_one(
 
 def with_terms(calls: Sequence[ModelCall], graph: Graph, draws: Draws) -> list[ModelCall]:
     """The calls of micro-batches, with the terms of their losses where there are several."""
-    if graph.loss is None or not graph.loss.terms:
+    if graph.loss is None or not graph.loss.of_parts:
         return list(calls)
     return [
         dataclasses.replace(

@@ -40,7 +40,8 @@ from gpipe_compiler.validate.departure import (
     where_parted,
 )
 from gpipe_compiler.validate.draws import ApartError, Draws
-from gpipe_compiler.validate.loss_splitting import cause_of, explain
+from gpipe_compiler.validate.loss_splitting import Losses, cause_of, explain
+from gpipe_compiler.validate.other_targets import other_targets
 from gpipe_compiler.validate.plain_run import ModelCall, batch_of, evaluate, shares_of
 from gpipe_compiler.validate.second_batch import OtherBatch
 
@@ -249,7 +250,7 @@ class _Work(ComparedRuns):
             others: the ops that are known to mix samples or to write, BatchNorm's own apart.
         """
         assert self.graph.loss is not None
-        if self.graph.loss.terms:  # which the graph computes, where nothing is frozen
+        if self.graph.loss.of_parts:  # which the graph computes, where nothing is frozen
             return
         if not others and not random_ops(self.graph) and self._modes_agree(apart=layers):
             return  # that is the model in eval mode
@@ -290,13 +291,37 @@ class _Work(ComparedRuns):
         """The error for a loss that micro-batches come to by rounding alone."""
         loss = self.graph.loss
         # The graph computes terms, and where it does no BatchNorm is frozen.
-        if loss is None or (self.frozen and loss.terms) or not self._loss_is_open:
+        if loss is None or (self.frozen and loss.of_parts) or not self._loss_is_open:
             return None
-        losses, close = self.losses_in_double(training=training), _CLOSE
-        if losses is None:
-            draws = Draws.of(self.graph, self.seed, training=training)
-            losses, close = self.both(draws, training=training).losses, _CLOSE_IN_32
-        return None if losses is None or losses.within(close) else explain(self.graph, losses)
+        losses, close = self._precise_losses(training=training)
+        if losses is not None and not losses.within(close):
+            return explain(self.graph, losses)
+        return self._loss_departs_elsewhere(training=training)
+
+    def _precise_losses(self, *, training: bool) -> tuple[Losses | None, float]:
+        """The losses in 64 bits, else in 32; and by what share they may differ."""
+        losses = self.losses_in_double(training=training)
+        if losses is not None:
+            return losses, _CLOSE
+        draws = Draws.of(self.graph, self.seed, training=training)
+        return self.both(draws, training=training).losses, _CLOSE_IN_32
+
+    def _loss_departs_elsewhere(self, *, training: bool) -> UnsplittableError | None:
+        """The error for a loss that micro-batches come to on batches with the example's targets
+        alone; what plain PyTorch rejects shows nothing."""
+        for place, batch in enumerate(other_targets(self.graph, self.batch, self.seed + training)):
+            try:
+                entry = make_entry(self.subject, training=False)
+                shares = shares_of(entry, self.plan, batch)
+                other = dataclasses.replace(self, batch=batch, shares=shares)
+                losses, close = other._precise_losses(training=training)
+            except Exception:  # whatever the user's code raises on targets that are none
+                continue
+            if losses is not None and not losses.within(close):
+                return explain(self.graph, losses, "a batch with other targets")
+            if place == 0:  # all that the others change
+                return None
+        return None
 
     def _unlike(self, found: Both, draws: Draws) -> UnsplittableError:
         losses, outputs = None if self.compares_outputs_alone else found.losses, found.unlike

@@ -182,7 +182,7 @@ class Execution:
             inputs = {source.name for source in self._spec.inputs}
             handed_back = frozenset(presents & inputs)
             held = () if call.begins else session.given(self._spec, self._topology.where, call)
-        shares = prepared.loss_weights(self._shares(call))
+        shares = self._shares(call, as_one=prepared.makes_one_loss)
         return StepRequest(
             work=args.work,
             samples=call.samples,
@@ -252,15 +252,22 @@ class Execution:
         passed = bound.samples, bound.sizes, bound.listed
         return Call(work, training, *passed, weights, wanted=wanted, begins=begins), bound
 
-    def _shares(self, call: Call) -> tuple[tuple[float, ...], ...]:
-        """The weights of each micro-batch's terms in those of the mini-batch's loss."""
+    def _shares(self, call: Call, *, as_one: bool) -> tuple[tuple[float, ...], ...]:
+        """The weights of each micro-batch's terms in those of the mini-batch's loss.
+
+        Args:
+            as_one: whether one loss is made, of all micro-batches as one: that of the first.
+        """
         if call.work.makes_loss and self._is_whole(call.samples):
             return (tuple(1.0 for _ in self._weigher.terms),)
+        if as_one and call.loss_weights:
+            (whole,) = self._weigher.shares((call.total,), call.total)
+            return (whole, *(tuple(0.0 for _ in whole) for _ in call.loss_weights[1:]))
         return self._weigher.shares(call.loss_weights, call.total)
 
     def _is_whole(self, samples: Sequence[int]) -> bool:
         """Whether a mini-batch is one micro-batch, whose loss is that of the mini-batch."""
-        guarded = any(term.above > -math.inf for term in self._weigher.terms)
+        guarded = any(max(t.above, t.least) > -math.inf for t in self._weigher.terms)
         return len(samples) == self._topology.replicas == 1 and not guarded
 
     def loss_weights(self, inputs: object, target: object) -> Counts:

@@ -103,7 +103,7 @@ class LossWeigher:
         wholes = [divisor(term, count) if count > term.above else 0.0 for term, count in pairs]
         return tuple(
             tuple(
-                divisor(term, count) / whole if whole else 0.0
+                divisor(term, max(count, term.least)) / whole if whole else 0.0
                 for term, count, whole in zip(self.terms, own, wholes, strict=True)
             )
             for own in counts

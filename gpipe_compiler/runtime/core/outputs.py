@@ -207,7 +207,8 @@ def _sum_of_terms(
         counts = values[part.weight].tolist() if part.weight else [*map(float, samples)]
         whole = divisor(part.term, sum(counts))
         # Where nothing counts the plain model divides by nothing, too; elsewhere that is no term.
-        shares = [divisor(part.term, count) / whole if whole else math.nan for count in counts]
+        divisors = [divisor(part.term, max(count, part.term.least)) for count in counts]
+        shares = [divided / whole if whole else math.nan for divided in divisors]
         total += sum(
             piece.double() * share for piece, share in zip(pieces, shares, strict=True) if share
         )

@@ -30,16 +30,10 @@ class PreparedSchedule:
     wiring: tuple[StageWiring, ...]
     steps: tuple[tuple[ActionStep, ...], ...]
 
-    def loss_weights(self, shares: Sequence[tuple[float, ...]]) -> tuple[tuple[float, ...], ...]:
-        """The weights of the losses that are made: a joint stage makes one, for all micro-batches.
-
-        Args:
-            shares: of the micro-batches in the terms of the loss, which one loss has whole.
-        """
-        if not any(stage.makes_loss and stage.joint is not None for stage in self.wiring):
-            return tuple(shares)
-        whole = tuple(float(any(column)) for column in zip(*shares, strict=True))
-        return (whole, *(tuple(0.0 for _ in whole) for _ in shares[1:]))
+    @property
+    def makes_one_loss(self) -> bool:
+        """Whether a joint stage makes the loss, for all micro-batches."""
+        return any(stage.makes_loss and stage.joint is not None for stage in self.wiring)
 
 
 _Key: TypeAlias = tuple[RunRequest, int, frozenset[int], frozenset[str], frozenset[str]]
@@ -124,11 +118,13 @@ class ProgramCache:
         in_a_row = list(placement) == sorted(placement)
         pipelined = schedule is not ScheduleKind.GPIPE and work is RunRequest.TRAIN
         if joint and (pipelined or not in_a_row):
+            over_batch = spec.loss is not None and spec.loss.over_batch
+            what = "a loss over the whole batch" if over_batch else "exact BatchNorm"
             raise UsageError(
-                f"exact BatchNorm does not go with the schedule {schedule.value}: every "
+                f"{what} does not go with the schedule {schedule.value}: every "
                 "micro-batch must have gone through a stage before the first goes on, forward or "
                 "back",
-                hint="use --schedule gpipe, or --batchnorm deferred",
+                hint=f"use --schedule gpipe{'' if over_batch else ', or --batchnorm deferred'}",
             )
         if work is not RunRequest.TRAIN:
             return forward_only(placement, microbatches, joint)

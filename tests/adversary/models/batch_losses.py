@@ -129,4 +129,17 @@ CASES = (
             {"batchnorm": "micro"},
         ),
     ),
+    over_batch(
+        "in_another_schedule",
+        Two,
+        in_batch,
+        vectors,
+        expect=RefusedAtStep(
+            lambda: rows(8),
+            ("a loss over the whole batch does not go with the schedule 1f1b",),
+            lambda: vectors(8),
+            ("--schedule gpipe",),
+            {"schedule": "1f1b"},
+        ),
+    ),
 )

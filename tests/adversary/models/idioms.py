@@ -415,7 +415,7 @@ CASES = (
     simple("compiles", Compiles),
     simple("freezes_norm", FreezesNorm),
     simple("copies", Copies),
-    simple("by_type", ByType, quick=True),
+    simple("by_type", ByType),
     simple("by_leaf", ByLeaf),
     simple("picks_by_places", lambda: Picks(True)),
     simple(

@@ -248,6 +248,13 @@ BENDS = Refused(
 CASES = (
     Case("channels_first", ChannelsFirst, steps, F.cross_entropy, classes),
     Case("time_first", TimeFirst, steps, square, lambda n: torch.randn(5, n, 3), quick=True),
+    Case(
+        "time_first_batchmean",  # which divides by the steps
+        TimeFirst,
+        steps,
+        lambda y, t: F.kl_div(y.log_softmax(-1), t, reduction="batchmean"),
+        lambda n: torch.randn(5, n, 3).softmax(-1),
+    ),
     Case("time_first_inference", TimeFirst, steps, options="--mode infer"),
     Case("last_step", LastStep, steps, F.cross_entropy, classes),
     Case("last_step_inference", LastStep, steps, options="--mode infer"),

@@ -167,6 +167,21 @@ class Gated(Two):
     def any(self, x: Tensor, hidden: Tensor) -> Tensor:
         return hidden * (x[:, 0] < 9).any()  # refused: any
 
+    def floored(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + x.amax() // 30  # refused: floored
+
+    def binned(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + torch.bucketize(x.amax(), torch.tensor([30.0, 60.0]))  # refused: binned
+
+    def shrunk(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + F.hardshrink(x.mean(0).sum(), 8.0)  # refused: shrunk
+
+    def above(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + F.threshold(x.mean(0).sum(), 50.0, 0.0)  # refused: above
+
+    def saturated(self, x: Tensor, hidden: Tensor) -> Tensor:
+        return hidden * torch.sigmoid(1e3 * (60 - x.amax()))  # refused: saturated
+
     def number(self, x: Tensor, hidden: Tensor) -> Tensor:
         number = torch.tensor(float(len(x)))  # refused: number
         return hidden * (number.clamp(max=3000) / number)
@@ -255,6 +270,7 @@ CASES = (
         expect=Refused(("works for a batch of 8 only",), ("x.shape[0]",)),
     ),
     *(gated(rule, BOUND) for rule in ("rank", "count", "mean", "largest", "norm", "any")),
+    *(gated(r, BOUND) for r in ("floored", "binned", "shrunk", "above", "saturated")),
     gated("filled_elsewhere", BOUND),
     *(simple(rule, lambda rule=rule: Gated(rule)) for rule in ("each", "lengths", "finite")),
     *(simple(rule, lambda rule=rule: Gated(rule)) for rule in ("places", "filled")),
