@@ -49,7 +49,7 @@ from gpipe_compiler.ir.blocks import (
 )
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
 from gpipe_compiler.ir.contents import Contents, is_under
-from gpipe_compiler.ir.forms import ConstantSlot
+from gpipe_compiler.ir.forms import ConstantSlot, LocalSizes
 from gpipe_compiler.ir.sizes import is_told
 from gpipe_compiler.plan import Stage
 
@@ -328,21 +328,25 @@ class StageBlocks:
         return relative(dataclasses.replace(op, call=made), root)
 
     def _unlike(self, block: BlockClass) -> Mapping[str, int]:
-        """The values of a block whose sizes are not the same in all calls; how many first ones are.
+        """The values of a block whose sizes are not the same in all calls; of how many first ones
+        it is the same where they can be read.
 
         Those that it is given are among them.
         """
-        values = self.facts.graph.values
+        graph = self.facts.graph
         found: dict[str, int] = {}
         of_calls = [
             [*call.inputs, *(value for op in call.ops for value in op.outputs)]
             for call in block.calls
         ]
+        read = [LocalSizes.of(graph, call.inputs).places for call in block.calls]
         for own in zip(*of_calls, strict=True):
-            known = [values[value] for value in own if value in values]
+            known = [graph.values[value] for value in own if value in graph.values]
             if len({(value.dims, value.batch_dim) for value in known}) > 1:
-                dims = zip(*(value.dims for value in known), strict=False)
-                alike = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, dims)
+                pairs = zip(known, read, strict=True)
+                placed = [[places.get(dim, dim) for dim in value.dims] for value, places in pairs]
+                sizes = zip(*placed, strict=False)
+                alike = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, sizes)
                 same_batch = len({value.batch_dim for value in known}) == 1
                 found[own[0]] = len([*alike]) if same_batch else 0
         return found

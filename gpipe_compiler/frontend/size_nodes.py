@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from gpipe_compiler.errors import TraceError
+from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user
 from gpipe_compiler.frontend.position import REGIONS, Position
 from gpipe_compiler.ir.symbolic import expression_of
@@ -76,7 +76,7 @@ class SizeNodes:
         self._position = position
         self._symbols: dict[Any, tuple[fx.Node, int | None]] = {}
         self._sizes: dict[tuple[object, ...], dict[Any, tuple[fx.Node, int]]] = {}
-        self._lines: dict[Any, Any] = {}
+        self._lines: dict[Any, SourceLocation | None] = {}
         self._noting = False
         self._written: dict[Any, fx.Node] = {}
 
@@ -112,7 +112,7 @@ class SizeNodes:
             for key in new:
                 self._lines[key] = source
                 if key in self._written:
-                    self._written[key].meta["source"] = source
+                    self._tell_line(key)
 
     def note_number(self, node: fx.Node, number: Any) -> None:
         """Lets a number that was read from a tensor be that of a node."""
@@ -214,17 +214,32 @@ class SizeNodes:
             kind = "call_method" if isinstance(target, str) else "call_function"
             node = self._graph.create_node(kind, target, args)
             node.meta.update(position.origin())
-            if isinstance(target, str):
-                node.meta["source"] = self._lines.get(key, node.meta["source"])
         node.meta["val"] = self._value(target, args)
         self._written[key] = node
+        if isinstance(target, str):
+            self._tell_line(key)
         return node
+
+    def _tell_line(self, key: Any) -> None:
+        """Lets a size be of the line that asks for it, where both that and its use are a module's
+        own: calls of functions are told by the order of their lines. One of an input, which is
+        asked at the start, is so in any case."""
+        asked, meta = self._lines.get(key), self._written[key].meta
+        own = _function(asked) == _function(meta["source"]) == "forward"
+        if asked is not None and (own or not key[1]):
+            meta["source"] = asked
 
     def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
         values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in args]
         if isinstance(target, str):
             return values[0].shape[values[1]]
         return _OF_SYMBOLS.get(target, target)(*values)
+
+
+def _function(source: SourceLocation | None) -> str:
+    """The innermost function with a name that a line is in."""
+    lines = () if source is None else (source, *reversed(source.callers))
+    return next((line.function for line in lines if not line.function.startswith("<")), "")
 
 
 def _as_product(expression: Any, sizes: Sequence[Any]) -> list[Any]:

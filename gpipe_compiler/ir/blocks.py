@@ -223,7 +223,7 @@ def nest(
 def _sizes_of_calls(
     body: Body, chains: Sequence[Sequence[Turn]], last: Mapping[str, float], shapes: ShapeReads
 ) -> set[str]:
-    """Sizes of what a call is given that nobody reads outside of it."""
+    """Sizes of what a call of a module is given that nobody reads outside of it."""
     spans: dict[tuple[Turn, ...], list[Op]] = {}
     ends: dict[tuple[Turn, ...], int] = {}
     for place, (op, around) in enumerate(zip(body.ops, chains, strict=True)):
@@ -232,7 +232,7 @@ def _sizes_of_calls(
             ends[tuple(around[:depth])] = place
     found: set[str] = set()
     for op, around in zip(body.ops, chains, strict=True):
-        if around and shapes.is_size(op):
+        if around and "()" not in around[-1][0] and shapes.is_size(op):
             tensor, size, call = op.inputs[0], op.outputs[0], tuple(around)
             given = not any(tensor in other.outputs for other in spans[call])
             read = any(tensor in o.inputs and not shapes.is_size(o) for o in spans[call])

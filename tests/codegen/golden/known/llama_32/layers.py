@@ -44,6 +44,14 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat([-x2, x1], dim=-1)
 
 
+def sdpa_attention_forward(q_embed: Tensor, k_embed: Tensor, value_states: Tensor) -> Tensor:
+    # sdpa_attention.py:193-206
+    attn_output = F.scaled_dot_product_attention(
+        q_embed, k_embed, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
+    )
+    return attn_output.transpose(1, 2).contiguous()  # (B, input_ids.1, 4, 8)
+
+
 class LlamaMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,16 +83,13 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(32, 32, bias=False)
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        # modeling_llama.py:243-269, sdpa_attention.py:193-206
+        # modeling_llama.py:243-269
         shape = hidden_states.shape[:2]
         query_states = self.q_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v_proj(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states, key_states, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
-        )
-        attn_output = attn_output.transpose(1, 2)  # (B, input_ids.1, 4, 8)
+        attn_output: Tensor = sdpa_attention_forward(query_states, key_states, value_states)
         attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
         attn_output = self.o_proj(attn_output)
         return attn_output

@@ -124,19 +124,19 @@ class SwinAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
-        q_proj_out = self.q_proj(hidden_states)
-        size = hidden_states.shape[0]
-        view = q_proj_out.view(size, 16, -1, self.view_number)
-        query_states = view.transpose(1, 2)
-        key_states = self.k_proj(hidden_states).view(size, 16, -1, self.view_number).transpose(1, 2)
+        rows = hidden_states.shape[0]
+        query_states = (
+            self.q_proj(hidden_states).view(rows, 16, -1, self.view_number).transpose(1, 2)
+        )
+        key_states = self.k_proj(hidden_states).view(rows, 16, -1, self.view_number).transpose(1, 2)
         value_states = (
-            self.v_proj(hidden_states).view(size, 16, -1, self.view_number).transpose(1, 2)
+            self.v_proj(hidden_states).view(rows, 16, -1, self.view_number).transpose(1, 2)
         )
         relative_position_bias = self.relative_position_bias()
         attn_output: Tensor = sdpa_attention_forward(
             query_states, key_states, value_states, relative_position_bias, scale=self.scale
         )
-        attn_output = attn_output.reshape(size, 16, -1)
+        attn_output = attn_output.reshape(rows, 16, -1)
         attn_output = self.o_proj(attn_output)
         return attn_output
 

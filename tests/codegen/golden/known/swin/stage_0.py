@@ -106,11 +106,10 @@ class SwinLayerPart(nn.Module):
             hidden_states_windows.device, view_number=8, height=32, ge_number=28, ge_number_2=30
         )
 
-        # attention (modeling_swin.py:428-446, sdpa_attention.py:193)
+        # attention (modeling_swin.py:425-446, sdpa_attention.py:193)
         q_proj_out = self.attention.q_proj(hidden_states_windows)  # (64*B, 16, 16)
         size = hidden_states_windows.shape[0]
-        view = q_proj_out.view(size, 16, -1, 8)  # (64*B, 16, 2, 8)
-        query_states = view.transpose(1, 2)  # (64*B, 2, 16, 8)
+        query_states = q_proj_out.view(size, 16, -1, 8).transpose(1, 2)  # (64*B, 2, 16, 8)
         key_states = (
             self.attention.k_proj(hidden_states_windows).view(size, 16, -1, 8).transpose(1, 2)
         )

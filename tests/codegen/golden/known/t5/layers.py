@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def create_bidirectional_mask(size: int, device: torch.device) -> Tensor:
+def create_bidirectional_mask(q_length: int, device: torch.device) -> Tensor:
     # masking_utils.py:85-554
-    q_arange = torch.arange(size, device=device)  # (input_ids.1,)
+    q_arange = torch.arange(q_length, device=device)  # (input_ids.1,)
     q_indices = q_arange[None, None, :, None]  # (1, 1, input_ids.1, 1)
     attention_mask = q_indices >= 0
-    return attention_mask.expand(1, -1, size, size)  # (1, 1, input_ids.1, input_ids.1)
+    return attention_mask.expand(1, -1, q_length, q_length)  # (1, 1, input_ids.1, input_ids.1)
 
 
 class T5LayerNorm(nn.Module):
@@ -70,8 +70,9 @@ class T5Attention(nn.Module):
             dropout_p=0.1 if self.training else 0.0,
             scale=1.0,
         )
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, input_ids.1, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, input_ids.1, 32)
+        del position_bias_mask
+        attn_output = attn_output.transpose(1, 2).contiguous()
+        attn_output = attn_output.reshape(*shape, -1)
         attn_output = self.o(attn_output)
         return attn_output
 
@@ -114,41 +115,6 @@ class T5Attention2(nn.Module):
         return attn_output
 
 
-class T5Attention3(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q = nn.Linear(32, 32, bias=False)
-        self.k = nn.Linear(32, 32, bias=False)
-        self.v = nn.Linear(32, 32, bias=False)
-        self.o = nn.Linear(32, 32, bias=False)
-
-    def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
-    ) -> Tensor:
-        # modeling_t5.py:304-367, sdpa_attention.py:87-206
-        shape = hidden_states.shape[:2]
-        query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        position_bias_mask = torch.where(
-            attention_mask, position_bias, torch.finfo(torch.float32).min
-        )
-        position_bias_mask = position_bias_mask.contiguous()
-        attn_output: Tensor = F.scaled_dot_product_attention(
-            query_states,
-            key_states,
-            value_states,
-            attn_mask=position_bias_mask,
-            dropout_p=0.1 if self.training else 0.0,
-            scale=1.0,
-        )
-        del position_bias_mask
-        attn_output = attn_output.transpose(1, 2).contiguous()  # (B, labels.1, 4, 8)
-        attn_output = attn_output.reshape(*shape, -1)  # (B, labels.1, 32)
-        attn_output = self.o(attn_output)
-        return attn_output
-
-
 class T5LayerFF(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +141,7 @@ class T5LayerSelfAttention(nn.Module):
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
     ) -> Tensor:
         # modeling_t5.py:392-400
-        normed_hidden_states = self.layer_norm(hidden_states)  # (B, input_ids.1, 32)
+        normed_hidden_states = self.layer_norm(hidden_states)
         attn_output = self.SelfAttention(normed_hidden_states, position_bias, attention_mask)
         attention_output: Tensor = hidden_states + self.dropout(attn_output)
         return attention_output
@@ -196,23 +162,6 @@ class T5LayerCrossAttention(nn.Module):
         return layer_output
 
 
-class T5LayerSelfAttention2(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer_norm = T5LayerNorm()
-        self.SelfAttention = T5Attention3()
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
-    ) -> Tensor:
-        # modeling_t5.py:392-400
-        normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
-        attn_output = self.SelfAttention(normed_hidden_states, position_bias, attention_mask)
-        attention_output: Tensor = hidden_states + self.dropout(attn_output)
-        return attention_output
-
-
 class T5Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +180,7 @@ class T5Block2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict(
-            {"0": T5LayerSelfAttention2(), "1": T5LayerCrossAttention(), "2": T5LayerFF()}
+            {"0": T5LayerSelfAttention(), "1": T5LayerCrossAttention(), "2": T5LayerFF()}
         )
 
     def forward(

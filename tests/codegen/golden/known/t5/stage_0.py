@@ -129,7 +129,7 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         return SelfAttention_out, attn_output
 
 
-class T5LayerSelfAttention3(nn.Module):
+class T5LayerSelfAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer_norm = T5LayerNorm()
@@ -144,7 +144,7 @@ class T5LayerSelfAttention3(nn.Module):
         return SelfAttention_out, attention_output
 
 
-class T5LayerSelfAttention4(nn.Module):
+class T5LayerSelfAttention3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer_norm = T5LayerNorm()
@@ -162,7 +162,7 @@ class T5LayerSelfAttention4(nn.Module):
 class T5Block3(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3(), "1": T5LayerFF()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459-498
@@ -174,7 +174,7 @@ class T5Block3(nn.Module):
 class T5BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention4()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459
@@ -218,28 +218,28 @@ class Stage0(nn.Module):
             unsqueeze_1: (1, 4, labels.1, labels.1) float32, for stage 2 and stage 3.
             attention_output: (B, labels.1, 32) float32, for stage 1.
         """
-        # masking_utils.py:543-545, modeling_t5.py:628
+        # masking_utils.py:848, modeling_t5.py:628
         batch = input_ids.shape[0]
-        length = input_ids.shape[1]
-        length_2 = labels.shape[1]
+        q_length = input_ids.shape[1]
+        length = labels.shape[1]
 
         # encoder (modeling_t5.py:678-728)
         inputs_embeds = self.encoder.embed_tokens(input_ids)  # (B, input_ids.1, 32)
-        attention_mask = create_bidirectional_mask(length, input_ids.device)
+        attention_mask = create_bidirectional_mask(q_length, input_ids.device)
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, input_ids.1, 32)
         del inputs_embeds
         SelfAttention_out, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
         hidden_states = self.encoder.block["1"](hidden_states, SelfAttention_out, attention_mask)
 
         # modeling_t5.py:628-635
-        shifted_input_ids = labels.new_zeros([batch, length_2])  # (B, labels.1)
+        shifted_input_ids = labels.new_zeros([batch, length])  # (B, labels.1)
         shifted_input_ids[..., 1:] = labels[..., :-1].clone()
         shifted_input_ids[..., 0] = 0
         shifted_input_ids.masked_fill_(shifted_input_ids == -100, 0)
 
         # decoder (modeling_t5.py:678-728)
         inputs_embeds = self.decoder.embed_tokens(shifted_input_ids)  # (B, labels.1, 32)
-        attention_mask = create_causal_mask(length_2, input_ids.device)
+        attention_mask = create_causal_mask(length, input_ids.device)  # (1, 1, labels.1, labels.1)
         dropout_out = self.decoder.dropout(inputs_embeds)  # (B, labels.1, 32)
         del inputs_embeds
         unsqueeze_1, attention_output = self.decoder.block["0"](dropout_out, attention_mask)

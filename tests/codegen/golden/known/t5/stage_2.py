@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5LayerFF, T5LayerSelfAttention2, create_causal_mask
+from .layers import T5Block2, T5LayerFF, T5LayerSelfAttention, create_causal_mask
 
 
 class T5BlockPart(nn.Module):
@@ -19,7 +19,7 @@ class T5BlockPart(nn.Module):
 class T5BlockPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
 
     def forward(
         self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
