@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, ops_within
-from gpipe_compiler.ir.blocks import BlockCall, Body, Part, calls_in, nest, ops_of
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, called, ops_within
+from gpipe_compiler.ir.blocks import BlockCall, Body, Part, ShapeReads, calls_in, nest, ops_of
 from gpipe_compiler.ir.classes import MethodBlocks, Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import states_read
+from gpipe_compiler.passes.duplicate import shape_values
 
 
 class Conv(nn.Module):
@@ -119,6 +120,9 @@ def test_a_module_whose_calls_differ_is_open() -> None:
     assert set(found.of_path) == {"other"}
 
 
+NOTHING_READ = ShapeReads(Graph("nothing", (), (), (), {}, {}, 1), {})
+"""Of ops none of which asks for a size."""
+
 PATHS = ("", "a", "a.b", "a.b.c", "a.d", "e", "e.0", "e.1")
 
 
@@ -142,7 +146,7 @@ def test_calls_hold_what_their_modules_run(drawn: tuple[Body, frozenset[str]]) -
     """Every op once, in order, in a call of each block around it; no call goes on in the next."""
     body, blocks = drawn
 
-    parts = nest(body, blocks.__contains__)
+    parts = nest(body, blocks.__contains__, shapes=NOTHING_READ)
 
     assert tuple(ops_of(parts)) == body.ops
     _hold(parts, "", blocks)
@@ -166,7 +170,7 @@ def test_calls_are_given_what_is_made_outside(drawn: tuple[Body, frozenset[str]]
     """By definition: inputs are read inside and made outside, outputs the other way round."""
     body, blocks = drawn
 
-    for call in calls_in(nest(body, blocks.__contains__)):
+    for call in calls_in(nest(body, blocks.__contains__, shapes=NOTHING_READ)):
         inside = list(call.ops)
         made = {op.result for op in inside}
         outside = [op for op in body.ops if op not in inside]
@@ -174,3 +178,32 @@ def test_calls_are_given_what_is_made_outside(drawn: tuple[Body, frozenset[str]]
         later = {v for op in outside for v in op.inputs}.union(body.returns)
         assert set(call.outputs) == made & later
         assert len(set(call.inputs)) == len(call.inputs)
+
+
+class Rows(nn.Module):
+    """Asks what it is given for its size, and what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.lift(x)
+        rows = torch.cat([made, made], 1)
+        return rows.reshape(x.shape[0], 2 * x.shape[1], -1)[:, : x.shape[1]]
+
+
+def test_a_size_of_what_a_call_is_given_is_read_by_itself() -> None:
+    """Be it asked for in the call, or at the start, as those of inputs are: the calls are equal."""
+    model = nn.Sequential(Rows(), nn.Conv1d(6, 6, 3, stride=2, padding=1), nn.Linear(2, 4), Rows())
+    graph = trace(model, torch.rand(2, 6, 4), loss_fn=lambda y, _: y.sum(), target=0)
+    templates = shape_values(graph)
+    body = Body(graph.ops, graph.output_values)
+    parts = nest(body, {"0", "3"}.__contains__, shapes=ShapeReads(graph, templates))
+
+    calls = list(calls_in(parts))
+    assert [call.path for call in calls] == ["0", "3"]
+    for call in calls:
+        assert not any(called(op.call) == "size" for op in call.ops)
+        tensors = [value for value in call.inputs if value not in templates]
+        assert ShapeReads(graph, templates).passed(call) == tensors
