@@ -329,7 +329,8 @@ class StageBlocks:
 
     def _unlike(self, block: BlockClass) -> Mapping[str, int]:
         """The values of a block whose sizes are not the same in all calls; of how many first ones
-        it is the same where they can be read.
+        it is the same where they can be read. The numbers among them that follow from shapes, and
+        not in the same way.
 
         Those that it is given are among them.
         """
@@ -339,12 +340,18 @@ class StageBlocks:
             [*call.inputs, *(value for op in call.ops for value in op.outputs)]
             for call in block.calls
         ]
-        read = [LocalSizes.of(graph, call.inputs).places for call in block.calls]
+        read = [LocalSizes.of(graph, call.inputs) for call in block.calls]
         for own in zip(*of_calls, strict=True):
             known = [graph.values[value] for value in own if value in graph.values]
-            if len({(value.dims, value.batch_dim) for value in known}) > 1:
+            numbers = {
+                repr(sizes.relative(self.facts.templates.get(value)))
+                for value, sizes in zip(own, read, strict=True)
+            }
+            if len(numbers) > 1:
+                found[own[0]] = 0
+            elif len({(value.dims, value.batch_dim) for value in known}) > 1:
                 pairs = zip(known, read, strict=True)
-                placed = [[places.get(dim, dim) for dim in value.dims] for value, places in pairs]
+                placed = [[at.places.get(dim, dim) for dim in value.dims] for value, at in pairs]
                 sizes = zip(*placed, strict=False)
                 alike = itertools.takewhile(lambda sizes: len(set(sizes)) == 1, sizes)
                 same_batch = len({value.batch_dim for value in known}) == 1

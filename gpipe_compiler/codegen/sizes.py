@@ -149,8 +149,10 @@ def with_sizes_of_arguments(
         multiples: of values that grow with the samples, how many times these they are; of those
             that follow from other sizes, what they are.
         returns: values that are read after the ops.
-        alike: of arguments whose sizes are not the same in all calls, how many of the first are.
+        alike: of arguments whose sizes are not the same in all calls, how many of the first are;
+            sizes that are not the same are among its keys.
     """
+    same = {value: dim for value, dim in multiples.items() if value not in alike}
     known = [graph.values[value] for value in arguments if value in graph.values]
     tensors = [value for value in known if value.samples_dim == 0]
     changed: list[Op] = []
@@ -158,9 +160,9 @@ def with_sizes_of_arguments(
     for op in ops:
         made = op.call
         sizes = _sizes_asked(made)
-        times = multiples.get(sizes[0].name, 0) if sizes else 0
+        times = same.get(sizes[0].name, 0) if sizes else 0
         rows = graph.batch_size * times if isinstance(times, int) else 0
-        dims = [_free_size(size, multiples) for size in sizes]
+        dims = [_free_size(size, same) for size in sizes]
         pairs = [
             (_common(rows, dims, value.dims[: alike.get(value.name)]), value.name)
             for value in tensors

@@ -25,7 +25,7 @@ from gpipe_compiler.ir.ops import (
     Result,
     ops_within,
 )
-from gpipe_compiler.ir.sizes import is_free
+from gpipe_compiler.ir.sizes import BATCH, is_free
 from gpipe_compiler.runtime.sizes import Dim, Expression, Operation
 
 
@@ -222,6 +222,8 @@ class LocalSizes:
     def _placed(self, dim: Dim) -> Hashable:
         if dim in self.places:
             return self.places[dim]
+        if dim == BATCH:
+            return ("times", 1 / self.base)
         if isinstance(dim, Operation):
             return (dim.applied, self._placed(dim.left), self._placed(dim.right))
         return dim

@@ -115,3 +115,43 @@ def test_a_block_is_one_at_all_the_sizes_that_it_is_called_at(
     assert len(re.findall("class Pooled", text)) == 1, text
     written = text.partition("class Pooled(")[2].partition("return ")[0]
     assert {"h", "w"} <= set(re.findall(r"(\w+) = image\.shape\[\d\]", written)), text
+
+
+class Step(nn.Module):
+    """Puts what it makes back in rows; the call that stands for all keeps their number."""
+
+    def __init__(self, stride: int) -> None:
+        super().__init__()
+        self.slide = nn.Conv1d(4, 4, 3, stride, 1)
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.slide(x.transpose(1, 2)).transpose(1, 2)
+        mixed: Tensor = self.mix(y).reshape(y.shape[0], y.shape[1], 2, 2).flip(2).flatten(2) + y
+        return mixed
+
+
+class Steps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Conv1d(2, 4, 3, stride=2, padding=1)
+        self.steps = nn.ModuleList(Step(stride) for stride in (1, 2, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rise(x).transpose(1, 2)
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+def test_a_size_that_one_call_keeps_and_another_halves_is_none_of_what_they_are_given(
+    planned: Callable[..., Plan],
+) -> None:
+    model, x = Steps(), torch.rand(2, 2, 16)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    for rows in (x, torch.rand(3, 2, 22)):
+        torch.testing.assert_close(stage(rows), model(rows))
+    assert len(re.findall("class Step", text)) == 1, text
