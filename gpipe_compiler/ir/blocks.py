@@ -157,7 +157,7 @@ class ShapeReads:
 
     def passed(self, call: BlockCall) -> list[str]:
         """The inputs of a call that it cannot read off the shapes of the others."""
-        read = {value for op in call.ops for value in op.inputs}
+        read = {value for op in call.ops for value in op.inputs}.intersection(call.inputs)
         return [v for v in call.inputs if v not in self.templates or not self._told(v, read)]
 
     def _told(self, value: str, by: Collection[str]) -> bool:

@@ -155,3 +155,44 @@ def test_a_size_that_one_call_keeps_and_another_halves_is_none_of_what_they_are_
     for rows in (x, torch.rand(3, 2, 22)):
         torch.testing.assert_close(stage(rows), model(rows))
     assert len(re.findall("class Step", text)) == 1, text
+
+
+class Spread(nn.Module):
+    """Makes as many rows as it is told, which nothing that it is given has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        spread: Tensor = self.after(self.before(x).mean(1, keepdim=True).expand(-1, rows, -1))
+        return spread
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.spread = nn.Linear(4, 4), Spread()
+
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        made: Tensor = self.spread(self.lift(x).relu(), rows).tanh()
+        return made
+
+
+class Spreading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.around = nn.ModuleList(Around() for _ in range(2))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.around[0](x, y.shape[1]), self.around[1](y, x.shape[1])
+
+
+def test_a_size_of_what_a_call_makes_is_none_that_it_can_read(
+    planned: Callable[..., Plan],
+) -> None:
+    model, given = Spreading(), (torch.rand(2, 3, 4), torch.rand(2, 5, 4))
+    stage = module_of(text_of(planned(copy.deepcopy(model), *given, count=1)))
+    stage.load_state_dict(model.state_dict())
+    for x, y in (given, (torch.rand(3, 7, 4), torch.rand(3, 2, 4))):
+        torch.testing.assert_close(stage(x, y), model(x, y))
