@@ -245,6 +245,8 @@ def _function(source: SourceLocation | None) -> str:
 def _as_product(expression: Any, sizes: Sequence[Any]) -> list[Any]:
     """Those of some sizes whose product an expression is, with a whole number; [] for none."""
     for place, size in enumerate(sizes):
+        if size.is_number:
+            continue
         rest = expression / size
         if rest.is_Integer or rest in sizes[place:]:
             return [size, rest]
