@@ -50,7 +50,6 @@ from gpipe_compiler.ir.blocks import (
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
 from gpipe_compiler.ir.contents import Contents, is_under
 from gpipe_compiler.ir.forms import ConstantSlot, LocalSizes
-from gpipe_compiler.ir.sizes import is_told
 from gpipe_compiler.plan import Stage
 
 DEVICE = "device"
@@ -271,12 +270,8 @@ class StageBlocks:
         """What a call computes, and the inputs that it is passed."""
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
         read = {value for op in ops for value in op.inputs}
-        known = graph.told(read.intersection(first.inputs))
-        given = [
-            value
-            for value in first.inputs
-            if value in templates and is_told(templates[value], known)
-        ]
+        told = graph.told(read.intersection(first.inputs))
+        given = self.facts.shapes.read_off(first.inputs, told)
         names_of = parameter_names(graph, first)
         order = {value: place for place, value in enumerate(names_of)}
         # What a module makes and reads itself, in two stages, is none of the user's parameters.

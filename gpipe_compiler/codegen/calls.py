@@ -23,7 +23,7 @@ from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states
 from gpipe_compiler.ir.classes import MethodBlocks
-from gpipe_compiler.ir.contents import Contents, prefixes
+from gpipe_compiler.ir.contents import Contents, class_of_torch, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import Result, without_unread
 
@@ -48,7 +48,7 @@ def line_of_call(graph: Graph, block: BlockCall) -> tuple[SourceLocation | None,
     words = block.path.split(".")
     sources = [op.source for op in block.ops if op.source is not None]
     # What a module of torch runs is told to be of the line that calls it.
-    of_torch = hasattr(nn, graph.module_classes.get(block.path) or "")
+    of_torch = class_of_torch(graph, block.path) is not None
     for source in sources:
         line = next((line for count, line in source.calls if count >= len(words)), None)
         if line or (of_torch and source.calls):

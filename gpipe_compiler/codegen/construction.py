@@ -27,7 +27,7 @@ from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleSpec, State, StateKind
 from gpipe_compiler.ir.blocks import BlockClass, Parameter
-from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, is_under
+from gpipe_compiler.ir.contents import LITERAL_ELEMENTS, class_of_torch, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
 
 _BY_POSITION = ("in_", "out_", "num_", "normalized_")
@@ -338,7 +338,7 @@ class Construction:
         if known is None:
             path = holder.prefix[:-1]
             user = self.graph.module_classes.get(path, "")
-            named = user and not hasattr(nn, user)
+            named = user and class_of_torch(self.graph, path) is None
             wanted = class_name(user if named else _singular(path))
             known = self.file.names.take_numbered(f"{wanted}Part" if self.split(path) else wanted)
             self.file.containers[key] = known

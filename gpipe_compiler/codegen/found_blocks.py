@@ -20,7 +20,7 @@ def find_stage_blocks(facts: CodeFacts, stages: Iterable[StageMethods]) -> tuple
     known = tuple(stages)
     helpers: list[dict[str, HelperCall]] = [{} for _ in known]
     searched = [_methods(facts.graph, *pair) for pair in zip(known, helpers, strict=True)]
-    found = zip(known, helpers, searched, find_blocks(searched, facts.templates), strict=True)
+    found = zip(known, helpers, searched, find_blocks(searched, facts.shapes), strict=True)
     written: dict[int, WrittenBlock] = {}
     worth: set[int] = set()
     return tuple(

@@ -9,15 +9,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import nn
-
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import UserStatement, method_at, parameters_of, place_at
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
-from gpipe_compiler.ir.contents import is_under
+from gpipe_compiler.ir.contents import class_of_torch, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import called
 
@@ -72,7 +70,7 @@ def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
 
 def _of_torch(graph: Graph, call: BlockCall) -> dict[str, str]:
     """What a module of torch, of which the user has written nothing, calls the one it is given."""
-    own = getattr(nn, graph.module_classes.get(call.path, ""), None)
+    own = class_of_torch(graph, call.path)
     given = [value for value in call.inputs if _is_tensor(graph, value)]
     if own is None or len(given) != 1 or _is_made_in(graph, given[0], call.path):
         return {}
@@ -88,7 +86,7 @@ def _is_made_in(graph: Graph, value: str, path: str) -> bool:
 def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
     given = {value for value in call.inputs if _is_tensor(graph, value)}
     # The lines of what a module of torch runs are those that call it.
-    of_torch = hasattr(nn, graph.module_classes.get(call.path, ""))
+    of_torch = class_of_torch(graph, call.path) is not None
     found: dict[str, str] = {}
     places: dict[int, tuple[UserStatement, set[str]]] = {}
     meant: list[tuple[str, set[str]]] = []

@@ -77,37 +77,27 @@ class SizeNodes:
         self._symbols: dict[Any, tuple[fx.Node, int | None]] = {}
         self._sizes: dict[tuple[object, ...], dict[Any, tuple[fx.Node, int]]] = {}
         self._lines: dict[Any, SourceLocation | None] = {}
-        self._noting = False
         self._written: dict[Any, fx.Node] = {}
 
     def note(self, node: fx.Node, tensor: torch.Tensor) -> None:
         """Lets the sizes of a tensor be asked of it that no tensor had before."""
-        self._noting = True
-        sizes: tuple[Any, ...] = tensor.shape
-        self._noting = False
-        for dim, size in enumerate(sizes):
-            if isinstance(size, torch.SymInt):
-                expression = expression_of(size)
-                if expression.is_Symbol:
-                    self._symbols.setdefault(expression, (node, dim))
+        with torch._C.DisableTorchFunction():  # which would take it for the model's own question
+            found = _varying(node, tensor)
+        for size, place in found.items():
+            if size.is_Symbol:
+                self._symbols.setdefault(size, place)
 
     def asked(self, node: fx.Node | None, tensor: torch.Tensor) -> None:
         """A tensor is asked for its sizes: those that follow from others are had from here."""
         if node is None:
             return
-        sizes: tuple[Any, ...] = tensor.shape
-        here = self._sizes.setdefault(self._position.place, {})
-        varying = {
-            expression_of(size): (node, dim)
-            for dim, size in enumerate(sizes)
-            if isinstance(size, torch.SymInt)
-        }
-        for size, first in varying.items():
+        place, found = self._position.place, _varying(node, tensor)
+        here = self._sizes.setdefault(place, {})
+        for size, first in found.items():
             here.setdefault(size, first)
-        place = self._position.place
-        keys = [(size, () if size.is_Symbol else place) for size in varying]
+        keys = [(size, () if size.is_Symbol else place) for size in found]
         new = [key for key in keys if key not in self._lines]
-        if new and not self._noting and is_asked_by_user():
+        if new and is_asked_by_user():
             source = self._position.origin()["source"]
             for key in new:
                 self._lines[key] = source
@@ -234,6 +224,16 @@ class SizeNodes:
         if isinstance(target, str):
             return values[0].shape[values[1]]
         return _OF_SYMBOLS.get(target, target)(*values)
+
+
+def _varying(node: fx.Node, tensor: torch.Tensor) -> dict[Any, tuple[fx.Node, int]]:
+    """The sizes of a tensor that vary, and where they stand first."""
+    sizes: tuple[Any, ...] = tensor.shape
+    found: dict[Any, tuple[fx.Node, int]] = {}
+    for dim, size in enumerate(sizes):
+        if isinstance(size, torch.SymInt):
+            found.setdefault(expression_of(size), (node, dim))
+    return found
 
 
 def _function(source: SourceLocation | None) -> str:

@@ -23,6 +23,7 @@ from gpipe_compiler.ir.forms import ConstantSlot, states_read
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import MethodCall, Mode, ModuleCall, Op
 from gpipe_compiler.ir.sizes import is_told
+from gpipe_compiler.runtime.sizes import Dim
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -151,17 +152,21 @@ class ShapeReads:
         """Whether an op asks a tensor for a size."""
         match op:
             case Op(call=MethodCall("size", (Ref(name), int())), result=str(size)):
-                return size in self.templates and self._told(size, [name])
+                return bool(self.read_off([size], self.graph.told([name])))
             case _:
                 return False
 
     def passed(self, call: BlockCall) -> list[str]:
         """The inputs of a call that it cannot read off the shapes of the others."""
-        read = {value for op in call.ops for value in op.inputs}.intersection(call.inputs)
-        return [v for v in call.inputs if v not in self.templates or not self._told(v, read)]
+        read = {value for op in call.ops for value in op.inputs}
+        told = self.graph.told(read.intersection(call.inputs))
+        off = {*self.read_off(call.inputs, told)}
+        return [value for value in call.inputs if value not in off]
 
-    def _told(self, value: str, by: Collection[str]) -> bool:
-        return is_told(self.templates[value], self.graph.told(by))
+    def read_off(self, values: Iterable[str], told: Collection[Dim]) -> list[str]:
+        """Those of some values that follow from sizes which shapes tell."""
+        known = self.templates
+        return [value for value in values if value in known and is_told(known[value], told)]
 
 
 def nest(

@@ -53,12 +53,9 @@ class Methods:
     stage: int = 0
     again: Collection[str] = ()
 
-    def nest(
-        self, apart: Collection[Turn], templates: Mapping[str, Argument]
-    ) -> tuple[tuple[Part, ...], ...]:
+    def nest(self, apart: Collection[Turn], shapes: ShapeReads) -> tuple[tuple[Part, ...], ...]:
         """The ops and calls of each, where modules are blocks but for some calls."""
         is_block = self.modules.__contains__
-        shapes = ShapeReads(self.contents.graph, templates)
         return tuple(
             nest(body, is_block, self.stage, self.again, apart, shapes=shapes)
             for body in self.bodies
@@ -80,27 +77,21 @@ class MethodBlocks:
     of_path: Mapping[str, BlockClass]
 
 
-def find_blocks(
-    stages: Sequence[Methods], templates: Mapping[str, Argument]
-) -> tuple[MethodBlocks, ...]:
-    """The blocks of some stages, which equal calls in different ones have in common.
-
-    Args:
-        templates: what the values are that the stages read off shapes.
-    """
+def find_blocks(stages: Sequence[Methods], shapes: ShapeReads) -> tuple[MethodBlocks, ...]:
+    """The blocks of some stages, which equal calls in different ones have in common."""
     apart: list[set[Turn]] = [set() for _ in stages]
     while True:
         pairs = zip(stages, apart, strict=True)
-        nested = [methods.nest(turns, templates) for methods, turns in pairs]
+        nested = [methods.nest(turns, shapes) for methods, turns in pairs]
         calls = [[call for parts in bodies for call in calls_in(parts)] for bodies in nested]
         bad = []
         for methods, found in zip(stages, calls, strict=True):
-            check = _Check(methods, templates)
+            check = _Check(methods, shapes)
             bad.append({(c.path, c.turn) for c in found if not check.can_be(c)})
         if not any(bad):
             contents = {methods.stage: methods.contents for methods in stages}
             parted = {methods.stage: methods.parted for methods in stages}
-            grouping = _Grouping(contents, templates, list(chain(*calls)), parted)
+            grouping = _Grouping(contents, shapes.templates, list(chain(*calls)), parted)
             grouping.run()
             bad = [grouping.unequal.get(methods.stage, set()) for methods in stages]
         if not any(bad):
@@ -120,10 +111,10 @@ def find_blocks(
 class _Check:
     """Whether calls can be those of a block."""
 
-    def __init__(self, methods: Methods, templates: Mapping[str, Argument]) -> None:
+    def __init__(self, methods: Methods, shapes: ShapeReads) -> None:
         ops = [op for body in methods.bodies for op in body.ops]
         self._contents = methods.contents
-        self._shapes = ShapeReads(methods.contents.graph, templates)
+        self._shapes = shapes
         self._graph = methods.contents.graph
         self._mode = {value: op.mode for op in ops for value in op.outputs}
         self._modules = frozenset(methods.contents.modules)

@@ -7,6 +7,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch import nn
+
 from gpipe_compiler.ir.forms import Constant, ConstantSlot
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import ModuleSpec
@@ -124,6 +126,11 @@ class Contents:
 def block_around(path: str, blocks: Collection[str]) -> str | None:
     """The outermost of some modules that a path leads into."""
     return next((prefix for prefix in prefixes(path) if prefix in blocks), None)
+
+
+def class_of_torch(graph: Graph, path: str) -> type[nn.Module] | None:
+    """Torch's own class that a module is of, told by its name; None for one of the user's."""
+    return getattr(nn, graph.module_classes.get(path, ""), None)
 
 
 def is_under(path: str, root: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref
-from gpipe_compiler.ir.blocks import Body, Turn, calls_in, turns_around
+from gpipe_compiler.ir.blocks import Body, ShapeReads, Turn, calls_in, turns_around
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents
 from gpipe_compiler.ir.forms import OpForms
@@ -228,7 +228,7 @@ def _calls(part: GraphPart, sizes: Mapping[Turn, int]) -> tuple[range, ...]:
     contents = Contents(graph, tuple(modules), part.states)
     paths = [path for path in graph.module_classes if path in contents.holders]
     methods = Methods(contents, list(_bodies(part)), paths, parted)
-    (found,) = find_blocks([methods], shape_values(graph))
+    (found,) = find_blocks([methods], ShapeReads(graph, shape_values(graph)))
     place = {op.name: position for position, op in enumerate(part.ops)}
     calls = (call for parts in found.bodies for call in calls_in(parts))
     places = ([place[op.name] for op in call.ops] for call in calls)

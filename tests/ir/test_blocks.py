@@ -64,7 +64,8 @@ def blocks_of(graph: Graph) -> MethodBlocks:
     states = dict.fromkeys(name for op in ops for name in states_read(op))
     contents = Contents(graph, tuple(modules), tuple(states))
     body = Body(ops, graph.output_values)
-    (found,) = find_blocks([Methods(contents, [body], graph.module_classes)], {})
+    methods = Methods(contents, [body], graph.module_classes)
+    (found,) = find_blocks([methods], ShapeReads(graph, {}))
     return found
 
 
