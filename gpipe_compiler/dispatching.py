@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -89,6 +90,14 @@ _LIKE_ARGUMENTS: Mapping[int, tuple[int, ...]] = {
 their results are like."""
 
 
+def _rely_on_signs(bounds: Iterable[object]) -> None:
+    """Takes it for granted that bounds of a slice, where they follow from sizes, count from the end
+    that the example's do: else no expression says how many elements there are."""
+    for bound in bounds:
+        if isinstance(bound, torch.SymInt) and not free_unbacked_symbols(bound):
+            bool(bound >= 0)  # torch relies on it from here on, where it does not follow
+
+
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
     """The base of modes of fake tensors that know some results by a rule.
 
@@ -113,6 +122,8 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.slice.Tensor:
+            _rely_on_signs(args[2:4])
         places = _LIKE_ARGUMENTS.get(id(func))
         if places is None:
             return super().dispatch(func, types, args, kwargs)

@@ -6,11 +6,11 @@ import ast
 import builtins
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.construction import WrittenBlock
-from gpipe_compiler.codegen.names import Identifiers
+from gpipe_compiler.codegen.names import Identifiers, identifier
 from gpipe_compiler.codegen.sources import UserStatement, method_at, parameters_of, place_at
 from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
@@ -87,7 +87,7 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
     given = {value for value in call.inputs if _is_tensor(graph, value)}
     # The lines of what a module of torch runs are those that call it.
     of_torch = class_of_torch(graph, call.path) is not None
-    found: dict[str, str] = {}
+    found, spare = _recorded(call, given)
     places: dict[int, tuple[UserStatement, set[str]]] = {}
     meant: list[tuple[str, set[str]]] = []
     for part in call.parts:
@@ -108,14 +108,49 @@ def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionD
     for place, values in places.values():
         _match(place.read, values, found)
     method = _method_of(graph, call)
-    if method is None:
-        return found, None
-    for part in call.parts:
-        if isinstance(part, BlockCall):
-            _match_passed(graph, method, call, part, found)
-    order = parameters_of(method)
-    ranks = {own: rank for rank, own in enumerate(order)}
-    return dict(sorted(found.items(), key=lambda item: ranks.get(item[1], len(order)))), method
+    if method is not None:
+        for part in call.parts:
+            if isinstance(part, BlockCall):
+                _match_passed(graph, method, call, part, found)
+    for value, own in spare.items():
+        if own not in found.values():
+            found.setdefault(value, own)
+    order = parameters_of(method) if method is not None else []
+    ranks = {v: [own == o or own.startswith(f"{o}_") for o in order] for v, own in found.items()}
+    return dict(sorted(found.items(), key=lambda item: ranks[item[0]], reverse=True)), method
+
+
+def _recorded(call: BlockCall, given: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The names of what is given to a user's function or `forward`, as its calls were seen; and
+    such as are used where there are no better ones.
+
+    What is taken out of a list `x` is called as functions inside call it, or `x_0` and `x_1`.
+    """
+    inner, called, _ = call.path.rpartition(".")[2].partition("()")
+    scope = inner if called else call.path.count(".") + 1
+    found: dict[str, str] = {}
+    inside: dict[str, str] = {}
+    for op in call.ops:
+        for place, whose, own in op.given:
+            value = op.inputs[place] if place < len(op.inputs) else ""
+            if value not in given:
+                continue
+            if whose == scope and own not in found.values():
+                found.setdefault(value, own)
+            elif own.isidentifier() and _is_within(whose, scope):
+                inside.setdefault(value, own)
+    sure = {value: own for value, own in found.items() if own.isidentifier()}
+    items = {value: own for value, own in found.items() if "[" in own}
+    names = [inside.get(value, "") for value in items]
+    if "" not in names and len({*names} - {*sure.values()}) == len(names):
+        items = dict(zip(items, names, strict=True))
+    rest = {value: own for value, own in found.items() if value not in sure}
+    return sure, {value: identifier(own) for value, own in {**rest, **items}.items()}
+
+
+def _is_within(whose: int | str, scope: int | str) -> bool:
+    """Whether a function is one that another calls; both are told as in `Op.given`."""
+    return whose != scope and (isinstance(whose, str) or (isinstance(scope, int) and whose > scope))
 
 
 def _is_made_at(graph: Graph, value: str, place: UserStatement) -> bool:

@@ -142,11 +142,17 @@ def chooses_kernel() -> bool:
     return any(name == "conv" and "/_subclasses/fake_impls" in file for file, _, name in frames)
 
 
-def frames_of_model(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
-    """The frames (file, line, function) that run in the traced model, the innermost first."""
+def frames_running(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames that run in the traced model, the innermost first."""
     while frame is not None and frame.f_code.co_filename != _ENTRY:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
+        yield frame
         frame = frame.f_back
+
+
+def frames_of_model(frame: FrameType | None) -> Iterator[tuple[str, int, str]]:
+    """The same as file, line and function each."""
+    for own in frames_running(frame):
+        yield own.f_code.co_filename, own.f_lineno, own.f_code.co_name
 
 
 def line_of(error: BaseException, *, in_program: bool = False) -> SourceLocation | None:

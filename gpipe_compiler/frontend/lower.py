@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.growing_graph import PARAMETERS
 from gpipe_compiler.frontend.modules import rebuild
 from gpipe_compiler.frontend.naming import rename
 from gpipe_compiler.frontend.position import CHECKPOINT, LAYER, REGIONS, local_path
@@ -228,8 +229,14 @@ class _Lowering:
 
     def _op(self, node: fx.Node) -> Op:
         op = dataclasses.replace(self._op_of(node), call=self._call(node))
+        found = ((self.arguments[n], scope, own) for n, scope, own in node.meta.get(PARAMETERS, ()))
+        given = tuple(
+            (op.inputs.index(argument.name), scope, own)
+            for argument, scope, own in found
+            if isinstance(argument, Ref) and argument.name in op.inputs
+        )
         result, self.arguments[node] = _unpacked(op.name, node.meta.get("val"))
-        return dataclasses.replace(op, result=result)
+        return dataclasses.replace(op, result=result, given=given)
 
     def _op_of(self, node: fx.Node) -> Op:
         """What is known of an op beside what it calls."""

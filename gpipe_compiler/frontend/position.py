@@ -61,17 +61,21 @@ class Position:
 
     def origin(self) -> dict[str, Any]:
         """What is noted of a node that is made now: its line, and what it is made in."""
-        users = [
-            local_path(path) for path, made, _ in self._modules if not made.startswith("torch.")
-        ]
         meta: dict[str, Any] = {
-            "source": source_here(users),
+            "source": source_here(self.users),
             REGIONS: self._regions,
             "modules": tuple(self._modules),
         }
         if self.checkpoint is not None:
             meta[CHECKPOINT] = self.checkpoint
         return meta
+
+    @property
+    def users(self) -> list[str]:
+        """The paths of the user's own modules that are being called, the outermost first."""
+        return [
+            local_path(path) for path, made, _ in self._modules if not made.startswith("torch.")
+        ]
 
     @property
     def place(self) -> tuple[object, ...]:

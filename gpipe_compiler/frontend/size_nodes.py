@@ -167,7 +167,7 @@ class SizeNodes:
 
     def _sum(self, expression: Any) -> Any:
         terms = sorted(
-            expression.args, key=lambda item: (item.is_number, item.could_extract_minus_sign())
+            expression.args, key=lambda item: (item.could_extract_minus_sign(), item.is_number)
         )
         total, so_far = self._of(terms[0]), terms[0]
         for term in terms[1:]:

@@ -176,6 +176,10 @@ class Op:
             before; those that are called once may be absent.
         layer: that it is part of, of those that are left out at random (`ir.left_out`), numbered as
             the model decides; "" outside.
+        given: of its inputs, by their places, the parameters of the user's functions around: whose
+            (a function's name, or the number of words in the path of the module whose `forward` it
+            is), and how they are called there: `x`, `x[0]` of a list, `x?` where that may by then
+            be another value.
     """
 
     name: str
@@ -187,6 +191,7 @@ class Op:
     checkpoint: str = ""
     turns: tuple[tuple[str, int], ...] = ()
     layer: str = ""
+    given: tuple[tuple[int, int | str, str], ...] = field(default=(), compare=False, repr=False)
 
     @property
     def path(self) -> str:

@@ -14,7 +14,7 @@ class BlockPart(nn.Module):
         self.narrow = nn.Linear(32, 32)
         self.scale = nn.Parameter(torch.empty(32))
 
-    def forward(self, out: Tensor, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, out: Tensor) -> Tensor:
         # meta_decoder.py:58
         add: Tensor = x + self.scale * self.narrow(F.gelu(out + self.noise))  # (B, 8, 32)
         return add
@@ -38,7 +38,7 @@ class Stage1(nn.Module):
             head_out: (B, 8, 400) float32, for the caller.
         """
         # meta_decoder.py:79-80
-        x = self.blocks["1"](out, x)  # (B, 8, 32)
+        x = self.blocks["1"](x, out)  # (B, 8, 32)
         x = self.blocks["2"](x)
         head_out: Tensor = self.head(self.batch_norm(x))  # (B, 8, 400)
         return head_out

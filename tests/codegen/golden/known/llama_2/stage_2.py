@@ -13,7 +13,7 @@ class LlamaDecoderLayerPart(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm()
 
     def forward(
-        self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
     ) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:297-310
         residual = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
@@ -52,6 +52,6 @@ class Stage2(nn.Module):
         cos, sin = self.model.rotary_emb(position_ids)
         del position_ids
         residual, post_attention_layernorm_out = self.model.layers["1"](
-            hidden_states, input_layernorm_out, cos, sin
+            hidden_states, cos, sin, input_layernorm_out
         )
         return residual, post_attention_layernorm_out

@@ -45,10 +45,10 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat([-x2, x1], dim=-1)
 
 
-def sdpa_attention_forward(q_embed: Tensor, k_embed: Tensor, value_states: Tensor) -> Tensor:
+def sdpa_attention_forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     # sdpa_attention.py:193-206
     attn_output = F.scaled_dot_product_attention(
-        q_embed, k_embed, value_states, scale=8**-0.5, is_causal=True, enable_gqa=True
+        query, key, value, scale=8**-0.5, is_causal=True, enable_gqa=True
     )
     return attn_output.transpose(1, 2).contiguous()  # (B, input_ids.1, 4, 8)
 

@@ -20,7 +20,7 @@ class MixtralDecoderLayerPart(nn.Module):
         self.mlp = MixtralSparseMoeBlock()
 
     def forward(
-        self, hidden_states: Tensor, input_layernorm_out: Tensor, cos: Tensor, sin: Tensor
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
     ) -> Tensor:
         # modeling_mixtral.py:352-364
         hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
@@ -58,7 +58,7 @@ class Stage3(nn.Module):
         position_ids = torch.arange(input_layernorm_out.shape[1], device=input_layernorm_out.device)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
-        hidden_states = self.model.layers["3"](hidden_states, input_layernorm_out, cos, sin)
+        hidden_states = self.model.layers["3"](hidden_states, cos, sin, input_layernorm_out)
         hidden_states = self.model.norm(hidden_states)
 
         # modeling_mixtral.py:616

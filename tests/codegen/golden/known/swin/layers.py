@@ -30,15 +30,11 @@ class SwinRelativePositionBias(nn.Module):
 
 
 def sdpa_attention_forward(
-    query_states: Tensor,
-    key_states: Tensor,
-    value_states: Tensor,
-    relative_position_bias: Tensor,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scale: float
 ) -> Tensor:
     # sdpa_attention.py:193-206
     attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=relative_position_bias, scale=scale
+        query, key, value, attn_mask=attention_mask, scale=scale
     )
     return attn_output.transpose(1, 2).contiguous()
 
@@ -100,11 +96,11 @@ class SwinPatchMerging(nn.Module):
 
 
 def sdpa_attention_forward_2(
-    query_states: Tensor, key_states: Tensor, value_states: Tensor, combined_mask: Tensor
+    query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor
 ) -> Tensor:
     # sdpa_attention.py:193-206
     attn_output = F.scaled_dot_product_attention(
-        query_states, key_states, value_states, attn_mask=combined_mask, scale=0.25
+        query, key, value, attn_mask=attention_mask, scale=0.25
     )
     return attn_output.transpose(1, 2).contiguous()
 
@@ -249,7 +245,7 @@ class SwinStagePart(nn.Module):
             },
         )
 
-    def forward(self, input_feature: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:694
-        hidden_states: Tensor = self.blocks["0"](input_feature)
+        hidden_states = self.blocks["0"](hidden_states)
         return hidden_states

@@ -132,9 +132,9 @@ class SwinStagePart2(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict({"0": SwinLayer2(), "1": SwinLayerPart()})
 
-    def forward(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_swin.py:694
-        hidden_states = self.blocks["0"](embeddings)  # (B, 1024, 16)
+        hidden_states = self.blocks["0"](hidden_states)  # (B, 1024, 16)
         attn_output = self.blocks["1"](hidden_states)  # (64*B, 2, 16, 8)
         return hidden_states, attn_output
 

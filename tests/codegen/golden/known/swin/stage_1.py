@@ -64,7 +64,7 @@ class SwinStagePart2(nn.Module):
         self.blocks = nn.ModuleDict({"1": SwinLayerPart()})
         self.downsample = SwinPatchMerging(64, 32, height=32, num_channels=16)
 
-    def forward(self, attn_output: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_swin.py:694-700
         hidden_states = self.blocks["1"](hidden_states, attn_output)  # (B, 1024, 16)
         hidden_states = self.downsample(hidden_states)  # (B, 256, 32)
@@ -112,6 +112,6 @@ class Stage1(nn.Module):
             hidden_states: (B, 256, 32) float32, for stage 2.
         """
         # swin.encoder (modeling_swin.py:806)
-        input_feature = self.swin.encoder.layers["0"](attn_output, hidden_states)  # (B, 256, 32)
+        input_feature = self.swin.encoder.layers["0"](hidden_states, attn_output)  # (B, 256, 32)
         hidden_states = self.swin.encoder.layers["1"](input_feature)
         return hidden_states

@@ -50,17 +50,13 @@ class T5Attention(nn.Module):
         self.v = nn.Linear(32, 32, bias=False)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, mask: Tensor, position_bias: Tensor) -> Tensor:
         # modeling_t5.py:304-367, sdpa_attention.py:87-206
         shape = hidden_states.shape[:2]
         query_states = self.q(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         key_states = self.k(hidden_states).view(*shape, -1, 8).transpose(1, 2)
         value_states = self.v(hidden_states).view(*shape, -1, 8).transpose(1, 2)
-        position_bias_mask = torch.where(
-            attention_mask, position_bias, torch.finfo(torch.float32).min
-        )
+        position_bias_mask = torch.where(mask, position_bias, torch.finfo(torch.float32).min)
         position_bias_mask = position_bias_mask.contiguous()
         attn_output: Tensor = F.scaled_dot_product_attention(
             query_states,
@@ -138,11 +134,11 @@ class T5LayerSelfAttention(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+        self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
     ) -> Tensor:
         # modeling_t5.py:392-400
         normed_hidden_states = self.layer_norm(hidden_states)
-        attn_output = self.SelfAttention(normed_hidden_states, position_bias, attention_mask)
+        attn_output = self.SelfAttention(normed_hidden_states, attention_mask, position_bias)
         attention_output: Tensor = hidden_states + self.dropout(attn_output)
         return attention_output
 
@@ -168,10 +164,10 @@ class T5Block(nn.Module):
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
 
     def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+        self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
     ) -> Tensor:
         # modeling_t5.py:459-498
-        attention_output = self.layer["0"](hidden_states, position_bias, attention_mask)
+        attention_output = self.layer["0"](hidden_states, attention_mask, position_bias)
         hidden_states = self.layer["1"](attention_output)
         return hidden_states
 
@@ -186,12 +182,12 @@ class T5Block2(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
+        attention_mask: Tensor,
         position_bias: Tensor,
         encoder_hidden_states: Tensor,
-        attention_mask: Tensor,
     ) -> Tensor:
         # modeling_t5.py:459-498
-        attention_output = self.layer["0"](hidden_states, position_bias, attention_mask)
+        attention_output = self.layer["0"](hidden_states, attention_mask, position_bias)
         layer_output = self.layer["1"](attention_output, encoder_hidden_states)
         hidden_states = self.layer["2"](layer_output)
         return hidden_states

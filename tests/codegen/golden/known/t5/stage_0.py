@@ -51,7 +51,7 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         self.relative_attention_bias = nn.Embedding(32, 4)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:268-367, sdpa_attention.py:87-206
         length = hidden_states.shape[1]
         shape = hidden_states.shape[:2]
@@ -66,9 +66,7 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         relative_position_bucket = _relative_position_bucket(relative_position)
         values = self.relative_attention_bias(relative_position_bucket)
         SelfAttention_out = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, input_ids.1, input_ids.1)
-        position_bias_mask = torch.where(
-            attention_mask, SelfAttention_out, torch.finfo(torch.float32).min
-        )
+        position_bias_mask = torch.where(mask, SelfAttention_out, torch.finfo(torch.float32).min)
         position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
@@ -93,7 +91,7 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         self.relative_attention_bias = nn.Embedding(32, 4)
         self.o = nn.Linear(32, 32, bias=False)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:268-367, sdpa_attention.py:87-206
         length = hidden_states.shape[1]
         shape = hidden_states.shape[:2]
@@ -110,9 +108,7 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         del relative_position
         values = self.relative_attention_bias(relative_position_bucket)  # (labels.1, labels.1, 4)
         SelfAttention_out = values.permute(2, 0, 1).unsqueeze(0)  # (1, 4, labels.1, labels.1)
-        position_bias_mask = torch.where(
-            attention_mask, SelfAttention_out, torch.finfo(torch.float32).min
-        )
+        position_bias_mask = torch.where(mask, SelfAttention_out, torch.finfo(torch.float32).min)
         position_bias_mask = position_bias_mask.contiguous()
         attn_output = F.scaled_dot_product_attention(
             query_states,
@@ -229,7 +225,7 @@ class Stage0(nn.Module):
         hidden_states = self.encoder.dropout(inputs_embeds)  # (B, input_ids.1, 32)
         del inputs_embeds
         SelfAttention_out, hidden_states = self.encoder.block["0"](hidden_states, attention_mask)
-        hidden_states = self.encoder.block["1"](hidden_states, SelfAttention_out, attention_mask)
+        hidden_states = self.encoder.block["1"](hidden_states, attention_mask, SelfAttention_out)
 
         # modeling_t5.py:628-635
         shifted_input_ids = labels.new_zeros([batch, length])  # (B, labels.1)

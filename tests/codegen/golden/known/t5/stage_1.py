@@ -15,9 +15,9 @@ class T5BlockPart(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention()})
 
-    def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:479
-        layer_output: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
+        layer_output: Tensor = self.layer["1"](hidden_states, encoder_hidden_states)
         return layer_output
 
 
@@ -61,9 +61,9 @@ class Stage1(nn.Module):
         # encoder (modeling_t5.py:707-745)
         attention_mask = create_bidirectional_mask(length, hidden_states.device)
         for block in self.encoder.block.values():
-            hidden_states = block(hidden_states, SelfAttention_out, attention_mask)
+            hidden_states = block(hidden_states, attention_mask, SelfAttention_out)
         hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
         # decoder (modeling_t5.py:728)
-        layer_output = self.decoder.block["0"](hidden_states, attention_output)  # (B, labels.1, 32)
+        layer_output = self.decoder.block["0"](attention_output, hidden_states)  # (B, labels.1, 32)
         return hidden_states, layer_output

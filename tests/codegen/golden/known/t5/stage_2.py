@@ -10,9 +10,9 @@ class T5BlockPart(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"2": T5LayerFF()})
 
-    def forward(self, layer_output: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:498
-        hidden_states: Tensor = self.layer["2"](layer_output)  # (B, labels.1, 32)
+        hidden_states = self.layer["2"](hidden_states)  # (B, labels.1, 32)
         return hidden_states
 
 
@@ -22,10 +22,10 @@ class T5BlockPart2(nn.Module):
         self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
 
     def forward(
-        self, hidden_states: Tensor, position_bias: Tensor, attention_mask: Tensor
+        self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
     ) -> Tensor:
         # modeling_t5.py:459
-        attention_output: Tensor = self.layer["0"](hidden_states, position_bias, attention_mask)
+        attention_output: Tensor = self.layer["0"](hidden_states, attention_mask, position_bias)
         return attention_output
 
 
@@ -58,9 +58,9 @@ class Stage2(nn.Module):
         attention_mask = create_causal_mask(layer_output.shape[1], layer_output.device)
         hidden_states = self.decoder.block["0"](layer_output)  # (B, labels.1, 32)
         hidden_states = self.decoder.block["1"](
-            hidden_states, SelfAttention_out, encoder_outputs, attention_mask
+            hidden_states, attention_mask, SelfAttention_out, encoder_outputs
         )
         attention_output: Tensor = self.decoder.block["2"](
-            hidden_states, SelfAttention_out, attention_mask
+            hidden_states, attention_mask, SelfAttention_out
         )
         return attention_output
