@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
@@ -9,6 +10,7 @@ from gpipe_compiler.codegen.calls import HelperCall, enter_calls
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.names import RESERVED, Identifiers, class_name
+from gpipe_compiler.codegen.parameter_names import parameter_names
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.blocks import BlockClass, Body, turns_around
 from gpipe_compiler.ir.classes import Methods, find_blocks
@@ -68,24 +70,27 @@ def _methods(graph: Graph, own: StageMethods, helpers: dict[str, HelperCall]) ->
 
 
 def _names(classes: Sequence[BlockClass], stages: Mapping[int, StageBlocks]) -> dict[int, str]:
-    """The user's names; of several classes that have one, with what distinguishes them."""
-
-    def is_part(block: BlockClass) -> bool:
-        first = block.first
-        return (first.path, first.turn) in stages[first.stage].searched.parted
-
-    functions = [b for b in classes if b.first.path in stages[b.first.stage].helpers]
-    names = {id(block): block.user for block in functions}
-    classes = [block for block in classes if block not in functions]
-    held = {id(b): stages[b.first.stage].holders[b.first.path].members for b in classes}
+    """The user's names; of several classes or functions that have one, with what distinguishes
+    them: a module that one holds, or what it is given."""
+    alike: dict[tuple[str, bool], dict[int, frozenset[str]]] = {}
+    names: dict[int, str] = {}
     for block in classes:
-        own = names[id(block)] = class_name(block.user)
-        whole = [held[id(b)] for b in classes if b.user == block.user and not is_part(b)]
-        words = (word for word in held[id(block)] if word.isidentifier())
-        holding = {word: sum(word in members for members in whole) for word in words}
-        rarest = min(holding, key=holding.__getitem__, default="")
-        if is_part(block):
-            names[id(block)] = f"{own}Part"
-        elif rarest and holding[rarest] < len(whole):
-            names[id(block)] = f"{own}With{class_name(rarest)}"
+        stage = stages[block.first.stage]
+        function = block.first.path in stage.helpers
+        held = () if function else stage.holders[block.first.path].members
+        given = parameter_names(stage.facts.graph, block.first).values()
+        if (block.first.path, block.first.turn) in stage.searched.parted:
+            names[id(block)] = f"{class_name(block.user)}Part"
+        else:
+            words = frozenset(word for word in (*held, *given) if word.isidentifier())
+            alike.setdefault((block.user, function), {})[id(block)] = words
+    for (user, function), several in alike.items():
+        counts = Counter(word for words in several.values() for word in words)
+        for own, words in several.items():
+            rarest = min(sorted(words), key=counts.__getitem__, default="")
+            apart = bool(rarest) and counts[rarest] < len(several)
+            if function:
+                names[own] = f"{user}_with_{rarest}" if apart else user
+            else:
+                names[own] = class_name(user) + (f"With{class_name(rarest)}" if apart else "")
     return names

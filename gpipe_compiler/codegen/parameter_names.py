@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.names import Identifiers, identifier
-from gpipe_compiler.codegen.sources import UserStatement, method_at, parameters_of, place_at
-from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref, RegionCall, ValueKind
+from gpipe_compiler.codegen.sources import method_at, parameters_of, place_at
+from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, RegionCall, ValueKind
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
 from gpipe_compiler.ir.contents import class_of_torch, is_under
 from gpipe_compiler.ir.forms import ConstantSlot
-from gpipe_compiler.ir.ops import called
+from gpipe_compiler.ir.ops import Bound, SeenName, called
 
 
 def _aligned(op: Op) -> list[tuple[object, ast.expr]]:
@@ -65,7 +65,11 @@ def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
 
     They come in the order of the user's parameters.
     """
-    return _named(graph, call)[0] or _of_torch(graph, call)
+    found = _named(graph, call) or _of_torch(graph, call)
+    method = _method_of(graph, call)
+    order = parameters_of(method) if method is not None else []
+    ranks = {v: [own == o or own.startswith(f"{o}_") for o in order] for v, own in found.items()}
+    return dict(sorted(found.items(), key=lambda item: ranks[item[0]], reverse=True))
 
 
 def _of_torch(graph: Graph, call: BlockCall) -> dict[str, str]:
@@ -83,81 +87,97 @@ def _is_made_in(graph: Graph, value: str, path: str) -> bool:
     return maker is not None and is_under(f"{maker.module}.", path)
 
 
-def _named(graph: Graph, call: BlockCall) -> tuple[dict[str, str], ast.FunctionDef | None]:
-    given = {value for value in call.inputs if _is_tensor(graph, value)}
-    # The lines of what a module of torch runs are those that call it.
-    of_torch = class_of_torch(graph, call.path) is not None
-    found, spare = _recorded(call, given)
-    places: dict[int, tuple[UserStatement, set[str]]] = {}
-    meant: list[tuple[str, set[str]]] = []
-    for part in call.parts:
-        place = place_at(part.source) if isinstance(part, Op) else None
-        if place is None or isinstance(part, BlockCall):
-            continue
-        written = {
-            argument.name: node.id
-            for argument, node in _aligned(part)
-            if isinstance(argument, Ref) and isinstance(node, ast.Name) and argument.name in given
-        }
-        read = places.setdefault(id(place.node), (place, set()))[1]
-        others = given.intersection(part.inputs).difference(written)
-        read.update(v for v in others if not (of_torch and _is_made_at(graph, v, place)))
-        meant.extend((value, place.meant(own)) for value, own in written.items())
-    for value, names in sorted(meant, key=lambda item: len(item[1])):
-        _match(names - {*found.values()}, {value}, found)
-    for place, values in places.values():
-        _match(place.read, values, found)
-    method = _method_of(graph, call)
-    if method is not None:
-        for part in call.parts:
-            if isinstance(part, BlockCall):
-                _match_passed(graph, method, call, part, found)
-    for value, own in spare.items():
-        if own not in found.values():
-            found.setdefault(value, own)
-    order = parameters_of(method) if method is not None else []
-    ranks = {v: [own == o or own.startswith(f"{o}_") for o in order] for v, own in found.items()}
-    return dict(sorted(found.items(), key=lambda item: ranks[item[0]], reverse=True)), method
-
-
-def _recorded(call: BlockCall, given: Collection[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The names of what is given to a user's function or `forward`, as its calls were seen; and
-    such as are used where there are no better ones.
+def _named(graph: Graph, call: BlockCall) -> dict[str, str]:
+    """The names of what is given to a user's function or `forward`, as its calls were seen.
 
     What is taken out of a list `x` is called as functions inside call it, or `x_0` and `x_1`.
     """
-    inner, called, _ = call.path.rpartition(".")[2].partition("()")
-    scope = inner if called else call.path.count(".") + 1
-    found: dict[str, str] = {}
-    inside: dict[str, str] = {}
+    given = {value for value in call.inputs if _is_tensor(graph, value)}
+    seen = [*_seen(call.ops, given)]
+    scope = _scope(call)
+    own = [(value, name) for value, name in seen if name.scope == scope]
+    whole = [(value, name) for value, name in own if not name.path]
+    names: dict[str, str] = {}
+    _take(names, ((v, n.name) for v, n in whole if n.bound is Bound.PARAMETER))
+    _take(names, _stated(whole))
+    outside = (pair for pair in whole if not _is_made_in(graph, pair[0], call.path))
+    _take(names, ((v, n.name) for v, n in outside if n.bound is Bound.PERHAPS))
+    inner = {
+        value: name.name
+        for value, name in reversed(seen)
+        if _is_within(name.scope, scope) and name.bound is Bound.PARAMETER and not name.path
+    }
+    items = {value: name for value, name in own if name.path and value not in names}
+    alike = Counter([*names.values(), *(inner.get(value, "") for value in items)])
+    if all(alike[inner.get(value, "")] == 1 and value in inner for value in items):
+        _take(names, ((value, inner[value]) for value in items))
+    _take(names, ((value, identifier(f"{n.name}{[*n.path]}")) for value, n in items.items()))
+    return names
+
+
+def loss_names(ops: Sequence[Op], values: Sequence[str]) -> dict[str, str]:
+    """What the user's loss function calls what it is given; nothing where the model has its own.
+
+    Where one function calls another, the outer one's names are taken.
+    """
+    lines = (line for op in ops if op.source for line in (op.source, *op.source.callers))
+    if any(line.function == "forward" for line in lines):
+        return {}
+    seen = [*_seen(ops, values)][::-1]
+    names: dict[str, str] = {}
+    _take(names, _stated([pair for pair in seen if not pair[1].path]))
+    _take(names, ((value, name.name) for value, name in seen if not name.path))
+    for value, name in seen:
+        keys = (
+            [*name.path] if name.path and isinstance(name.path[0], str) else [name.name, *name.path]
+        )
+        _take(names, [(value, identifier("_".join(map(str, keys))))])
+    return names
+
+
+def _seen(ops: Iterable[Op], values: Collection[str]) -> Iterator[tuple[str, SeenName]]:
+    """What the user's functions call some values, where ops read these."""
+    for op in ops:
+        for name in op.seen:
+            if name.place < len(op.inputs) and op.inputs[name.place] in values:
+                yield op.inputs[name.place], name
+
+
+def _stated(seen: Sequence[tuple[str, SeenName]]) -> Iterator[tuple[str, str]]:
+    """Names that statements give, each to one of the values: not that of a loop over a list."""
+    values: dict[tuple[int | str, str], set[str]] = {}
+    for value, name in seen:
+        values.setdefault((name.scope, name.name), set()).add(value)
+    for value, name in seen:
+        if name.bound is Bound.STATEMENT and len(values[name.scope, name.name]) == 1:
+            yield value, name.name
+
+
+def _take(names: dict[str, str], pairs: Iterable[tuple[str, str]]) -> None:
+    """Adds names of values that have none, each once."""
+    for value, own in pairs:
+        if value not in names and own not in names.values():
+            names[value] = own
+
+
+def _scope(call: BlockCall) -> int | str:
+    """The function that a call is of, as in `SeenName`; where a module's `forward` is not the
+    user's, the first that it calls."""
+    name, is_function, _ = call.path.rpartition(".")[2].partition("()")
+    if is_function:
+        return name
+    own = call.path.count(".") + 1
+    scopes: dict[int | str, None] = {}
     for op in call.ops:
-        for place, whose, own in op.given:
-            value = op.inputs[place] if place < len(op.inputs) else ""
-            if value not in given:
-                continue
-            if whose == scope and own not in found.values():
-                found.setdefault(value, own)
-            elif own.isidentifier() and _is_within(whose, scope):
-                inside.setdefault(value, own)
-    sure = {value: own for value, own in found.items() if own.isidentifier()}
-    items = {value: own for value, own in found.items() if "[" in own}
-    names = [inside.get(value, "") for value in items]
-    if "" not in names and len({*names} - {*sure.values()}) == len(names):
-        items = dict(zip(items, names, strict=True))
-    rest = {value: own for value, own in found.items() if value not in sure}
-    return sure, {value: identifier(own) for value, own in {**rest, **items}.items()}
+        around, _, inner = op.module.rpartition(".")
+        if op.module == call.path or (around == call.path and "()" in inner):
+            scopes.update(dict.fromkeys(seen.scope for seen in op.seen))
+    return own if own in scopes else next((of for of in scopes if isinstance(of, str)), own)
 
 
-def _is_within(whose: int | str, scope: int | str) -> bool:
-    """Whether a function is one that another calls; both are told as in `Op.given`."""
-    return whose != scope and (isinstance(whose, str) or (isinstance(scope, int) and whose > scope))
-
-
-def _is_made_at(graph: Graph, value: str, place: UserStatement) -> bool:
-    """Whether a statement makes a value itself, other than in an earlier round of a loop."""
-    maker = graph.producer.get(value)
-    made = place_at(maker.source) if maker is not None else None
-    return made is not None and made.node is place.node and not place.rebinds
+def _is_within(scope: int | str, outer: int | str) -> bool:
+    """Whether a function is one that another calls; both are told as in `SeenName`."""
+    return scope != outer and (isinstance(scope, str) or (isinstance(outer, int) and scope > outer))
 
 
 def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:
@@ -169,58 +189,6 @@ def _method_of(graph: Graph, call: BlockCall) -> ast.FunctionDef | None:
         return None if place is None else place.method
     files = (op.source.file for op in call.ops if op.source is not None)
     return method_at(files, graph.module_classes.get(call.path, ""), "forward")
-
-
-def _match_passed(
-    graph: Graph, method: ast.FunctionDef, call: BlockCall, part: BlockCall, found: dict[str, str]
-) -> None:
-    """Adds the names of the parameters that a method passes to a module of its own, called once."""
-    spelled = _spellings(part.path.removeprefix(call.path).removeprefix("."))
-    nodes = [node for node in ast.walk(method) if isinstance(node, ast.Call)]
-    calls = [node for node in nodes if ast.unparse(node.func) in spelled]
-    if not calls and "()" in part.path:  # a function that the user has by another name
-        sites = next((op.source.callers for op in part.ops if op.source), ())
-        frames = map(place_at, sites)
-        lines = [place.node for place in frames if place and place.method is method]
-        calls = [node for line in lines for node in ast.walk(line) if node in nodes]
-    if len(calls) != 1:
-        return
-    (made,) = calls
-    place = UserStatement(ast.Expr(made, lineno=made.lineno), method, ())
-    names, callee = _named(graph, part)
-    order = [own for own in parameters_of(callee) if own != "self"] if callee is not None else []
-    passed: dict[str, ast.expr] = dict(zip(order, made.args, strict=False))
-    passed.update({item.arg: item.value for item in made.keywords if item.arg is not None})
-    for value, own in names.items():
-        written = passed.get(own)
-        if isinstance(written, ast.Name) and _is_given(graph, call, value):
-            _match(place.meant(written.id), {value}, found)
-    own_names = (item.id for item in passed.values() if isinstance(item, ast.Name))
-    unmatched = {own for own in own_names if place.holds(own, made)}
-    unmatched -= {*found.values()}
-    values = {v for v in part.inputs if _is_given(graph, call, v)}
-    _match(unmatched, values, found)
-
-
-def _is_given(graph: Graph, call: BlockCall, value: str) -> bool:
-    return value in call.inputs and _is_tensor(graph, value)
-
-
-def _spellings(path: str) -> set[str]:
-    """How a method may call what stands at a path below its module: `self.layer[0]`, `rotate`."""
-    words = path.split(".")
-    if "()" in path:
-        function = words[-1].partition("()")[0]
-        return {function, f"self.{function}"}
-    items = "".join(f"[{word}]" if word.isdecimal() else f".{word}" for word in words)
-    return {f"self{items}", f"self.{path}"}
-
-
-def _match(names: set[str], values: set[str], found: dict[str, str]) -> None:
-    """Adds the name of a value, where one of each is left but for those that belong together."""
-    names, values = names - {found.get(value) for value in values}, values - found.keys()
-    if len(names) == len(values) == 1 and names.isdisjoint(found.values()):
-        found[values.pop()] = names.pop()
 
 
 def _is_tensor(graph: Graph, value: str) -> bool:

@@ -26,11 +26,26 @@ def size_asked(expression: ast.expr | None) -> int | None:
             | ast.Subscript(value=ast.Call(func=ast.Attribute(attr="size"), args=[]), slice=index)
             | ast.Call(func=ast.Attribute(attr="size"), args=[index])
         ):
-            pass
+            return _number(index)
         case ast.Call(func=ast.Name(id="len")):
             return 0
         case _:
             return None
+
+
+def first_asked(expression: ast.expr | None) -> int | None:
+    """The first of the dimensions of which an expression asks for the sizes in their order, as
+    `x.shape` and `x.shape[-2:]` do; None for a single one, or none."""
+    match expression:
+        case ast.Attribute(attr="shape") | ast.Call(func=ast.Attribute(attr="size"), args=[]):
+            return 0
+        case ast.Subscript(value=value, slice=ast.Slice(lower=lower, step=None)):
+            return first_asked(value) if lower is None else _number(lower)
+        case _:
+            return None
+
+
+def _number(index: ast.expr) -> int | None:
     match index:
         case ast.Constant(value=int(number)):
             return number

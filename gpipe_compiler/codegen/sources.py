@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from gpipe_compiler.codegen.size_questions import is_size, size_asked
+from gpipe_compiler.codegen.size_questions import first_asked, is_size, size_asked
 from gpipe_compiler.errors import SourceLocation
 
 NOWHERE = ast.FunctionDef("", ast.arguments([], [], None, [], [], None, []), [], [])
@@ -66,8 +66,11 @@ class UserStatement:
         """
         value = getattr(self.node, "value", None) if isinstance(self.node, ast.stmt) else None
         if len(self.targets) > 1 and not isinstance(value, ast.Tuple):
-            whole = size_asked(value) is None and is_size(value)
-            named = self.targets[place : place + 1] if whole else ()
+            first = first_asked(value)
+            if first is not None and first < 0:
+                first = None if rank is None else rank + first
+            dims = enumerate(self.targets, first or 0)
+            named = tuple(own for dim, own in dims if dim == place and first is not None)
         else:
             values = value.elts if isinstance(value, ast.Tuple) else [value]
             pairs = zip(self.targets, map(size_asked, values), strict=False)
@@ -94,44 +97,6 @@ class UserStatement:
                 return not any(isinstance(item, ast.Name | ast.Constant) for item in elements)
             case _:
                 return False
-
-    @property
-    def read(self) -> set[str]:
-        """The parameters that the statement reads."""
-        return {own for own in _names(self.node, ast.Load) if self.holds(own, self.node)}
-
-    def holds(self, own: str, node: ast.stmt | ast.expr) -> bool:
-        """Whether a name is a parameter's, of which nothing else has been made before a node."""
-        if own == "self" or own not in parameters_of(self.method):
-            return False
-        loops = (part for part in ast.walk(self.method) if isinstance(part, ast.For | ast.While))
-        around = [part for part in loops if any(inner is node for inner in ast.walk(part))]
-        start = min((part.end_lineno or 0 for part in around), default=node.lineno - 1)
-        return not any(
-            part.id == own and isinstance(part.ctx, ast.Store) and part.lineno <= start
-            for part in ast.walk(self.method)
-            if isinstance(part, ast.Name)
-        )
-
-    def meant(self, own: str) -> set[str]:
-        """The parameters that a name may stand for: itself, or others that it is assigned from."""
-        if self.holds(own, self.node):
-            return {own}
-        assigned = [
-            node
-            for node in ast.walk(self.method)
-            if isinstance(node, ast.Assign) and _targets(node) == (own,)
-        ]
-        before = [node for node in assigned if node.lineno < self.line]
-        if not before and len(assigned) != 1:
-            return set()
-        match max(before or assigned, key=lambda node: node.lineno).value:
-            case ast.Name(id=other) | ast.IfExp(body=ast.Name(id=other), orelse=ast.Constant()):
-                return {other}.intersection(parameters_of(self.method))
-            case ast.IfExp(body=ast.Name(id=one), orelse=ast.Name(id=other)):
-                return {one, other}.intersection(parameters_of(self.method))
-            case _:
-                return set()
 
 
 def method_at(files: Iterable[str], owner: str, own: str) -> ast.FunctionDef | None:

@@ -24,6 +24,7 @@ from gpipe_compiler.codegen.methods import (
     segments_lines,
     split_off,
 )
+from gpipe_compiler.codegen.parameter_names import loss_names
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.codegen.value_names import names_apart
@@ -131,7 +132,7 @@ def _draft(
     separate = has_separate_loss(plan, graph) and stage.index == len(plan.stages) - 1
     outputs = _outputs(plan, graph, stage)
     whole = replace(forward_method(facts, stage, outputs), names=names)
-    losses = (replace(loss_method(facts, stage, outputs), names=names),) if separate else ()
+    losses = (_loss(facts, stage, outputs, names),) if separate else ()
     ops = tuple(op for method in (whole, *losses) for op in method.ops)
     state = state_of(graph, ops, stage.state, methods=(LOSS,) if losses else ())
     if again is None:
@@ -249,6 +250,14 @@ def _names_lines(table: str, owns: Sequence[str]) -> list[str]:
         return []
     names = [name(quote(own)) for own in owns]
     return lay_out(tuple_of(names, exploded=len(names) > 1), prefix=f"{table} = ")
+
+
+def _loss(
+    facts: CodeFacts, stage: Stage, outputs: Sequence[str], names: Mapping[str, str]
+) -> Method:
+    own, graph = loss_method(facts, stage, outputs), facts.graph
+    ops = [graph.op_of[name] for name in stage.ops if name in graph.loss_only]
+    return replace(own, names={**names, **loss_names(ops, own.arguments)})
 
 
 def _outputs(plan: Plan, graph: Graph, stage: Stage) -> tuple[str, ...]:

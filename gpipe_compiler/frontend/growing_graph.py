@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.calls import Written
-from gpipe_compiler.frontend.given_names import given_here
+from gpipe_compiler.frontend.held_names import HeldName, names_here
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors
 from gpipe_compiler.frontend.position import Position, local_path
@@ -27,9 +27,8 @@ EVENT = "gpipe_compiler_event"
 EFFECT = "gpipe_compiler_effect"
 """Key of node.meta: the node may do more than give its value: write to a tensor, or draw."""
 
-PARAMETERS = "gpipe_compiler_parameters"
-"""Key of node.meta: of what the node reads, the nodes that are parameters of the user's functions
-around, whose, and how they are called there."""
+SEEN = "gpipe_compiler_seen"
+"""Key of node.meta: the nodes that the node reads, and what the functions around call them."""
 
 WRITES = "gpipe_compiler_writes"
 """Key of node.meta: the tensors that the node writes to."""
@@ -127,20 +126,21 @@ class GrowingGraph:
         node = self.graph.create_node(kind, target, args, kwargs)
         node.meta.update(self.position.origin())
         node.meta["val"] = made
-        node.meta[PARAMETERS] = self._parameters(node)
+        node.meta[SEEN] = self._seen(node)
         if effect:
             node.meta[EFFECT] = True
         if self.event is not None:
             node.meta[EVENT] = self.event
         return node
 
-    def _parameters(self, node: fx.Node) -> tuple[tuple[fx.Node, int | str, str], ...]:
+    def _seen(self, node: fx.Node) -> tuple[tuple[fx.Node, HeldName], ...]:
         read = {source for source in node.all_input_nodes if source.op != "get_attr"}
         if not read:
             return ()
-        given = given_here(self.position.users)
-        pairs = ((self.tensors.known(tensor), scope, own) for scope, own, tensor in given)
-        return tuple((source, scope, own) for source, scope, own in pairs if source in read)
+        pairs = (
+            (self.tensors.known(held.tensor), held) for held in names_here(self.position.users)
+        )
+        return tuple((source, held) for source, held in pairs if source in read)
 
     def _bind(self, node: fx.Node, made: Any) -> None:
         """Lets nodes stand for the tensors that a call has made."""

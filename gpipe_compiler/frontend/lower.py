@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.growing_graph import PARAMETERS
+from gpipe_compiler.frontend.growing_graph import SEEN
 from gpipe_compiler.frontend.modules import rebuild
 from gpipe_compiler.frontend.naming import rename
 from gpipe_compiler.frontend.position import CHECKPOINT, LAYER, REGIONS, local_path
@@ -46,6 +46,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.ir.ops import SeenName
 
 
 def lower(graph: fx.Graph, constants: Mapping[str, torch.Tensor], entry: Entry) -> Graph:
@@ -229,14 +230,13 @@ class _Lowering:
 
     def _op(self, node: fx.Node) -> Op:
         op = dataclasses.replace(self._op_of(node), call=self._call(node))
-        found = ((self.arguments[n], scope, own) for n, scope, own in node.meta.get(PARAMETERS, ()))
-        given = tuple(
-            (op.inputs.index(argument.name), scope, own)
-            for argument, scope, own in found
-            if isinstance(argument, Ref) and argument.name in op.inputs
+        seen = tuple(
+            SeenName(op.inputs.index(argument.name), held.scope, held.name, held.path, held.bound)
+            for source, held in node.meta.get(SEEN, ())
+            if isinstance(argument := self.arguments[source], Ref) and argument.name in op.inputs
         )
         result, self.arguments[node] = _unpacked(op.name, node.meta.get("val"))
-        return dataclasses.replace(op, result=result, given=given)
+        return dataclasses.replace(op, result=result, seen=seen)
 
     def _op_of(self, node: fx.Node) -> Op:
         """What is known of an op beside what it calls."""

@@ -7,7 +7,7 @@ import builtins
 import dataclasses
 import keyword
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,19 @@ def rename(graph: Graph) -> Graph:
     return graph.replace(ops=ops, outputs=renaming.argument(graph.outputs), loss=loss)
 
 
+def _keys(outputs: Argument, around: str = "") -> Iterator[tuple[str, str]]:
+    """What stands in dictionaries of the model's outputs, by its keys: `aux_0_boxes`."""
+    match outputs:
+        case Ref(name=value) if around:
+            yield value, identifier(around)
+        case dict():
+            for key, item in outputs.items():
+                yield from _keys(item, f"{around}_{key}" if around else str(key))
+        case tuple() | list():
+            for place, item in enumerate(outputs):
+                yield from _keys(item, f"{around}_{place}" if around else "")
+
+
 class _Renaming:
     """The new names so far."""
 
@@ -91,6 +104,7 @@ class _Renaming:
         self._graph = graph
         self._unique = UniqueNames()
         self.names = {source.name: self._unique.unique(source.name) for source in graph.inputs}
+        self._keys = dict(_keys(graph.outputs))
 
     def argument(self, argument: Argument) -> Argument:
         def new(leaf: Any) -> Argument:
@@ -106,11 +120,13 @@ class _Renaming:
         if self._graph.loss is not None and op.result == self._graph.loss.value:
             base = "loss"
         if len(op.outputs) == 1:
-            name = self._unique.unique(_targets(op) or base)
+            key = "" if isinstance(op.call, ModuleCall) else self._keys.get(op.outputs[0], "")
+            name = self._unique.unique(_targets(op) or key or base)
             self.names[op.outputs[0]] = name
         else:
             name = self._unique.unique(base)
             wishes = _wishes(op, base)
+            wishes = {**wishes, **{v: own for v, own in self._keys.items() if v in wishes}}
             self.names.update((old, self._unique.unique(wishes[old])) for old in op.outputs)
         result = map_result(self.names.__getitem__, op.result)
         return dataclasses.replace(op, name=name, call=call, result=result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -161,6 +162,32 @@ def result_names(result: Result) -> Iterator[str]:
             yield from result_names(item)
 
 
+class Bound(enum.Enum):
+    """How a name came to stand for a value in a function: as its parameter; as one that the
+    function also gives other values; by a statement."""
+
+    PARAMETER = enum.auto()
+    PERHAPS = enum.auto()
+    STATEMENT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenName:
+    """What a function of the user's calls an input of an op.
+
+    Attributes:
+        place: of the input among those of the op.
+        scope: the function's name; of a module's `forward`, the number of words in its path.
+        path: within what the name stands for, where that is a list, a dictionary or the like.
+    """
+
+    place: int
+    scope: int | str
+    name: str
+    path: tuple[int | str, ...]
+    bound: Bound
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """One step of the model. What follows from it is kept with it: every pass asks.
@@ -176,10 +203,7 @@ class Op:
             before; those that are called once may be absent.
         layer: that it is part of, of those that are left out at random (`ir.left_out`), numbered as
             the model decides; "" outside.
-        given: of its inputs, by their places, the parameters of the user's functions around: whose
-            (a function's name, or the number of words in the path of the module whose `forward` it
-            is), and how they are called there: `x`, `x[0]` of a list, `x?` where that may by then
-            be another value.
+        seen: what the user's functions around call what it reads, the innermost first.
     """
 
     name: str
@@ -191,7 +215,7 @@ class Op:
     checkpoint: str = ""
     turns: tuple[tuple[str, int], ...] = ()
     layer: str = ""
-    given: tuple[tuple[int, int | str, str], ...] = field(default=(), compare=False, repr=False)
+    seen: tuple[SeenName, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def path(self) -> str:

@@ -81,7 +81,7 @@ def test_a_wrong_output_is_found(graph, subject):
 
 
 def test_a_missing_output_is_found(graph, subject):
-    wrong = graph.replace(outputs={"y": Ref("mul")})
+    wrong = graph.replace(outputs={"y": graph.outputs["y"]})
 
     assert any("output z is given by the model only" in t for t in differences(wrong, subject))
 

@@ -29,15 +29,15 @@ class Stage2(nn.Module):
         head_out: Tensor = self.head(x)  # (B, 5)
         return head_out
 
-    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            head_out: (B, 5) float32, what forward returned.
+            output: (B, 5) float32, what forward returned.
             target: (B,) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(head_out.flatten(0, -2), target.flatten())
+        loss = F.cross_entropy(output.flatten(0, -2), target.flatten())
         return loss
 
 

@@ -9,10 +9,10 @@ class AttentionPart(nn.Module):
         super().__init__()
         self.out = nn.Linear(8, 8)
 
-    def forward(self, softmax: Tensor, v: Tensor) -> Tensor:
+    def forward(self, v: Tensor, softmax: Tensor) -> Tensor:
         # models.py:65-66
         mixed = F.dropout(softmax, p=0.0, training=self.training) @ v  # (B, 2, ids.1, 4)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(softmax.shape[0], softmax.shape[2], 8))
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(v.shape[0], v.shape[2], 8))
         return out
 
 
@@ -52,6 +52,6 @@ class Stage1(nn.Module):
             transpose: (B, 2, 4, ids.1) float32, for stage 2.
         """
         # models.py:84
-        x = x + self.attentions["0"](softmax, v)  # (B, ids.1, 8)
+        x = x + self.attentions["0"](v, softmax)  # (B, ids.1, 8)
         q, v, transpose = self.attentions["1"](x)
         return x, q, v, transpose

@@ -15,7 +15,7 @@ class AttentionPart(nn.Module):
         self.register_buffer("mask", torch.empty(6, 6, dtype=torch.bool))
         self.out = nn.Linear(8, 8)
 
-    def forward(self, q: Tensor, transpose: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, v: Tensor, transpose: Tensor) -> Tensor:
         # models.py:63-66
         length = q.shape[2]
         scores = q @ transpose / 2.0  # (B, 2, ids.1, ids.1)
@@ -45,17 +45,17 @@ class Stage2(nn.Module):
             lm_head_out: (B, ids.1, 11) float32, for the caller.
         """
         # models.py:84-85
-        x = x + self.attentions["1"](q, transpose, v)  # (B, ids.1, 8)
+        x = x + self.attentions["1"](q, v, transpose)  # (B, ids.1, 8)
         lm_head_out: Tensor = self.lm_head(self.norm(x))  # (B, ids.1, 11)
         return lm_head_out
 
-    def loss(self, lm_head_out: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            lm_head_out: (B, ids.1, 11) float32, what forward returned.
+            output: (B, ids.1, 11) float32, what forward returned.
             target: (B, ids.1) int64, the target.
         """
         # models.py:208
-        loss = F.cross_entropy(lm_head_out.flatten(0, -2), target.flatten())
+        loss = F.cross_entropy(output.flatten(0, -2), target.flatten())
         return loss

@@ -43,15 +43,15 @@ class Stage1(nn.Module):
         head_out: Tensor = self.head(self.batch_norm(x))  # (B, 8, 400)
         return head_out
 
-    def loss(self, head_out: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            head_out: (B, 8, 400) float32, what forward returned.
+            output: (B, 8, 400) float32, what forward returned.
             target: (B, 8) int64, the target.
         """
         # meta_decoder.py:97
-        loss = F.cross_entropy(head_out.flatten(0, 1), target.flatten())
+        loss = F.cross_entropy(output.flatten(0, 1), target.flatten())
         return loss
 
 

@@ -47,16 +47,16 @@ class Stage3(nn.Module):
         scores_out: Tensor = self.scores(x.mean([2, 3]))  # (B, 10)
         return scores_out
 
-    def loss(self, scores_out: Tensor, target: Tensor, auxiliary: Tensor) -> Tensor:
+    def loss(self, scores: Tensor, target: Tensor, auxiliary: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            scores_out: (B, 10) float32, what forward returned.
+            scores: (B, 10) float32, what forward returned.
             target: (B,) int64, the target.
             auxiliary: (B, 10) float32, from stage 2, made at inception.py:76.
         """
         # inception.py:96
-        loss = F.cross_entropy(scores_out, target) + F.cross_entropy(auxiliary, target) * 0.3
+        loss = F.cross_entropy(scores, target) + F.cross_entropy(auxiliary, target) * 0.3
         return loss
 
 

@@ -11,9 +11,9 @@ class LlamaDecoderLayerPart(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm()
         self.mlp = LlamaMLP()
 
-    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
+    def forward(self, residual: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_llama.py:306-312
-        hidden_states = hidden_states + attn_output  # (B, input_ids.1, 32)
+        hidden_states: Tensor = residual + attn_output  # (B, input_ids.1, 32)
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 

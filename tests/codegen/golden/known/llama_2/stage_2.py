@@ -13,10 +13,10 @@ class LlamaDecoderLayerPart(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm()
 
     def forward(
-        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
+        self, residual: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
     ) -> tuple[Tensor, Tensor]:
         # modeling_llama.py:297-310
-        residual = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
+        residual = residual + self.self_attn(input_layernorm_out, cos, sin)  # (B, input_ids.1, 32)
         post_attention_layernorm_out = self.post_attention_layernorm(residual)
         return residual, post_attention_layernorm_out
 

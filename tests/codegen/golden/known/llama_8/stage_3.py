@@ -21,10 +21,10 @@ class LlamaDecoderLayerPart(nn.Module):
         self.mlp = LlamaMLP()
 
     def forward(
-        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
+        self, residual: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
     ) -> Tensor:
         # modeling_llama.py:297-312
-        hidden_states = hidden_states + self.self_attn(input_layernorm_out, cos, sin)
+        hidden_states: Tensor = residual + self.self_attn(input_layernorm_out, cos, sin)
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states
 

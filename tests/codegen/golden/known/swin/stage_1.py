@@ -23,14 +23,10 @@ class SwinLayerPart(nn.Module):
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
 
-    def forward(self, hidden_states: Tensor, attn_output: Tensor) -> Tensor:
-        rows = hidden_states.shape[0] * 64
-        batch = hidden_states.shape[0]
-        shape = hidden_states.shape
-
+    def forward(self, shortcut: Tensor, attn_output: Tensor) -> Tensor:
         # attention (sdpa_attention.py:206, modeling_swin.py:465-466)
         attn_output = attn_output.transpose(1, 2).contiguous()  # (64*B, 16, 2, 8)
-        attn_output = attn_output.reshape(rows, 16, -1)  # (64*B, 16, 16)
+        attn_output = attn_output.reshape(shortcut.shape[0] * 64, 16, -1)  # (64*B, 16, 16)
         attn_output = self.attention.o_proj(attn_output)
 
         # modeling_swin.py:556-621
@@ -39,13 +35,14 @@ class SwinLayerPart(nn.Module):
         attention_windows = window_reverse(
             attention_windows, view_number=8, num_channels=16, height=32
         )
-        shortcut = hidden_states
-        hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
-        attention_windows = hidden_states.view(*shape)  # (B, 1024, 16)
+        hidden_states: Tensor = attention_windows.roll([2, 2], dims=[1, 2])
+        attention_windows = hidden_states.view(*shortcut.shape)  # (B, 1024, 16)
 
         # drop_path (modeling_swin.py:58-60)
         if self.training:
-            random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
+            random_tensor = torch.rand(
+                [shortcut.shape[0], 1, 1], dtype=torch.float32, device=shortcut.device
+            )
             random_tensor = torch.floor(random_tensor + 0.9857142857142858)
             drop_path_out = attention_windows / 0.9857142857142858 * random_tensor  # (B, 1024, 16)
 

@@ -19,7 +19,7 @@ from .layers import (
 )
 
 
-class SwinAttention2(nn.Module):
+class SwinAttentionWithAttentionMask(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(32, 32)
@@ -51,7 +51,7 @@ class SwinLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
-        self.attention = SwinAttention2()
+        self.attention = SwinAttentionWithAttentionMask()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(32)
         self.mlp = SwinMLP(32, 128)

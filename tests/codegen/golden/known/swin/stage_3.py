@@ -18,7 +18,7 @@ from .layers import (
 )
 
 
-class SwinAttention2(nn.Module):
+class SwinAttentionWithAttentionMask(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q_proj = nn.Linear(64, 64)
@@ -52,7 +52,7 @@ class SwinLayer2(nn.Module):
         super().__init__()
         self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(64)
-        self.attention = SwinAttention2()
+        self.attention = SwinAttentionWithAttentionMask()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
         self.mlp = SwinMLP(64, 256)

@@ -42,7 +42,7 @@ class T5DenseActDense(nn.Module):
         return hidden_states
 
 
-class T5Attention(nn.Module):
+class T5AttentionWithPositionBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q = nn.Linear(32, 32, bias=False)
@@ -82,7 +82,7 @@ def create_causal_mask(size: int, device: torch.device) -> Tensor:
     return kv_indices <= q_indices  # (1, 1, labels.1, labels.1)
 
 
-class T5Attention2(nn.Module):
+class T5AttentionWithKeyValueStates(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.q = nn.Linear(32, 32, bias=False)
@@ -126,11 +126,11 @@ class T5LayerFF(nn.Module):
         return hidden_states
 
 
-class T5LayerSelfAttention(nn.Module):
+class T5LayerSelfAttentionWithPositionBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer_norm = T5LayerNorm()
-        self.SelfAttention = T5Attention()
+        self.SelfAttention = T5AttentionWithPositionBias()
         self.dropout = nn.Dropout(0.1)
 
     def forward(
@@ -147,7 +147,7 @@ class T5LayerCrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer_norm = T5LayerNorm()
-        self.EncDecAttention = T5Attention2()
+        self.EncDecAttention = T5AttentionWithKeyValueStates()
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
@@ -158,10 +158,10 @@ class T5LayerCrossAttention(nn.Module):
         return layer_output
 
 
-class T5Block(nn.Module):
+class T5BlockWithPositionBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttentionWithPositionBias(), "1": T5LayerFF()})
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
@@ -172,11 +172,15 @@ class T5Block(nn.Module):
         return hidden_states
 
 
-class T5Block2(nn.Module):
+class T5BlockWithEncoderHiddenStates(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.ModuleDict(
-            {"0": T5LayerSelfAttention(), "1": T5LayerCrossAttention(), "2": T5LayerFF()}
+            {
+                "0": T5LayerSelfAttentionWithPositionBias(),
+                "1": T5LayerCrossAttention(),
+                "2": T5LayerFF(),
+            },
         )
 
     def forward(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
-    T5Block,
+    T5BlockWithPositionBias,
     T5LayerFF,
     T5LayerNorm,
     create_bidirectional_mask,
@@ -125,7 +125,7 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         return SelfAttention_out, attn_output
 
 
-class T5LayerSelfAttention2(nn.Module):
+class T5LayerSelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer_norm = T5LayerNorm()
@@ -140,7 +140,7 @@ class T5LayerSelfAttention2(nn.Module):
         return SelfAttention_out, attention_output
 
 
-class T5LayerSelfAttention3(nn.Module):
+class T5LayerSelfAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer_norm = T5LayerNorm()
@@ -155,10 +155,10 @@ class T5LayerSelfAttention3(nn.Module):
         return SelfAttention_out, attention_output
 
 
-class T5Block3(nn.Module):
+class T5Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2(), "1": T5LayerFF()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention(), "1": T5LayerFF()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459-498
@@ -170,7 +170,7 @@ class T5Block3(nn.Module):
 class T5BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention3()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention2()})
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459
@@ -183,7 +183,7 @@ class T5StackPart(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
         self.dropout = nn.Dropout(0.1)
-        self.block = nn.ModuleDict({"0": T5Block3(), "1": T5Block()})
+        self.block = nn.ModuleDict({"0": T5Block(), "1": T5BlockWithPositionBias()})
 
 
 class T5StackPart2(nn.Module):

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from .layers import (
-    T5Block,
+    T5BlockWithPositionBias,
     T5LayerCrossAttention,
     T5LayerNorm,
     create_bidirectional_mask,
@@ -15,16 +15,16 @@ class T5BlockPart(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention()})
 
-    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+    def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
         # modeling_t5.py:479
-        layer_output: Tensor = self.layer["1"](hidden_states, encoder_hidden_states)
+        layer_output: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
         return layer_output
 
 
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.ModuleDict({str(i): T5Block() for i in range(2, 4)})
+        self.block = nn.ModuleDict({str(i): T5BlockWithPositionBias() for i in range(2, 4)})
         self.final_layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
@@ -65,5 +65,5 @@ class Stage1(nn.Module):
         hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
         # decoder (modeling_t5.py:728)
-        layer_output = self.decoder.block["0"](attention_output, hidden_states)  # (B, labels.1, 32)
+        layer_output = self.decoder.block["0"](hidden_states, attention_output)  # (B, labels.1, 32)
         return hidden_states, layer_output

@@ -2,7 +2,12 @@
 
 from torch import Tensor, nn
 
-from .layers import T5Block2, T5LayerFF, T5LayerSelfAttention, create_causal_mask
+from .layers import (
+    T5BlockWithEncoderHiddenStates,
+    T5LayerFF,
+    T5LayerSelfAttentionWithPositionBias,
+    create_causal_mask,
+)
 
 
 class T5BlockPart(nn.Module):
@@ -10,16 +15,16 @@ class T5BlockPart(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"2": T5LayerFF()})
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, layer_output: Tensor) -> Tensor:
         # modeling_t5.py:498
-        hidden_states = self.layer["2"](hidden_states)  # (B, labels.1, 32)
+        hidden_states: Tensor = self.layer["2"](layer_output)  # (B, labels.1, 32)
         return hidden_states
 
 
 class T5BlockPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.ModuleDict({"0": T5LayerSelfAttention()})
+        self.layer = nn.ModuleDict({"0": T5LayerSelfAttentionWithPositionBias()})
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
@@ -32,7 +37,9 @@ class T5BlockPart2(nn.Module):
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.ModuleDict({"0": T5BlockPart(), "1": T5Block2(), "2": T5BlockPart2()})
+        self.block = nn.ModuleDict(
+            {"0": T5BlockPart(), "1": T5BlockWithEncoderHiddenStates(), "2": T5BlockPart2()}
+        )
 
 
 class Stage2(nn.Module):

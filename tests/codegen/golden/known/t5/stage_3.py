@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
-    T5Block2,
+    T5BlockWithEncoderHiddenStates,
     T5LayerCrossAttention,
     T5LayerFF,
     T5LayerNorm,
@@ -17,17 +17,17 @@ class T5BlockPart(nn.Module):
         super().__init__()
         self.layer = nn.ModuleDict({"1": T5LayerCrossAttention(), "2": T5LayerFF()})
 
-    def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+    def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
         # modeling_t5.py:479-498
-        layer_output = self.layer["1"](hidden_states, encoder_hidden_states)  # (B, labels.1, 32)
-        hidden_states = self.layer["2"](layer_output)
+        layer_output = self.layer["1"](attention_output, encoder_hidden_states)  # (B, labels.1, 32)
+        hidden_states: Tensor = self.layer["2"](layer_output)
         return hidden_states
 
 
 class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.ModuleDict({"2": T5BlockPart(), "3": T5Block2()})
+        self.block = nn.ModuleDict({"2": T5BlockPart(), "3": T5BlockWithEncoderHiddenStates()})
         self.final_layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
@@ -62,7 +62,7 @@ class Stage3(nn.Module):
 
         # decoder (modeling_t5.py:698-745)
         attention_mask = create_causal_mask(length, attention_output.device)
-        hidden_states = self.decoder.block["2"](attention_output, encoder_outputs)
+        hidden_states = self.decoder.block["2"](encoder_outputs, attention_output)
         hidden_states = self.decoder.block["3"](
             hidden_states, attention_mask, SelfAttention_out, encoder_outputs
         )

@@ -38,15 +38,15 @@ class Stage3(nn.Module):
         score_out: Tensor = self.score(x)  # (B, 1, images.2, images.3)
         return score_out
 
-    def loss(self, score_out: Tensor, target: Tensor) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of one micro-batch.
 
         Args:
-            score_out: (B, 1, images.2, images.3) float32, what forward returned.
+            output: (B, 1, images.2, images.3) float32, what forward returned.
             target: (B, 1, images.2, images.3) float32, the target.
         """
         # unet.py:90
-        loss = F.binary_cross_entropy_with_logits(score_out, target)
+        loss = F.binary_cross_entropy_with_logits(output, target)
         return loss
 
 
