@@ -196,7 +196,8 @@ def test_hugging_face_gpt2_is_traced_with_its_own_loss():
     graph = trace(Subject("gpt2", model, (), {"input_ids": ids, "labels": ids}))
 
     assert [source.name for source in graph.inputs] == ["input_ids", "labels"]
-    assert list(graph.outputs) == ["logits", "past_key_values"]
+    assert next(iter(graph.outputs)) == "logits"
+    assert len(graph.outputs) == 2  # and its cache, of which versions have other names
     assert graph.state["transformer.wte.weight"].aliases == ("lm_head.weight",)
     assert all(op.mode is Mode.ALWAYS for op in graph.ops)
 

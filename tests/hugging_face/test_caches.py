@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -25,6 +26,16 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.runtime.core.nest import leaves_of, tensors_of
 
 
+def name_of_cache(kind):
+    """What a class calls its cache, given and returned: transformers has other names since 5.24."""
+    given = inspect.signature(kind.forward).parameters
+    return next(own for own in ("cache", "past_key_values", "cache_params") if own in given)
+
+
+PAST = name_of_cache(LlamaForCausalLM)
+STATES = name_of_cache(MambaForCausalLM)
+
+
 @pytest.fixture(scope="module")
 def decoder():
     torch.manual_seed(0)
@@ -41,14 +52,14 @@ def decoder():
 
 @torch.no_grad()
 def seen(decoder, samples, length):
-    return decoder(torch.randint(50, (samples, length)), use_cache=True).past_key_values
+    return getattr(decoder(torch.randint(50, (samples, length)), use_cache=True), PAST)
 
 
 @pytest.fixture(scope="module")
 def package(decoder, tmp_path_factory):
     past = seen(decoder, 2, 7)
-    example = {"input_ids": torch.randint(50, (2, 3)), "past_key_values": past, "use_cache": True}
-    state = {"past_key_values": "past_key_values"}
+    example = {"input_ids": torch.randint(50, (2, 3)), PAST: past, "use_cache": True}
+    state = {PAST: PAST}
     subject = Subject("decodes", decoder, (), example, training=False, state=state)
     folder = tmp_path_factory.mktemp("caches") / "decodes"
     found = compile(
@@ -66,10 +77,10 @@ def test_a_session_is_generation(package, decoder):
         talk = pipe.session()
         tokens = torch.randint(50, (3, 5))
         for _ in range(4):
-            expected = decoder(tokens, past_key_values=past, use_cache=True).logits
+            expected = decoder(tokens, **{PAST: past}, use_cache=True).logits
             found = talk({"input_ids": tokens})
             torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-6)
-            assert found.past_key_values is None
+            assert getattr(found, PAST) is None
             tokens = expected[:, -1:].argmax(-1)
 
 
@@ -82,15 +93,15 @@ def test_caches_are_taken_and_given(package, decoder):
         pipe.eval()
         for _ in range(3):
             tokens = torch.randint(50, (3, 1))
-            expected = decoder(tokens, past_key_values=past, use_cache=True)
-            found = pipe({"input_ids": tokens, "past_key_values": own})
+            expected = decoder(tokens, **{PAST: past}, use_cache=True)
+            found = pipe({"input_ids": tokens, PAST: own})
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-6)
-            own = found.past_key_values
+            own = getattr(found, PAST)
             assert isinstance(own, DynamicCache)
             assert own.get_seq_length() == past.get_seq_length()
         tokens = torch.randint(50, (3, 2))
-        one = decoder(tokens, past_key_values=past).logits
-        other = decoder(tokens, past_key_values=own).logits
+        one = decoder(tokens, **{PAST: past}).logits
+        other = decoder(tokens, **{PAST: own}).logits
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
@@ -103,10 +114,10 @@ def test_a_mask_grows_with_the_cache(tmp_path):
     example = {
         "input_ids": torch.randint(50, (2, 3)),
         "attention_mask": torch.ones(2, 10, dtype=torch.long),
-        "past_key_values": seen(decoder, 2, 7),
+        PAST: seen(decoder, 2, 7),
         "use_cache": True,
     }
-    state = {"past_key_values": "past_key_values"}
+    state = {PAST: PAST}
     subject = Subject("decodes", decoder, (), example, training=False, state=state)
     options = CompileOptions(stages=2, microbatches=2, training=False)
     folder = compile(subject, options, tmp_path / "decodes").directory
@@ -120,7 +131,7 @@ def test_a_mask_grows_with_the_cache(tmp_path):
                 mask[1, :2] = 0  # padded on the left
             for _ in range(3):
                 call = {"input_ids": tokens, "attention_mask": mask}
-                expected = decoder(**call, past_key_values=past, use_cache=True).logits
+                expected = decoder(**call, **{PAST: past}, use_cache=True).logits
                 found = talk(call).logits
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
                 tokens = expected[:, -1:].argmax(-1)
@@ -135,14 +146,12 @@ def test_states_of_a_state_space_model_go_on(tmp_path):
     decoder = MambaForCausalLM(config).eval()
 
     def read(samples):
-        return decoder(torch.randint(50, (samples, 5)), use_cache=True).cache_params
+        return getattr(decoder(torch.randint(50, (samples, 5)), use_cache=True), STATES)
 
     past = read(2)
-    example = {"input_ids": torch.randint(50, (2, 1)), "cache_params": past, "use_cache": True}
+    example = {"input_ids": torch.randint(50, (2, 1)), STATES: past, "use_cache": True}
     before = [tensor.clone() for _, tensor in tensors_of(past)]
-    subject = Subject(
-        "decodes", decoder, (), example, training=False, state={"cache_params": "cache_params"}
-    )
+    subject = Subject("decodes", decoder, (), example, training=False, state={STATES: STATES})
     options = CompileOptions(stages=2, microbatches=2, training=False)
     folder = compile(subject, options, tmp_path / "decodes").directory
     assert all(map(torch.equal, before, [tensor for _, tensor in tensors_of(past)]))
@@ -151,19 +160,19 @@ def test_states_of_a_state_space_model_go_on(tmp_path):
     own, held = copy.deepcopy(past), copy.deepcopy(past)
     with load_package(folder).Pipeline() as pipe:
         pipe.eval()
-        talk, begun = pipe.session(), {"cache_params": held}
+        talk, begun = pipe.session(), {STATES: held}
         for _ in range(4):
             tokens = torch.randint(50, (3, 1))
-            expected = decoder(tokens, cache_params=past, use_cache=True).logits
-            found = pipe({"input_ids": tokens, "cache_params": own})
-            own = found.cache_params
+            expected = decoder(tokens, **{STATES: past}, use_cache=True).logits
+            found = pipe({"input_ids": tokens, STATES: own})
+            own = getattr(found, STATES)
             assert isinstance(own, DynamicCache)
             said, begun = talk({"input_ids": tokens, **begun}).logits, {}
             for logits in (found.logits, said):
                 torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
     tokens = torch.randint(50, (3, 2))
-    one = decoder(tokens, cache_params=past).logits
-    other = decoder(tokens, cache_params=own).logits
+    one = decoder(tokens, **{STATES: past}).logits
+    other = decoder(tokens, **{STATES: own}).logits
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
@@ -174,14 +183,14 @@ def test_a_cache_of_one_mode_alone_is_left_out_where_a_model_is_trained():
     graph = trace(MambaForCausalLM(config), (), {"input_ids": tokens, "labels": tokens})
 
     assert not graph.left_out
-    assert graph.outputs["cache_params"].is_left_out(training=True)
-    assert not graph.outputs["cache_params"].is_left_out(training=False)
+    assert graph.outputs[STATES].is_left_out(training=True)
+    assert not graph.outputs[STATES].is_left_out(training=False)
 
 
 def test_a_cache_that_was_reset_is_a_leaf():
     """Its states are those of no text, and it says beside them that there was none."""
     decoder = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
-    cache = decoder(torch.ones(1, 2, dtype=torch.long), use_cache=True).cache_params
+    cache = getattr(decoder(torch.ones(1, 2, dtype=torch.long), use_cache=True), STATES)
     assert len(list(tensors_of(cache))) == 2
     cache.reset()
     assert not list(tensors_of(cache))
