@@ -34,6 +34,7 @@ from gpipe_compiler.codegen.methods import Method, is_tensor
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.parameter_names import InnerBlocks, constructor_names, parameter_names
 from gpipe_compiler.codegen.releases import Peaks
+from gpipe_compiler.codegen.rounds import LoopContext
 from gpipe_compiler.codegen.sizes import ReadSize
 from gpipe_compiler.codegen.value_names import is_result
 from gpipe_compiler.ir import Op, RegionCall
@@ -164,7 +165,8 @@ class StageBlocks:
 
     def _loops(self, draws: Mapping[str, int]) -> LoopFinder:
         functions = self.calls.functions
-        return LoopFinder(self.facts.graph, functions, self.holders, self.worth, draws)
+        around = LoopContext(self.facts.graph, functions, self.holders, self.worth)
+        return LoopFinder(around, draws)
 
     @property
     def places(self) -> Mapping[str, str]:

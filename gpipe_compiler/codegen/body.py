@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from gpipe_compiler.codegen.bindings import returned
 from gpipe_compiler.codegen.body_writer import BodyWriter
-from gpipe_compiler.codegen.expressions import ExpressionWriter
+from gpipe_compiler.codegen.expressions import ExpressionWriter, grouped
 from gpipe_compiler.codegen.layout import name
 from gpipe_compiler.codegen.method_text import MethodBody, with_type
 from gpipe_compiler.codegen.methods import Method, is_tensor, value_kind
@@ -46,8 +46,9 @@ def write_body(
     names = Identifiers((*RESERVED, *reserved, *functions))
     releases = Releases.of(graph, ops, method, worth)
     uses = Uses.of(ops, method.returns, releases.asked)
+    others = {*sizes, *uses.listed}
     variables = Variables(
-        names, uses.last, lambda v: ValueKind.OTHER if v in sizes else value_kind(graph, v)
+        names, uses.last, lambda v: ValueKind.OTHER if v in others else value_kind(graph, v)
     )
     arguments = tuple(_argument(graph, method, variables, v) for v in method.arguments)
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
@@ -72,9 +73,14 @@ def write_body(
     writing.statements.extend(reader.statements)
     writing.write(ops)
     makers = {value: op for op in ops for value in op.outputs}
-    returns = tuple(returned(writer, uses, makers, value) for value in method.returns)
-    body = MethodBody(arguments, tuple(writing.statements), returns)
-    if len(returns) > 1 or not all(is_tensor(graph, v) for v in method.returns):
+    returns = tuple(
+        f"*{writer.lists[group]}"
+        if group in writer.lists
+        else returned(writer, uses, makers, group[0])
+        for group in grouped(method.returns, writer.lists)
+    )
+    body = MethodBody(arguments, tuple(writing.statements), returns, writer.lists)
+    if len(method.returns) > 1 or not all(is_tensor(graph, v) for v in method.returns):
         return body
     return with_type(body, tuple(writer.modules.values()), direct=direct)
 

@@ -14,10 +14,10 @@ from gpipe_compiler.codegen.expressions import (
     reads_in_order,
 )
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
-from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, name
+from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
 from gpipe_compiler.codegen.left_out import Ways, draws_within
 from gpipe_compiler.codegen.loop_lines import LoopLines
-from gpipe_compiler.codegen.loops import loop_begun, loop_ended
+from gpipe_compiler.codegen.loops import gather, loop_begun, loop_ended
 from gpipe_compiler.codegen.methods import drop_dead, is_tensor
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.releases import DelWriter, Releases
@@ -196,6 +196,10 @@ class BodyWriter:
         if isinstance(made, RegionCall):
             self._flush()
             self._region(op, made)
+        elif isinstance(made, FunctionCall) and made.function is gather:
+            sources = self._take_only(op, made.args[2])
+            append = f"{self.loops.open[-1].lists[int(str(made.args[1]))]}.append"
+            self._append(op, "", call(append, [self.writer.argument(made.args[2])]), sources)
         elif isinstance(made, FunctionCall) and made.function is operator.setitem:
             sources = self._take_only(op, made.args[2])
             target = self.writer.subscript(*made.args[:2])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -91,6 +92,7 @@ class ExpressionWriter:
         anchor: a tensor of the method; a device that was fixed by tracing becomes its device.
         given_device: an argument that is the device, where there is no such tensor.
         counters: the variables that number the rounds of loops.
+        lists: the variables of lists, by the values in them.
     """
 
     imports: Imports
@@ -100,6 +102,7 @@ class ExpressionWriter:
     given_device: str = ""
     variables: dict[str, Expression] = field(default_factory=dict)
     counters: dict[str, str] = field(default_factory=dict)
+    lists: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     @property
     def device(self) -> str:
@@ -166,6 +169,16 @@ class ExpressionWriter:
         ]
 
     def argument(self, argument: Argument) -> Expression:
+        if self.lists and isinstance(argument, list):
+            names = [item.name if isinstance(item, Ref) else "" for item in argument]
+            groups = [*grouped(names, self.lists)]
+            if len(groups) == 1 < len(argument):
+                return name(self.lists[groups[0]])
+            places = itertools.accumulate(map(len, groups), initial=0)
+            argument = [
+                RawText(f"*{self.lists[group]}") if group in self.lists else argument[place]
+                for place, group in zip(places, groups, strict=False)
+            ]
         return write_nest(argument, self._leaf)
 
     def subscript(self, container: Argument, index: Argument) -> Expression:
@@ -275,6 +288,18 @@ class ExpressionWriter:
         if all(not text or _SLICE_OPERAND.fullmatch(text) for text in texts):
             return ":".join(texts)
         return " : ".join(texts).strip().replace(":  :", "::")
+
+
+def grouped(
+    values: Sequence[str], lists: Mapping[tuple[str, ...], str]
+) -> Iterator[tuple[str, ...]]:
+    """Values one by one, but those together that stand in one of the lists, by their values."""
+    place = 0
+    while place < len(values):
+        around = (known for known in lists if (*values[place : place + len(known)],) == known)
+        group = next(around, (values[place],))
+        yield group
+        place += len(group)
 
 
 def reads_in_order(argument: Argument) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings
@@ -10,7 +11,7 @@ from gpipe_compiler.codegen.layout import Expression, call, consecutive, name
 from gpipe_compiler.codegen.loops import Loop
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.value_names import argument_name, name_of_one
+from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one
 from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
 
@@ -24,6 +25,7 @@ class _OpenLoop:
         statements: those before it.
         writer: as it is before it.
         given: the variables of what its rounds are given.
+        lists: those of its lists.
     """
 
     loop: Loop
@@ -31,6 +33,7 @@ class _OpenLoop:
     statements: list[Statement]
     writer: ExpressionWriter
     given: dict[str, str]
+    lists: tuple[str, ...]
 
 
 @dataclass
@@ -58,16 +61,24 @@ class LoopLines:
                 self._append(op, target, self.writer.variables[before], statements)
                 self.writer.variables[result] = name(self.variables.holder(result) or wish)
             given[result] = self.writer.variables[result].flat
+        lists = tuple(self._list(op, loop, values, statements) for values in loop.gathered)
         dels = self.bindings.dels
         dels.before(op, statements)
         dels.after(op, position, statements)
         line, places = self._line(op, loop)
-        self.open.append(_OpenLoop(loop, line, statements, replace(self.writer), given))
+        self.open.append(_OpenLoop(loop, line, statements, replace(self.writer), given, lists))
         names = {loop.carried[value]: own for value, own in given.items()}
         self.bindings.told = {**self.bindings.told, **names}
         self.bindings.loop = loop
         self.writer.move(places)
         return []
+
+    def _list(self, op: Op, loop: Loop, values: Sequence[str], statements: list[Statement]) -> str:
+        """Writes an empty list for values of the rounds; returns its variable."""
+        alone = [value for value in values if value in loop.listed]
+        variable = self.variables.listed(alone, list_name(self.graph, values[-1]))
+        self._append(op, f"{variable}: list[Tensor] = ", name("[]"), statements)
+        return variable
 
     def _line(self, op: Op, loop: Loop) -> tuple[Statement, dict[str, str]]:
         """The first line of a loop, and the expressions in it for the modules that it runs over."""
@@ -114,6 +125,7 @@ class LoopLines:
         self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
         self.bindings.loop = self.open[-1].loop if self.open else None
         self.writer.variables.update((value, name(own)) for value, own in made.items())
+        self.writer.lists.update(zip(loop.gathered, opened.lists, strict=True))
         opened.statements.append(statement)
         dels.after(op, position, opened.statements)
         return opened.statements

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpipe_compiler.codegen.expressions import OwnModule, runs_again
@@ -29,6 +29,7 @@ class Loop:
         own: the values that the last round makes, or is given by the one before.
         after: those that are read after the loop.
         unlike: those whose sizes are not the same in all rounds.
+        gathered: values of all rounds, one of each in order, that are read together after it.
     """
 
     lists: tuple[str, ...]
@@ -40,6 +41,12 @@ class Loop:
     own: frozenset[str]
     after: frozenset[str]
     unlike: frozenset[str]
+    gathered: tuple[tuple[str, ...], ...]
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """Of the values that are gathered, those that stand in the lists alone."""
+        return tuple(v for values in self.gathered for v in values if v not in self.own)
 
 
 def begin(loop: Loop, *initial: object) -> object:
@@ -49,6 +56,11 @@ def begin(loop: Loop, *initial: object) -> object:
 
 def end(loop: Loop, *read: object) -> object:
     """As the function of an op: stands after a loop, and reads what all its rounds need."""
+    raise NotImplementedError
+
+
+def gather(loop: str, number: int, item: object) -> None:
+    """As the function of an op: adds what a round makes to a list of the loop's of this name."""
     raise NotImplementedError
 
 
@@ -149,3 +161,13 @@ def are_apart(one: Op, other: Op) -> bool:
     sources = [op.source for op in (one, other) if op.source is not None]
     repeated = any(map(is_repeated, sources))
     return repeated and len({statement_at(source) for source in sources}) > 1
+
+
+def stand_in_list(values: Sequence[str], lists: Iterable[Sequence[object]]) -> bool:
+    """Whether values stand in one of some lists, in order and nothing in between."""
+    wanted = [*map(Ref, values)]
+    return any(
+        [*items[start : start + len(wanted)]] == wanted
+        for items in lists
+        for start in range(len(items) - len(wanted) + 1)
+    )

@@ -25,12 +25,14 @@ class MethodBody:
     """A written method: names of its arguments, its statements, what it returns.
 
     Attributes:
-        returns: empty where the last statement returns.
+        returns: empty where the last statement returns; `*outputs` for all that is in a list.
+        lists: the variables of lists, by the values in them.
     """
 
     arguments: tuple[str, ...]
     statements: tuple[Statement, ...]
     returns: tuple[str, ...]
+    lists: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
     @property
     def ends(self) -> bool:
@@ -149,8 +151,8 @@ def method_text(
         described: the lines of its docstring.
     """
     given = {"self": "", **types_of(graph, method.arguments, body.arguments, imports)}
-    returned = _returned([is_tensor(graph, value) for value in method.returns])
-    return _definition(label, given, returned, described, body, 1)
+    tensors = [is_tensor(graph, value) for value in method.returns]
+    return _definition(label, given, _returned(tensors, body), described, body, 1)
 
 
 def function_text(
@@ -167,7 +169,7 @@ def function_text(
         also: its last arguments, which the body does not name, and their types.
     """
     given = {**types_of(graph, method.arguments, body.arguments, imports), **also}
-    return _definition(label, given, _returned([True] * len(method.returns)), (), body, 0)
+    return _definition(label, given, _returned([True] * len(method.returns), body), (), body, 0)
 
 
 def _definition(
@@ -201,7 +203,7 @@ def types_of(
 _TYPES = {ValueKind.TENSOR: "Tensor", ValueKind.SCALAR: "int"}
 
 
-def _returned(returns: Sequence[bool]) -> str:
+def _returned(returns: Sequence[bool], body: MethodBody) -> str:
     """The annotation for results of which these are tensors."""
     if not all(returns):
         return "object" if len(returns) == 1 else "tuple[object, ...]"
@@ -209,13 +211,15 @@ def _returned(returns: Sequence[bool]) -> str:
         return "Tensor"
     if not returns:
         return "tuple[()]"
-    if len(returns) >= MANY_OUTPUTS:
+    if len(returns) >= MANY_OUTPUTS or any(item.startswith("*") for item in body.returns):
         return "tuple[Tensor, ...]"
     return f"tuple[{', '.join(['Tensor'] * len(returns))}]"
 
 
 def _return(values: Sequence[str], indent: int) -> list[str]:
     margin = INDENT * indent
+    if len(values) == 1 and values[0].startswith("*"):
+        values = [f"tuple({values[0][1:]})"]
     flat = f"{margin}return {', '.join(values) or '()'}"
     if len(values) < 2 or len(flat) <= WIDTH:
         return [flat]

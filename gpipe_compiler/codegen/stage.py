@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.construction import buffer_types
 from gpipe_compiler.codegen.constructors import OF_STAGE, outermost, renamed_table, state_of
-from gpipe_compiler.codegen.expressions import ExpressionWriter
+from gpipe_compiler.codegen.expressions import ExpressionWriter, grouped
 from gpipe_compiler.codegen.facts import CodeFacts, Randoms
 from gpipe_compiler.codegen.found_blocks import find_stage_blocks, write_blocks
 from gpipe_compiler.codegen.initial import initial_lines, initial_steps
@@ -341,15 +341,18 @@ def _return_lines(
         if crossing.source == stage.index
     }
     entries = []
-    for value, expression in zip(method.returns, body.returns, strict=True):
+    groups = grouped(method.returns, body.lists)
+    for group, expression in zip(groups, body.returns, strict=True):
         variable, _, condition = expression.partition(" if ")
-        users = [f"stage {target}" for target in targets.get(value, ())]
-        if value in graph.output_values:
+        crossed = dict.fromkeys(target for value in group for target in targets.get(value, ()))
+        users = [f"stage {target}" for target in crossed]
+        if not set(group).isdisjoint(graph.output_values):
             users.append("the caller")
-        if graph.loss is not None and value == graph.loss.value:
+        if graph.loss is not None and graph.loss.value in group:
             users.append("the loss")
         use = f", for {listed(users)}" if users else ""
         if condition:
             use += ", in one mode alone"
-        entries.append(f"{variable}: {value_text(graph, value)}{use}.")
+        each = f"{len(group)} of " if group in body.lists else ""
+        entries.append(f"{variable}: {each}{value_text(graph, group[0])}{use}.")
     return entries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -193,6 +194,16 @@ def name_of_module(path: str) -> str:
     while (inner := around.rpartition("."))[2].isdecimal():
         around, last = inner[0], f"{inner[2]}_{last}"
     return f"{inner[2]}_{last}" if inner[2] else ""
+
+
+def list_name(graph: Graph, value: str) -> str:
+    """The user's name for the list to which a value is added, else one for several such values."""
+    statement = statement_at(graph.producer[value].source)
+    for node in ast.walk(statement.node) if statement is not None else ():
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=own), attr="append")):
+                return own
+    return f"all_{argument_name(graph, value)}"
 
 
 def name_of_one(path: str) -> str:

@@ -87,6 +87,13 @@ class Variables:
             self._like.setdefault(asked, []).append(variable)
         return self._bind(value, variable)
 
+    def listed(self, values: Sequence[str], wish: str) -> str:
+        """A variable for a list of values, which holds nothing else later."""
+        variable = self._names.take(wish)
+        for value in values:
+            self._bind(value, variable)
+        return variable
+
     def rename(self, variable: str, new: str, position: int) -> bool:
         """Lets a variable that is free before a position hold what another does, if it can."""
         held, old = self._holds.get(variable, set()), self._holds.get(new)
@@ -154,6 +161,7 @@ class Uses:
         chosen: values that stand in a choice between modes.
         partner: values of eval mode to those of train mode that stand for the same thing.
         loops: the positions of the ops that begin and end the loops, the outer ones first.
+        listed: values that stand in lists, in which loops gather them.
     """
 
     count: dict[str, int]
@@ -162,6 +170,7 @@ class Uses:
     chosen: frozenset[str]
     partner: dict[str, str]
     loops: tuple[tuple[int, int], ...] = ()
+    listed: frozenset[str] = frozenset()
 
     def until(self, position: int) -> int:
         """The position up to which something has to be there that is read at one: all rounds."""
@@ -199,9 +208,20 @@ class Uses:
         chosen: set[str] = set()
         partner: dict[str, str] = {}
         mode = {value: op.mode for op in ops for value in op.outputs}
+        found = [loop for op in ops if (loop := loop_begun(op))]
+        # What the last round makes and is given has a variable there; after it, it is in a list.
+        first = {
+            value: values[0]
+            for loop in found
+            for values in loop.gathered
+            for value in values
+            if value in loop.own
+        }
         for position, op in enumerate(ops):
             arguments = op.arguments
             for value in value_names(arguments):
+                if value in first and first[value] in op.inputs:
+                    continue
                 count[value] = count.get(value, 0) + 1
                 last[value] = position
                 reader[value] = op
@@ -212,6 +232,8 @@ class Uses:
                         if mode.get(train) is Mode.TRAIN and mode.get(evaluation) is Mode.EVAL:
                             partner[evaluation] = train
         for value in returns:
+            if value in first and first[value] in returns:
+                continue
             count[value] = count.get(value, 0) + 1
             last[value] = END
         for op in reversed(ops):
@@ -222,7 +244,8 @@ class Uses:
         begun = [position for position, op in enumerate(ops) if loop_begun(op)]
         ended = {loop_ended(op): position for position, op in enumerate(ops)}
         loops = tuple((position, ended[loop_begun(ops[position])]) for position in begun)
-        return cls(count, last, reader, frozenset(chosen), partner, loops)
+        listed = frozenset(value for loop in found for value in loop.listed)
+        return cls(count, last, reader, frozenset(chosen), partner, loops, listed)
 
 
 def makes_only(op: Op, values: Collection[str]) -> bool:

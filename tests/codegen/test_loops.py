@@ -165,6 +165,68 @@ class Heads(nn.Module):
         return torch.cat([head(x) for head in self.heads], dim=-1)
 
 
+class Gathers(nn.Module):
+    """What every round makes is read together after the last, normed as in many detectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds, self.norm = nn.ModuleList(Feed() for _ in range(4)), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = []
+        for feed in self.feeds:
+            x = feed(x)
+            steps.append(self.norm(x))
+        return torch.stack(steps).mean(0) + x
+
+
+class Passes(nn.Module):
+    """What is read together is what rounds are given; the last makes something else of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = [x]
+        for feed in self.feeds[:-1]:
+            x = feed(x)
+            steps.append(x)
+        x = self.feeds[-1](x) * 2
+        return torch.cat([*steps, x], dim=1)
+
+
+class GathersTwo(nn.Module):
+    """Two of a round, one of them of each round of a loop inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds, self.sides = (nn.ModuleList(Feed() for _ in range(3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = [], []
+        for feed, side in zip(self.feeds, self.sides, strict=True):
+            x = feed(x) + x
+            one.append(x)
+            other.append(side(x).cos())
+        return torch.stack(one).sum(0) - torch.cat(other, dim=1).sum(1, keepdim=True)
+
+
+class Returns(nn.Module):
+    """A model that returns what all its layers make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds, self.norm = nn.ModuleList(Feed() for _ in range(6)), nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        steps: tuple[Tensor, ...] = ()
+        for feed in self.feeds:
+            x = feed(x)
+            steps = (*steps, x)
+        return (self.norm(x), *steps)
+
+
 class Mapped(nn.Module):
     """The parts of one thing, named where all are taken on."""
 
@@ -180,6 +242,9 @@ class Mapped(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "heads": (Heads, (4, DIM), "[self.heads[str(i)](x) for i in range(4)]"),
+    "gathers": (Gathers, (4, DIM), "            steps.append(self.norm(x))\n"),
+    "passes": (Passes, (4, DIM), "            all_x.append(x_2)\n"),
+    "gathers two": (GathersTwo, (4, DIM), "            other.append(torch.cos(side(x)))\n"),
     "mapped": (Mapped, (4, DIM), "q, k, v = self.to_qkv(x).chunk(3, dim=-1)"),
     "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),
     "side by side": (SideBySide, (4, DIM), "for feed, norm in zip(self.feeds.values(), self"),
@@ -200,7 +265,7 @@ def test_a_loop_is_written_as_one(case: str, planned: Callable[..., Plan]) -> No
     plan = planned(copy.deepcopy(model), x, count=1)
     assert plan.graph is not None
     text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
-    assert line in text
+    assert line in text, text
     namespace: dict[str, Any] = {}
     exec(text, namespace)
     stage = namespace["Stage0"]()
@@ -214,6 +279,27 @@ def test_a_loop_is_written_as_one(case: str, planned: Callable[..., Plan]) -> No
     own = dict(stage.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(own[name].grad, parameter.grad)
+
+
+def test_what_all_rounds_make_is_returned_together(planned: Callable[..., Plan]) -> None:
+    """A stage of many layers is no longer than one of a few; its results are those of the model."""
+    torch.manual_seed(0)
+    model, x = Returns(), torch.rand(4, DIM)
+    plan = planned(copy.deepcopy(model), x, count=1)
+    assert plan.graph is not None
+    stage = write_stages(plan, CodeFacts.of(plan.graph)).stages[0]
+    assert "        return *all_x, norm_out\n" in stage.text, stage.text
+    namespace: dict[str, Any] = {}
+    exec(stage.text, namespace)
+    own = namespace["Stage0"]()
+    own.load_state_dict(model.state_dict())
+
+    (normed, *steps), found = model(x), own(x)
+
+    expected = [*steps, normed]  # a stage returns what it makes in the order in which it does
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_a_shared_layer_is_written_once_where_a_cut_goes_through_a_call(

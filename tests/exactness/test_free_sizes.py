@@ -367,10 +367,28 @@ class Windows(nn.Module):
         return self.second((parts @ parts.transpose(2, 3) @ parts).reshape(batch, tokens, width))
 
 
+class Relative(nn.Module):
+    """Takes the middle of a table of relative positions, as Transformer-XL and its kin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(2 * LONGEST - 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        near = self.table[LONGEST - tokens : LONGEST + tokens - 1]
+        scores = self.first(x) @ near.t()
+        scores = F.pad(scores, (1, 0)).view(batch, 2 * tokens, tokens)[:, 1:]
+        scores = scores.reshape(batch, tokens, 2 * tokens - 1)[:, :, :tokens]
+        return self.second(scores.softmax(-1) @ x)
+
+
 REFUSED: Mapping[str, tuple[Callable[[], nn.Module], bool, int, tuple[int, ...], int, str]] = {
     "branch": (Branching, False, 8, (3, 10), 11, "if x.shape[1] > 10"),
     "positions": (Positions, True, 8, (5, LONGEST - 2), LONGEST - 1, "self.table(places)"),
     "windows": (Windows, False, 8, (4, 16), 6, ".view(batch, tokens // 4, 4, width)"),
+    "relative": (Relative, False, 8, (3, 17, LONGEST), LONGEST + 1, "self.table[LONGEST - tokens"),
 }
 
 
@@ -802,10 +820,10 @@ def test_sizes_that_have_to_be_equal_are_one() -> None:
     assert [size.name for size in graph.sizes] == ["input_.1"]
 
 
-def test_all_means_none_where_the_graph_runs_at_one_size_only(
+def test_a_size_of_which_a_slice_goes_from_either_end_stays_fixed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What comes to light while it is planned: torch slices by a remainder at a number only."""
+    """Nothing is left of it where nothing was padded: `[:, :-0]`."""
     text = MODEL.replace("import torch\n", "import torch\nfrom torch.nn import functional as F\n")
     padded = """
         more = -x.shape[1] % 4
@@ -819,7 +837,6 @@ def test_all_means_none_where_the_graph_runs_at_one_size_only(
     )
     words = [str(tmp_path / "model.py"), "--stages", "2", "--dry-run"]
     assert compile_command(words) == 0
-    told = capsys.readouterr()
-    assert "free sizes" not in told.out
-    assert "only the example's sizes are taken" in told.out + told.err
+    assert "free sizes" not in capsys.readouterr().out
     assert compile_command([*words, "--free", "x.1", "--free", "target.1"]) == 1
+    assert "model.py:14" in capsys.readouterr().err
