@@ -24,7 +24,12 @@ from gpipe_compiler.codegen.loops import (
     parts_of,
     stand_in_list,
 )
-from gpipe_compiler.codegen.sources import begins_with_module, is_repeated, statement_at
+from gpipe_compiler.codegen.sources import (
+    begins_with_module,
+    is_repeated,
+    repeated_line,
+    statement_at,
+)
 from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
 from gpipe_compiler.ir.arguments import map_argument
 
@@ -162,16 +167,26 @@ class Rounds:
     def _is_users(self) -> bool:
         """Whether these are rounds of a loop of the user's, from where it begins, or of modules."""
         first = self._round(0)
-        repeated = [op.source for op in first if op.source is not None and is_repeated(op.source)]
-        lines = [known.line for source in repeated if (known := statement_at(source))]
-        listed = {place for (place, _), kind in self.kinds.items() if isinstance(kind, InList)}
-        if len(lines) < self.size:
-            return bool(listed) or (self.size == 1 and isinstance(first[0].call, ModuleCall))
-        calls = [*map(calls_module, first)]
-        opens = begins_with_module(repeated[0])
-        alike = zip(calls, lines, strict=True)
-        others = any(own is opens and line == lines[0] for own, line in alike)
-        return lines[0] == min(lines) and (calls[0] is opens or not others)
+        own = [op.source for op in first if op.source is not None and is_repeated(op.source)]
+        listed = any(isinstance(kind, InList) for kind in self.kinds.values())
+        if len(own) < self.size and (
+            listed or (self.size == 1 and isinstance(first[0].call, ModuleCall))
+        ):
+            return True
+        # A module that a loop calls over and over is written out where its calls are unlike.
+        lines = [repeated_line(op.source) for op in first]
+        known = [
+            (calls_module(op), place.line)
+            for op, line in zip(first, lines, strict=True)
+            if line is not None and (place := statement_at(line))
+        ]
+        if lines[0] is None or not known:
+            return False
+        start, opens = known[0][1], begins_with_module(lines[0])
+        others = any(call is opens and line == start for call, line in known)
+        return start == min(line for _, line in known) and (
+            calls_module(first[0]) is opens or not others
+        )
 
     def _is_round(self, number: int) -> bool:
         """Whether the ops after this number of rounds are one more."""

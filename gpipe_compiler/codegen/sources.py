@@ -155,6 +155,12 @@ def is_repeated(location: SourceLocation) -> bool:
     return location.line in _lines_of_loops(location.file)
 
 
+def repeated_line(location: SourceLocation | None) -> SourceLocation | None:
+    """The line that stands in a loop, of one and of those that called the modules around it."""
+    lines = () if location is None else (location, *(line for _, line in location.calls))
+    return next(filter(is_repeated, lines), None)
+
+
 def begins_with_module(location: SourceLocation) -> bool:
     """Whether what the statement at a line computes first is the call of a module: of `self`, of
     what a loop runs over, or of a local name."""

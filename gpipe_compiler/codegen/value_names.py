@@ -198,12 +198,21 @@ def name_of_module(path: str) -> str:
 
 def list_name(graph: Graph, value: str) -> str:
     """The user's name for the list to which a value is added, else one for several such values."""
-    statement = statement_at(graph.producer[value].source)
-    for node in ast.walk(statement.node) if statement is not None else ():
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=own), attr="append")):
-                return own
-    return f"all_{argument_name(graph, value)}"
+    source, own = graph.producer[value].source, argument_name(graph, value)
+    lines = () if source is None else (source, *(line for _, line in source.calls[::-1]))
+    for statement in filter(None, map(statement_at, lines)):
+        here = [*ast.walk(statement.node)]
+        for node in ast.walk(statement.method):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id=kept), attr="append"), args=[item]
+                ) if item in here or getattr(item, "id", "") == own:
+                    return kept
+                case ast.BinOp(
+                    ast.Name(id=kept), ast.Add(), ast.Tuple([item]) | ast.List([item])
+                ) if getattr(item, "id", "") == own:
+                    return kept
+    return f"all_{own}"
 
 
 def name_of_one(path: str) -> str:

@@ -227,6 +227,32 @@ class Returns(nn.Module):
         return (self.norm(x), *steps)
 
 
+class Unrolls(nn.Module):
+    """One layer, whose last call is unlike the others: nobody reads what it would go on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = _Step(nn.GRUCell(1, DIM), nn.Linear(DIM, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros_like(x)
+        said = []
+        for t in range(DIM):
+            word, h = self.step(x[:, t : t + 1], h)
+            said.append(word)
+        return torch.cat(said, dim=1)
+
+
+class _Step(nn.Module):
+    def __init__(self, cell: nn.Module, out: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.out = cell, out
+
+    def forward(self, word: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(word, h)
+        return self.out(h), h.tanh()
+
+
 class Mapped(nn.Module):
     """The parts of one thing, named where all are taken on."""
 
@@ -243,7 +269,8 @@ class Mapped(nn.Module):
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "heads": (Heads, (4, DIM), "[self.heads[str(i)](x) for i in range(4)]"),
     "gathers": (Gathers, (4, DIM), "            steps.append(self.norm(x))\n"),
-    "passes": (Passes, (4, DIM), "            all_x.append(x_2)\n"),
+    "passes": (Passes, (4, DIM), "            steps.append(x_2)\n"),
+    "unrolls": (Unrolls, (4, DIM), "        for index in range(5):\n"),
     "gathers two": (GathersTwo, (4, DIM), "            other.append(torch.cos(side(x)))\n"),
     "mapped": (Mapped, (4, DIM), "q, k, v = self.to_qkv(x).chunk(3, dim=-1)"),
     "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),
