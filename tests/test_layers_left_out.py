@@ -140,6 +140,24 @@ def test_a_step_is_that_of_the_layers_that_run(plain: Path, manner: dict[str, An
     assert len(patterns) > 2
 
 
+class Draws(Encoder):
+    """Draws in the line that decides, and reads what all layers make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden_states = self.embed(x)
+        states = []
+        for layer in self.layers:
+            if not (self.training and torch.rand(()).item() < 0.5):
+                (hidden_states,) = layer(hidden_states)
+            states.append(hidden_states)
+        return self.head(torch.stack(states).mean(0))
+
+
+def test_a_draw_in_a_condition_is_made_once(tmp_path: Path) -> None:
+    text = (compiled(Draws(0.0), tmp_path) / "stage_1.py").read_text()
+    assert text.count("torch.rand(") == 2  # its layers
+
+
 class Narrow(Encoder):
     """Layers that under autocast make 16 bits of the 32 that they are given."""
 

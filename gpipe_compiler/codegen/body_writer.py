@@ -129,6 +129,8 @@ class BodyWriter:
             return
         if isinstance(made, FunctionCall) and self._inlines(op, made):
             assert isinstance(op.result, str)
+            if {pending.op.result for pending in self.pending}.intersection(op.inputs):
+                self._flush()  # a draw in a condition is made once, where it stands
             self.writer.variables[op.result] = self.writer.call(made)
             return
         if self._statement(op, made):
