@@ -111,7 +111,7 @@ def _named(graph: Graph, call: BlockCall) -> dict[str, str]:
     alike = Counter([*names.values(), *(inner.get(value, "") for value in items)])
     if all(alike[inner.get(value, "")] == 1 and value in inner for value in items):
         _take(names, ((value, inner[value]) for value in items))
-    _take(names, ((value, identifier(f"{n.name}{[*n.path]}")) for value, n in items.items()))
+    _take(names, ((value, _with_path(name)) for value, name in items.items()))
     return names
 
 
@@ -127,12 +127,15 @@ def loss_names(ops: Sequence[Op], values: Sequence[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     _take(names, _stated([pair for pair in seen if not pair[1].path]))
     _take(names, ((value, name.name) for value, name in seen if not name.path))
-    for value, name in seen:
-        keys = (
-            [*name.path] if name.path and isinstance(name.path[0], str) else [name.name, *name.path]
-        )
-        _take(names, [(value, identifier("_".join(map(str, keys))))])
+    by_key = [pair for pair in seen if pair[1].path and isinstance(pair[1].path[0], str)]
+    _take(names, ((value, identifier("_".join(map(str, name.path)))) for value, name in by_key))
+    _take(names, ((value, _with_path(name)) for value, name in seen))
     return names
+
+
+def _with_path(name: SeenName) -> str:
+    """`x_0` for the first of a list `x`."""
+    return identifier("_".join((name.name, *map(str, name.path))))
 
 
 def _seen(ops: Iterable[Op], values: Collection[str]) -> Iterator[tuple[str, SeenName]]:

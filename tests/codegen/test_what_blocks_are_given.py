@@ -196,3 +196,42 @@ def test_a_size_of_what_a_call_makes_is_none_that_it_can_read(
     stage.load_state_dict(model.state_dict())
     for x, y in (given, (torch.rand(3, 7, 4), torch.rand(3, 2, 4))):
         torch.testing.assert_close(stage(x, y), model(x, y))
+
+
+class Fuse(nn.Module):
+    """Takes a list and a dictionary, whose items it has other names for, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4, 3), nn.Linear(6, 3)
+
+    def forward(self, maps: list[Tensor], given: dict[str, Tensor]) -> Tensor:
+        scale = given["scale"]
+        return (self.narrow(maps[0]) + self.wide(maps[1])) * scale + given["shift"]
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.downs = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 6)])
+        self.fuse, self.head = Fuse(), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        given = {"scale": x.mean(1, keepdim=True), "shift": x[:, :1]}
+        y = self.fuse([down(x) for down in self.downs], given)
+        return {"scores": y, "boxes": self.head(y.cos())}
+
+
+def test_items_of_what_a_module_is_given_have_its_names(planned: Callable[..., Plan]) -> None:
+    def loss_fn(found: dict[str, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+        labels, places = target
+        near = nn.functional.mse_loss(found["boxes"], places)
+        return nn.functional.cross_entropy(found["scores"], labels) + near
+
+    x, target = torch.rand(4, 5), (torch.randint(3, (4,)), torch.rand(4, 3))
+    text = text_of(planned(Pyramid(), x, count=1, target=target, loss_fn=loss_fn))
+
+    heads = re.findall(r"def (?:forward|loss)\(\s*self, ([^)]+?),?\s*\)", text)
+    names = [[given.split(":")[0].strip() for given in head.split(",")] for head in heads]
+    assert {*names[0]} == {"maps_0", "maps_1", "scale", "given_shift"}, text
+    assert {*names[-1]} == {"scores", "boxes", "labels", "places"}, text
