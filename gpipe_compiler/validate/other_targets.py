@@ -49,7 +49,13 @@ def other_targets(graph: Graph, batch: MiniBatch, seed: int) -> Iterator[MiniBat
         yield dataclasses.replace(batch, inputs=tuple(inputs))
 
 
-_CTC = by_identity({torch.ops.aten._ctc_loss.default, torch.ops.aten._ctc_loss.Tensor})
+_aten = torch.ops.aten
+_CTC = by_identity(
+    {
+        *(_aten._ctc_loss.default, _aten._ctc_loss.Tensor),
+        *(_aten._cudnn_ctc_loss.default, _aten._cudnn_ctc_loss.Tensor),
+    }
+)
 
 
 class CheckedClasses(PlainDispatchMode):
