@@ -29,6 +29,7 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ADVERSARY = HERE.parent / "tests"
 TRACEBACK = "Traceback (most recent call last)"
-NOT_MADE = re.compile(r"build_model\(\) raises|the model raises \w+ on the example inputs")
+NOT_MADE = re.compile(r"build_model\(\) (raises|fails)|the model raises \w+ on the example inputs")
 USER_FILE = """\
 # {name}, as its user would write it down.
 import sys
@@ -69,7 +70,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: its exit code (None: at its limit), output, processor seconds."""
+    """A process that has ended: its exit code (None: at its limit; negative: by a signal, as where
+    memory ran out), output, processor seconds."""
 
     code: int | None
     text: str
@@ -100,7 +102,8 @@ def run(words: list[str], limit_s: int) -> Ended:
         code, text = None, str(late.stdout or "")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Ended(None if code is not None and code < 0 else code, text, seconds)
+    late = code in (-signal.SIGXCPU, -signal.SIGKILL) and seconds >= limit_s
+    return Ended(None if late else code, text, seconds)
 
 
 def measured(name: str, limit_s: int, keep: Path | None) -> Row:
@@ -125,7 +128,8 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
             verdict = json.loads(found.text.strip().splitlines()[-1])
         except (ValueError, IndexError):
             _, refused, said = found.text.partition("errors.UsageError: ")
-            why = f"at the step: {' '.join(said.split())}" if refused else found.text.strip()[-400:]
+            end = found.text.strip()[-400:] or f"the judge ended with exit code {found.code}"
+            why = f"at the step: {' '.join(said.split())}" if refused else end
             return dataclasses.replace(row, outcome="refused" if refused else "unjudged", why=why)
         faults: list[str] = verdict["faults"]
         if faults:

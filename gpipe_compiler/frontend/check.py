@@ -29,6 +29,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     different,
     is_noise,
     larger_batch,
+    may_be_rounding,
     may_be_tried,
     with_other_weights,
 )
@@ -50,6 +51,7 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
 from gpipe_compiler.frontend.user_code import RUNS_ALONE, raised
+from gpipe_compiler.frontend.widening import widening
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, least_sizes, other_sizes
@@ -61,6 +63,8 @@ _BATCHES = ((2,), (3, 4))
 
 _INPUTS = ((True, True), (True, False), (False, True))
 """Whether inputs require gradients, and whether they are leaves: the first that the model takes."""
+
+_FEWER_BITS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 _SLOW_S = 1.0
 """Processor seconds of a comparison from which on each mode is compared at one size only: train
@@ -225,8 +229,10 @@ def _compare(
             yield f"{mode}: the graph raises {summary(error)}"
             return
         found = dict(different(expected.results, actual.results))
-        if found and is_noise(found, expected.results, actual.results):
-            found = _in_double(graph, subject, entry, batch)
+        if found and may_be_rounding(found, expected.results, actual.results):
+            again = _in_double(graph, subject, entry, batch)
+            noise = again is None and is_noise(found, expected.results, actual.results)
+            found = {} if noise else found if again is None else again
         if found and not entry.states.on_meta:
             refuse_seeding(subject.model, entry, batch)
     for name, text in found.items():
@@ -305,12 +311,16 @@ def _first_run(
     return None
 
 
-def _in_double(graph: Graph, subject: Subject, entry: Entry, batch: int) -> dict[str, str]:
-    """What differs in double precision; nothing where one of both does not run in that."""
-    try:
-        expected = run_model(graph, subject, entry, batch, double=True).results
-        actual = run_graph(graph, entry, batch, double=True).results
-    except Exception:  # what is written for fp32 may do anything in another type
-        return {}
-    found = dict(different(expected, actual))
-    return {} if is_noise(found, expected, actual) else found
+def _in_double(graph: Graph, subject: Subject, entry: Entry, batch: int) -> dict[str, str] | None:
+    """What differs in double precision: throughout, or but for the casts to fewer bits, where model
+    and graph do not run so; None where they do not run in that either."""
+    for around in (widening(_FEWER_BITS), contextlib.nullcontext()):
+        try:
+            with around:
+                expected = run_model(graph, subject, entry, batch, double=True).results
+                actual = run_graph(graph, entry, batch, double=True).results
+        except Exception:  # what is written for fp32 may do anything in another type
+            continue
+        found = dict(different(expected, actual))
+        return {} if may_be_rounding(found, expected, actual) else found
+    return None

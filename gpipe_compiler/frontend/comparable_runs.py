@@ -206,10 +206,10 @@ in the same order, and only the order in which gradients are summed may differ. 
 off by a share of the element, which is 10,000 times more."""
 
 _NOISE = 16
-"""Roundings of the largest gradient of all that a gradient may consist of and still be zero: a sum
-that is zero, as for a bias before a BatchNorm or a softmax, is left with the rounding of
-its summands, which are as large as those of other gradients. Such ones are compared again in double
-precision, where a small gradient that is no rounding is still there."""
+"""Roundings of the largest gradient of all that a gradient may be off, or consist of and be zero: a
+sum whose terms cancel, as for a bias before a BatchNorm or a weight of what is normalised next, is
+left with the rounding of its terms, which are as large as those of other gradients. Such ones are
+compared again in double precision, where a difference that is no rounding is still there."""
 
 
 def different(expected: Results, actual: Results) -> Iterator[tuple[str, str]]:
@@ -236,16 +236,33 @@ def different(expected: Results, actual: Results) -> Iterator[tuple[str, str]]:
 
 def is_noise(names: Iterable[str], expected: Results, actual: Results) -> bool:
     """Whether all of these are gradients, in both no larger than the rounding of others."""
-    gradients = [tensor for name, tensor in expected.items() if name.startswith(GRADIENT)]
-    largest = max(map(_largest, gradients), default=0.0)
     return all(
-        tensor is not None
-        and name.startswith(GRADIENT)
-        and tensor.is_floating_point()
-        and _largest(tensor) <= _NOISE * torch.finfo(tensor.dtype).eps * largest
+        name.startswith(GRADIENT) and _is_rounding(tensor, expected)
         for name in names
         for tensor in (expected.get(name), actual.get(name))
     )
+
+
+def may_be_rounding(names: Iterable[str], expected: Results, actual: Results) -> bool:
+    """Whether all of these are gradients, and differ by no more than the rounding of others."""
+    pairs = ((name, expected.get(name), actual.get(name)) for name in names)
+    return all(
+        name.startswith(GRADIENT)
+        and one is not None
+        and other is not None
+        and (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
+        and _is_rounding(dense(one) - dense(other), expected)
+        for name, one, other in pairs
+    )
+
+
+def _is_rounding(tensor: torch.Tensor | None, run: Results) -> bool:
+    """Whether a tensor is no larger than the rounding of the largest gradient of a run."""
+    if tensor is None or not tensor.is_floating_point():
+        return False
+    gradients = [tensor for name, tensor in run.items() if name.startswith(GRADIENT)]
+    largest = max(map(_largest, gradients), default=0.0)
+    return _largest(tensor) <= _NOISE * torch.finfo(tensor.dtype).eps * largest
 
 
 def _largest(tensor: torch.Tensor | None) -> float:

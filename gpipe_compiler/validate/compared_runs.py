@@ -16,6 +16,7 @@ from gpipe_compiler.frontend.comparable_runs import double, with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
+from gpipe_compiler.frontend.widening import widening
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -38,7 +39,7 @@ from gpipe_compiler.validate.plain_run import (
     train_step,
     with_terms,
 )
-from gpipe_compiler.validate.rounding import doubled, lower_types, rounded, widening
+from gpipe_compiler.validate.rounding import doubled, lower_types, rounded
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 
+from gpipe_compiler.dispatching import PlainDispatchMode, by_identity
 from gpipe_compiler.ir import Graph, Input, Ref, called
 from gpipe_compiler.passes.verbs import BOUNDING, COMPARING, elements_of, number_of
 from gpipe_compiler.validate.plain_run import MiniBatch
@@ -47,6 +49,31 @@ def other_targets(graph: Graph, batch: MiniBatch, seed: int) -> Iterator[MiniBat
         yield dataclasses.replace(batch, inputs=tuple(inputs))
 
 
+_aten = torch.ops.aten
+_CTC = by_identity(
+    {
+        *(_aten._ctc_loss.default, _aten._ctc_loss.Tensor),
+        *(_aten._cudnn_ctc_loss.default, _aten._cudnn_ctc_loss.Tensor),
+    }
+)
+
+
+class CheckedClasses(PlainDispatchMode):
+    """Rejects targets of a CTC loss that are no classes.
+
+    Every other loss of torch does so by itself. This one reads what happens to lie there, so that
+    it shows nothing.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one kernel, if it is given classes."""
+        if id(func) in _CTC:
+            scores, targets, *_ = args
+            if bool(((targets < 0) | (targets >= scores.shape[-1])).any()):
+                raise IndexError("a target of the CTC loss is no class")
+        return func(*args, **(kwargs or {}))
+
+
 def _bounds(graph: Graph) -> dict[str, set[int]]:
     """For each input of integers, the numbers next to those that it is compared with."""
     inputs = {source.name for source in graph.inputs}
@@ -55,7 +82,8 @@ def _bounds(graph: Graph) -> dict[str, set[int]]:
         if called(op.call) not in COMPARING | BOUNDING:
             continue
         numbers = [number_of(graph, item) for item in (*op.call.args, *op.call.kwargs.values())]
-        near = {int(n) + by for n in numbers if n is not None and n == int(n) for by in (-1, 0, 1)}
+        whole = {int(n) for n in numbers if n is not None and float(n).is_integer()}
+        near = {n + by for n in whole for by in (-1, 0, 1)}
         for item in op.call.args:
             source = elements_of(graph, item)
             if isinstance(source, Ref) and source.name in inputs:

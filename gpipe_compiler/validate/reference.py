@@ -41,7 +41,7 @@ from gpipe_compiler.validate.departure import (
 )
 from gpipe_compiler.validate.draws import ApartError, Draws
 from gpipe_compiler.validate.loss_splitting import Losses, cause_of, explain
-from gpipe_compiler.validate.other_targets import other_targets
+from gpipe_compiler.validate.other_targets import CheckedClasses, other_targets
 from gpipe_compiler.validate.plain_run import ModelCall, batch_of, evaluate, shares_of
 from gpipe_compiler.validate.second_batch import OtherBatch
 
@@ -314,7 +314,8 @@ class _Work(ComparedRuns):
                 entry = make_entry(self.subject, training=False)
                 shares = shares_of(entry, self.plan, batch)
                 other = dataclasses.replace(self, batch=batch, shares=shares)
-                losses, close = other._precise_losses(training=training)
+                with CheckedClasses():
+                    losses, close = other._precise_losses(training=training)
             except Exception:  # whatever the user's code raises on targets that are none
                 continue
             if losses is not None and not losses.within(close):

@@ -11,15 +11,12 @@ stages: each of these sums its own before it hands one gradient back.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from gpipe_compiler.frontend.comparable_runs import LARGEST_COPIED
 from gpipe_compiler.frontend.state import isolated
@@ -144,31 +141,6 @@ def _of_regions(graph: Graph) -> Iterator[torch.dtype]:
         context = op.call.context if isinstance(op.call, RegionCall) else None
         if isinstance(context, Autocast) and context.enabled:
             yield context.dtype or torch.get_autocast_dtype(context.device_type)
-
-
-@contextlib.contextmanager
-def widening(narrow: Collection[torch.dtype]) -> Iterator[None]:
-    """Around a model in 64 bits: what it casts to these types stays in 64, and autocast is off."""
-    with torch._C._DisableAutocast(), _Widened(narrow):
-        yield
-
-
-class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
-    """Every op that is to make one of some types makes 64 bits."""
-
-    def __init__(self, narrow: Collection[torch.dtype]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own base
-        self._narrow = narrow
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        wide, named = tree_map(self._widened, (tuple(args), kwargs or {}))
-        return func(*wide, **named)
-
-    def _widened(self, argument: Any) -> Any:
-        is_narrow = isinstance(argument, torch.dtype) and argument in self._narrow
-        return torch.float64 if is_narrow else argument
 
 
 def rounded(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:

@@ -267,6 +267,8 @@ def _uses(name: str, args: tuple[Any, ...]) -> Iterable[tuple[Any, Use]]:
             yield indices, Use(table.shape[0])
         case "nll_loss_forward" | "nll_loss2d_forward", (scores, target, _, _, ignored, *_):
             yield target, Use(scores.shape[1 if scores.ndim > 1 else 0], ignored)
+        case "_ctc_loss" | "_cudnn_ctc_loss", (scores, targets, *_):
+            yield targets, Use(scores.shape[-1])
         case "gather" | "index_select" | "scatter" | "scatter_" | "scatter_add" | "index_add", (
             whole,
             int() as dim,

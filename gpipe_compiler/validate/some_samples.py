@@ -131,12 +131,17 @@ class BothRuns:
         return any(map(self.is_wrong, ends)) or (lacking and any(without_rows))
 
     def _lacks_rows(self, name: str) -> bool:
-        """Whether a value has rows of some of its samples only, told apart by their numbers."""
-        one, known = self.whole.get(name), self.graph.values[name]
+        """Whether a value has rows of some of its samples only, told apart by their numbers.
+
+        A single row, whatever the number of samples, is of none: in this mode all of them share it.
+        """
+        one, other, known = self.whole.get(name), self.part.get(name), self.graph.values[name]
         if known.batch_dim is None or not known.splittable or not isinstance(one, torch.Tensor):
             return False
-        planned = known.shape[known.batch_dim] * self.samples
-        return one.shape[known.batch_dim] * self.graph.batch_size != planned
+        assert isinstance(other, torch.Tensor)
+        rows, planned = one.shape[known.batch_dim], known.shape[known.batch_dim] * self.samples
+        shared = rows == other.shape[known.batch_dim] == 1
+        return not shared and rows * self.graph.batch_size != planned
 
     def _has_changed(self, name: str) -> bool:
         """Whether a value without a batch dimension is another for some of the samples."""

@@ -321,3 +321,41 @@ def test_a_small_gradient_is_no_rounding():
     found = differences(change(graph, op.name, call=twice), subject)
 
     assert any("gradient of small" in text for text in found)
+
+
+class Scaled(nn.Module):
+    """A weight before a normalisation, in 32 bits as RMSNorm casts: its gradient is a sum whose
+    terms cancel but for a few thousandths."""
+
+    def __init__(self, order=(0, 1, 2), share=0.0):
+        super().__init__()
+        self.scale, self.order, self.share = nn.Parameter(torch.tensor(1.3)), order, share
+        self.last = nn.Linear(16, 3)
+
+    def forward(self, x):
+        scale = self.scale + self.share * (self.scale - self.scale.detach())
+        y = F.rms_norm((scale * x).to(torch.float32), (16,), eps=1e-3)
+        terms = [y * 0.1, y.tanh(), y.sigmoid()]
+        products = {place: terms[place] * y for place in self.order}
+        return self.last(products[0] + products[1] + products[2])
+
+
+def scaled(**settings):
+    torch.manual_seed(0)
+    x, target = torch.randn(64, 16), torch.randint(3, (64,))
+    return Subject("scaled", Scaled(**settings), (x,), target=target, loss_fn=F.cross_entropy)
+
+
+def test_gradients_that_are_summed_in_another_order_are_no_difference():
+    same = merge(*(trace_mode(scaled(order=(2, 0, 1)), mode) for mode in (True, False)))
+
+    assert differences(same, scaled()) == []
+
+
+def test_a_gradient_that_is_off_by_less_than_others_round_is_found():
+    wrong = merge(*(trace_mode(scaled(share=1e-3), mode) for mode in (True, False)))
+
+    found = differences(wrong, scaled())
+
+    assert found
+    assert all("gradient of scale is off by" in text for text in found)

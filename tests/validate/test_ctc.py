@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
 
 CLUSTER = Cluster.of(DEFAULT_HOST, IN_PROCESS)
-STEPS, CLASSES, LONGEST = 10, 6, 4
+STEPS, CLASSES, LONGEST, IGNORED = 10, 6, 4, -100
 
 
 class Listener(nn.Module):
@@ -79,6 +80,38 @@ def test_any_batch_trains_as_in_one_piece(loss_fn: Any, tmp_path: Path) -> None:
                 torch.testing.assert_close(
                     parameter.grad, model.get_parameter(name).grad, rtol=1e-4, atol=1e-6
                 )
+
+
+class Dictated(Listener):
+    """Returns its loss, as models of speech do: targets of one row for each sample, in which some
+    places hold no class. What it hears is bounded on one side."""
+
+    def forward(self, x: Tensor, labels: Tensor, steps: Tensor) -> dict[str, Tensor]:
+        heard = (labels != IGNORED) & (labels != 0)
+        scores = self.head(self.ear(x).clamp(0.0, math.inf)).log_softmax(-1).transpose(0, 1)
+        row, lengths = labels.masked_select(heard), heard.sum(-1)
+        return {"loss": F.ctc_loss(scores, row, steps, lengths, reduction="sum")}
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.usefixtures("in_process")
+def test_targets_are_drawn_among_the_classes(ignored: bool, tmp_path: Path) -> None:
+    """The kernel of torch does not check them, but reads what happens to lie there."""
+    torch.manual_seed(0)
+    model = Dictated()
+    x, target = batch(8, 0)
+    labels = target["text"]
+    if ignored:
+        labels[1, 2:] = IGNORED
+    given = Subject("dictated", model, (x, labels, target["steps"]))
+    made = compile_subject(given, CompileOptions(2, 4, cluster=CLUSTER), tmp_path / "package")
+    assert made.validation is not None
+    assert made.validation.passed, str(made.validation)
+    package = load_package(tmp_path / "package")
+    x, target = batch(7, 7)
+    with package.Pipeline() as pipe:
+        expected = model(x, target["text"], target["steps"])["loss"].detach()
+        torch.testing.assert_close(pipe.step((x, target["text"], target["steps"])), expected)
 
 
 def test_targets_in_a_row_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from gpipe_compiler.cluster import DEFAULT_HOST, IN_PROCESS, Cluster
 from gpipe_compiler.compile import CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
+from gpipe_compiler.errors import GPipeCompilerError
 from gpipe_compiler.frontend.subject import Subject
 
 OPTIONS = CompileOptions(
@@ -103,3 +104,42 @@ def test_a_loss_may_have_samples_in_another_order(tmp_path: Path) -> None:
         loss = pipe.step(x, target)
 
     torch.testing.assert_close(loss, by_streams(given.model(x), target).detach())
+
+
+class Masked(nn.Module):
+    """In training every sample has a mask of its own, in eval mode all of them share one. Behind
+    it `rule`."""
+
+    def __init__(self, rule: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.rule = nn.Linear(4, 4), nn.Linear(4, 2), rule
+
+    def forward(self, x: Tensor, valid: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1], device=x.device)
+        mask = (at[:, None] >= at)[None]
+        mask = mask & (valid[:, None] if self.training else (at[:, None] < at + 3)[None])
+        h = self.first(x)
+        scores = (h @ h.transpose(1, 2)).masked_fill(~mask, -1e4)
+        return self.last(self.rule(scores.softmax(-1) @ x))
+
+
+def masked(rule: Callable[[Tensor], Tensor]) -> Subject:
+    x, valid = torch.randn(8, 6, 4), torch.rand(8, 6) > 0.3
+    model, target = Masked(rule), torch.randn(8, 6, 2)
+    return Subject("masked", model, (x, valid), target=target, loss_fn=F.mse_loss)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_all_samples_share_in_eval_mode_alone_tells_none_apart(tmp_path: Path) -> None:
+    options = dataclasses.replace(OPTIONS, validate=True)
+    made = compile_subject(masked(near), options, tmp_path / "out")
+    assert made.validation is not None
+    assert made.validation.passed, str(made.validation)
+
+
+def test_what_tells_samples_apart_behind_that_is_refused(tmp_path: Path) -> None:
+    def rule(x: Tensor) -> Tensor:
+        return x * (torch.arange(len(x)) < 20)[:, None, None]
+
+    with pytest.raises(GPipeCompilerError, match="takes the samples of a batch together"):
+        compile_subject(masked(rule), OPTIONS, tmp_path / "out")
