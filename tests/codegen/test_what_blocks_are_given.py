@@ -210,7 +210,7 @@ class Fuse(nn.Module):
         return (self.narrow(maps[0]) + self.wide(maps[1])) * scale + given["shift"]
 
 
-class Pyramid(nn.Module):
+class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.downs = nn.ModuleList([nn.Linear(5, 4), nn.Linear(5, 6)])
@@ -229,7 +229,7 @@ def test_items_of_what_a_module_is_given_have_its_names(planned: Callable[..., P
         return nn.functional.cross_entropy(found["scores"], labels) + near
 
     x, target = torch.rand(4, 5), (torch.randint(3, (4,)), torch.rand(4, 3))
-    text = text_of(planned(Pyramid(), x, count=1, target=target, loss_fn=loss_fn))
+    text = text_of(planned(Fused(), x, count=1, target=target, loss_fn=loss_fn))
 
     heads = re.findall(r"def (?:forward|loss)\(\s*self, ([^)]+?),?\s*\)", text)
     names = [[given.split(":")[0].strip() for given in head.split(",")] for head in heads]

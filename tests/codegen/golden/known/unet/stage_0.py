@@ -20,19 +20,16 @@ class Stage0(nn.Module):
             images: (B, 3, images.2, images.3) float32, the model's args[0].
 
         Returns:
-            down_0: (B, 8, images.2, images.3) float32, for stage 3.
-            down_1: (B, 16, images.2 // 2, images.3 // 2) float32, for stage 3.
-            down_2: (B, 32, images.2 // 4, images.3 // 4) float32, for stage 2.
-            pool_out: (B, 32, images.2 // 8, images.3 // 8) float32, for stage 1.
+            *skips: 3 of (B, 8, images.2, images.3) float32, for stage 3 and stage 2.
+            images: (B, 32, images.2 // 8, images.3 // 8) float32, for stage 1.
         """
         # unet.py:66
-        down_0 = self.down["0"](images)  # (B, 8, images.2, images.3)
-        x = self.pool(down_0)  # (B, 8, images.2 // 2, images.3 // 2)
-        down_1 = self.down["1"](x)  # (B, 16, images.2 // 2, images.3 // 2)
-        x = self.pool(down_1)  # (B, 16, images.2 // 4, images.3 // 4)
-        down_2 = self.down["2"](x)  # (B, 32, images.2 // 4, images.3 // 4)
-        pool_out = self.pool(down_2)  # (B, 32, images.2 // 8, images.3 // 8)
-        return down_0, down_1, down_2, pool_out
+        skips: list[Tensor] = []
+        for down in self.down.values():
+            down_2 = down(images)
+            skips.append(down_2)
+            images = self.pool(down_2)
+        return *skips, images
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
