@@ -1,0 +1,116 @@
+"""Loops that change what is trained between steps, against plain PyTorch on whole batches."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import forked
+import pytest
+import torch
+from loop_ranks import Plain, run
+from tiny_pipelines import data_for, skip_spec
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.errors import StageError, UsageError
+
+SCRIPT = Path(__file__).parents[1] / "loop_ranks.py"
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(0, "1f1b"), (0, "zb-h1"), (2, "gpipe")])
+def test_what_is_trained_changes_from_step_to_step(tmp_path, ranks, schedule):
+    """Frozen stages and a frozen tied matrix are trained later, and others no more; weights are
+    assigned; hooks clamp the gradients of mini-batches, and update weights within the backward.
+    """
+    done = forked.run([SCRIPT, tmp_path, schedule], ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(max(1, ranks))]
+    plain = Plain()
+    plain.load_state_dict(found[0][0])
+    for step, expected in enumerate(run(plain)):
+        seen = {}
+        for _, steps in reversed(found):
+            seen.update(steps[step])
+        assert seen.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                seen[name], tensor, msg=lambda m, n=name, s=step: f"{n} {s}: {m}"
+            )
+
+
+def test_a_hook_takes_what_a_loss_is_scaled_by():
+    """Where `backward()` comes later: one hook, of the gradient of the scaled loss."""
+    inputs, target, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        pipe.step(inputs, target, weight=0.5)
+        weight = dict(pipe.named_parameters())["model.l1.weight"]
+        expected = weight.grad.clone()
+        pipe.zero_grad()
+        seen = []
+        weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        loss = pipe.loss(inputs, target)
+        assert not seen
+        (0.5 * loss).backward()
+        torch.testing.assert_close(seen, [expected])
+        torch.testing.assert_close(weight.grad, expected)
+
+
+def test_what_failed_leaves_gradients_and_hooks_as_they_were():
+    inputs, target, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        pipe.step(inputs, target)
+        weight = dict(pipe.named_parameters())["model.l1.weight"]
+        before, seen = weight.grad.clone(), []
+        weight.register_hook(lambda gradient: seen.append(1))
+        with pytest.raises(StageError):
+            pipe.step((inputs[0].double(),), target)
+        assert torch.equal(weight.grad, before)
+        assert not seen
+        pipe.step(inputs, target)
+        assert seen == [1]
+
+
+CHANGES = {
+    "assigned": lambda part: setattr(part, "weight", nn.Parameter(torch.zeros(6, 6))),
+    "pruned": lambda part: prune.random_unstructured(part, "weight", 0.5),
+    "parametrised": lambda part: parametrize.register_parametrization(part, "weight", nn.ReLU()),
+    "weight_norm": nn.utils.weight_norm,
+    "in eval mode": nn.Module.eval,
+    "hooked": lambda part: part.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_refuses_what_no_stage_would_know(change):
+    with Pipeline(skip_spec(), None) as pipe:
+        with pytest.raises(UsageError, match="would be without effect") as caught:
+            CHANGES[change](pipe.get_submodule("model.l1"))
+        assert "copy_" in caught.value.hint
+
+
+def test_other_tensors_in_the_place_of_weights_are_refused():
+    inputs, _, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        doubled = {name: 2 * p for name, p in pipe.named_parameters()}
+        with pytest.raises(UsageError, match="would be without effect"):
+            torch.func.functional_call(pipe, doubled, (inputs,))
+        pipe(inputs)
+
+
+def test_a_pipeline_is_not_pickled():
+    with Pipeline(skip_spec(), None) as pipe, pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(pipe)
+
+
+def test_loading_says_what_is_missing_and_unknown():
+    """As torch's modules do, where that is accepted."""
+    with Pipeline(skip_spec(), None) as pipe:
+        state = pipe.state_dict()
+        state["other"] = state.pop("model.l1.bias")
+        found = pipe.load_state_dict(state, strict=False)
+        assert found.missing_keys == ["model.l1.bias"]
+        assert found.unexpected_keys == ["other"]
+        assert not any(pipe.load_state_dict(pipe.state_dict()))
