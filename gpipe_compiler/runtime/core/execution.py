@@ -204,6 +204,7 @@ class Execution:
             loss_weights=tuple(tuple(replicas * share for share in own) for own in shares),
             kept=kept,
             random=RandomKey(args.key.seed, args.key.step, call.first),
+            vanished=self._weigher.vanished(call.total),
             loss_scale=args.loss_scale,
             held=held,
             handed_back=handed_back,
