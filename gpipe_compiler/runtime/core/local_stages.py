@@ -63,7 +63,9 @@ class SharedParameter:
             if total is None:
                 total = gradient.to(self.canonical.device)
             else:
-                total = total + gradient.to(self.canonical.device)
+                gradient = gradient.to(self.canonical.device)
+                # Torch adds sparse gradients to dense ones, and not dense ones to sparse ones.
+                total = gradient + total if total.is_sparse else total + gradient
             owner.grad = None
         return total
 
@@ -87,7 +89,8 @@ class SharedParameter:
         elif self.earlier is None:
             self.canonical.grad = total
         else:
-            self.canonical.grad = self.earlier.add_(total)
+            sparse = self.earlier.is_sparse
+            self.canonical.grad = total + self.earlier if sparse else self.earlier.add_(total)
         self.earlier = self.total = None
 
 
