@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..spec import PipelineSpec
 from .call import CallArgs
 from .execution import Execution
-from .gradients import PipelineScaler, deferred, hooks_once, refuse_deferred
+from .gradients import PipelineScaler, deferred, hooks_once, refuse_deferred, refuse_transforms
 from .inputs import Inputs
 from .local_stages import LocalStages
 from .loss_weights import LossWeigher
@@ -289,6 +289,7 @@ class Calls(ModelNames):
         deferred: bool = False,
         session: HeldState | None = None,
     ) -> tuple[torch.Tensor | None, object]:
+        refuse_transforms()
         self.check_places()
         seed = self.seed
         if not (self.training or work is RunRequest.TRAIN):

@@ -233,6 +233,17 @@ def give_back(
         torch.autograd.backward(roots, found)
 
 
+def refuse_transforms() -> None:
+    """UsageError within what the threads and processes of a pipeline know nothing of."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    if inside or torch.autograd.forward_ad._current_level >= 0:
+        raise UsageError(
+            "a transform of torch.func, or derivatives in forward mode, around a pipeline do not "
+            "reach its stages",
+            hint="transform the plain model; step gives inputs that require gradients theirs",
+        )
+
+
 # --- hooks of gradients ---------------------------------------------------------------------
 
 

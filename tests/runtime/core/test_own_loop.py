@@ -100,6 +100,28 @@ def test_other_tensors_in_the_place_of_weights_are_refused():
         pipe(inputs)
 
 
+TRANSFORMS = {
+    "grad": lambda call, x: torch.func.grad(lambda x: call(x).sum())(x),
+    "jvp": lambda call, x: torch.func.jvp(call, (x,), (x,)),
+    "vmap": lambda call, x: torch.func.vmap(call)(x[None]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_of_a_call_are_refused(transform):
+    """Their derivatives would be zeros."""
+    (x,), _, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        with pytest.raises(UsageError, match="do not reach its stages"):
+            TRANSFORMS[transform](lambda x: pipe(x)["y"], x)
+        with (
+            pytest.raises(UsageError, match="do not reach"),
+            torch.autograd.forward_ad.dual_level(),
+        ):
+            pipe(torch.autograd.forward_ad.make_dual(x, x))
+
+
 def test_a_pipeline_is_not_pickled():
     with Pipeline(skip_spec(), None) as pipe, pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(pipe)
