@@ -126,7 +126,9 @@ def _tree_of(stages: LocalStages) -> nn.Module:
     tree, state = nn.Module(), stages.state_dict()
     held: dict[str, torch.Tensor] = {**stages.parameters(), **stages.buffers()}
     aliases = {alias: held[name] for alias, name in stages.spec.aliases.items() if name in held}
-    for name, tensor in (held | aliases).items():
+    # Of several names of a tensor torch's modules give the first: that is to be the model's.
+    first = set(stages.spec.aliases.values())
+    for name, tensor in sorted((held | aliases).items(), key=lambda item: item[0] not in first):
         *path, own = name.split(".")
         holder = tree
         for part in path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -125,6 +126,20 @@ def test_transforms_of_a_call_are_refused(transform):
 def test_a_pipeline_is_not_pickled():
     with Pipeline(skip_spec(), None) as pipe, pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(pipe)
+
+
+def test_of_several_names_the_first_of_the_model_counts():
+    """Also where a stage has the other module first: its gradient is clipped with the rest."""
+    spec = dataclasses.replace(skip_spec(), aliases={"model.l0.tied": "model.l1.weight"})
+    inputs, target, _ = data_for("skip", 8)
+    with Pipeline(spec, None) as pipe:
+        names = [name for name, _ in pipe.named_parameters()]
+        assert "model.l1.weight" in names
+        assert "model.l0.tied" not in names
+        pipe.step(inputs, target)
+        gradients = [parameter.grad for parameter in pipe.parameters()]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm)
 
 
 def test_loading_says_what_is_missing_and_unknown():
