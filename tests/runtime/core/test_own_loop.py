@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from pathlib import Path
@@ -9,9 +10,13 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from loop_ranks import Plain, run
+from loop_ranks import Plain, run, spec
 from tiny_pipelines import data_for, skip_spec
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.utils import parametrize, prune
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
@@ -130,9 +135,9 @@ def test_a_pipeline_is_not_pickled():
 
 def test_of_several_names_the_first_of_the_model_counts():
     """Also where a stage has the other module first: its gradient is clipped with the rest."""
-    spec = dataclasses.replace(skip_spec(), aliases={"model.l0.tied": "model.l1.weight"})
+    named = dataclasses.replace(skip_spec(), aliases={"model.l0.tied": "model.l1.weight"})
     inputs, target, _ = data_for("skip", 8)
-    with Pipeline(spec, None) as pipe:
+    with Pipeline(named, None) as pipe:
         names = [name for name, _ in pipe.named_parameters()]
         assert "model.l1.weight" in names
         assert "model.l0.tied" not in names
@@ -140,6 +145,29 @@ def test_of_several_names_the_first_of_the_model_counts():
         gradients = [parameter.grad for parameter in pipe.parameters()]
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.testing.assert_close(pipe.clip_grad_norm_(1e-3), norm)
+
+
+def test_what_an_optimizer_of_the_plain_model_remembers_is_taken_by_names():
+    """Parameters lie in the order of stages, and not in that of the model."""
+    plain = Plain().requires_grad_()
+    own = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    x, target = torch.randn(2, 8, 6)
+    plain.step((x,), target)
+    own.step()
+    with Pipeline(spec(), None) as pipe:
+        pipe.requires_grad_()
+        pipe.load_state_dict(plain.state_dict())
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        state = copy.deepcopy(get_optimizer_state_dict(plain, own))
+        set_optimizer_state_dict(pipe, optimizer, state)
+        for model, each in ((plain, own), (pipe, optimizer)):
+            each.zero_grad()
+            model.step((x,), target)
+            each.step()
+        expected = dict(plain.named_parameters())
+        assert list(expected) != [name for name, _ in pipe.named_parameters()]
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter, expected[name])
 
 
 def test_loading_says_what_is_missing_and_unknown():
