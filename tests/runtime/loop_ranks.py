@@ -145,7 +145,7 @@ CHANGES = (
 """Before each step, of parameters by their names."""
 
 
-def run(model):
+def run(model, share=lambda *batch: batch):
     """The losses, and after every step what each parameter and its gradient is."""
     found = []
     parameters = dict(model.named_parameters())
@@ -155,7 +155,7 @@ def run(model):
         generator = torch.Generator().manual_seed(number)
         x, target = torch.randn(2, 7 + number, WIDTH, generator=generator)
         optimizer.zero_grad()
-        found.append({"loss": model.step((x,), target)})
+        found.append({"loss": model.step(*share((x,), target))})
         for name, p in parameters.items():
             found[-1][f"{name} gradient"] = None if p.grad is None else p.grad.clone()
         optimizer.step()
@@ -163,16 +163,16 @@ def run(model):
     return found
 
 
-def collect(schedule):
-    """On a pipeline, on rank 0 all that its stages hold: and the weights that it began with."""
-    with Pipeline(spec(), None, schedule=schedule) as pipe:
+def collect(schedule, replicas):
+    """The weights that a pipeline began with, and what became of those that are held here."""
+    with Pipeline(spec(), None, schedule=schedule, data_parallel=replicas) as pipe:
         start = {name: tensor.clone() for name, tensor in pipe.gather_state_dict().items()}
-        return start, run(pipe)
+        return start, run(pipe, pipe.shard)
 
 
-def main(directory, schedule):
-    torch.save(collect(schedule), directory / f"{os.environ.get('RANK', '0')}.pt")
+def main(directory, schedule, replicas):
+    torch.save(collect(schedule, replicas), directory / f"{os.environ.get('RANK', '0')}.pt")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

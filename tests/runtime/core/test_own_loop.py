@@ -25,12 +25,15 @@ from gpipe_compiler.runtime.errors import StageError, UsageError
 SCRIPT = Path(__file__).parents[1] / "loop_ranks.py"
 
 
-@pytest.mark.parametrize(("ranks", "schedule"), [(0, "1f1b"), (0, "zb-h1"), (2, "gpipe")])
-def test_what_is_trained_changes_from_step_to_step(tmp_path, ranks, schedule):
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "replicas"),
+    [(0, "1f1b", 1), (0, "zb-h1", 1), (2, "gpipe", 1), (2, "gpipe", 2)],
+)
+def test_what_is_trained_changes_from_step_to_step(tmp_path, ranks, schedule, replicas):
     """Frozen stages and a frozen tied matrix are trained later, and others no more; weights are
     assigned; hooks clamp the gradients of mini-batches, and update weights within the backward.
     """
-    done = forked.run([SCRIPT, tmp_path, schedule], ranks=ranks)
+    done = forked.run([SCRIPT, tmp_path, schedule, replicas], ranks=ranks)
     assert done.returncode == 0, done.stderr
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(max(1, ranks))]
     plain = Plain()
