@@ -14,7 +14,13 @@ from ..errors import UsageError
 from ..spec import PipelineSpec
 from .call import CallArgs
 from .execution import Execution
-from .gradients import PipelineScaler, deferred, hooks_once, refuse_deferred, refuse_transforms
+from .gradients import (
+    PipelineScaler,
+    deferred,
+    hooks_once,
+    refuse_deferred,
+    refuse_transforms,
+)
 from .inputs import Inputs
 from .local_stages import LocalStages
 from .loss_weights import LossWeigher

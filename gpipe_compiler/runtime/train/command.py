@@ -25,7 +25,14 @@ from .check import check_pipeline, format_rows, write_rows
 from .data import example_call
 from .hooks import UserHooks
 from .inference import bench, infer
-from .loading import HUGGING_FACE, check_place, export, load_weights, open_weights, save_model
+from .loading import (
+    HUGGING_FACE,
+    check_place,
+    export,
+    load_weights,
+    open_weights,
+    save_model,
+)
 from .process import exit_code, exit_code_of, give_back_memory, keep_memory, say
 from .told import planned_to_give_back
 from .train import TrainOptions, train
