@@ -302,7 +302,7 @@ class Entry(nn.Module):
             )
             with torch.random.fork_rng(), torch.no_grad():
                 value = user_call(
-                    "loss_fn", self.loss_fn, last - first, (part, of_target), {}, self._flattened()
+                    "loss_fn", self.loss_fn, last - first, (part, of_target), {}, self._way_out()
                 )
             check_scalar(value, "loss_fn returns")
             return value  # type: ignore[no-any-return]  # a scalar tensor, as just checked
@@ -326,10 +326,16 @@ class Entry(nn.Module):
             hint=f"make {cls} a dataclass (@dataclasses.dataclass), or return a dict",
         )
 
-    def _flattened(self) -> str:
-        """The way out for a target whose samples lie in one dimension with something else."""
+    def _way_out(self) -> str:
+        """For a target that numbers samples, or has them in one dimension with something else."""
         size = self.signature.batch_size
-        for source in self.signature.inputs:
+        for source, tensor in zip(self.signature.inputs, self.signature.samples(size), strict=True):
+            numbers = torch.arange(size).to(tensor)
+            if size > 1 and not tensor.is_meta and torch.equal(tensor, numbers):
+                return (
+                    f"{source.name} numbers the samples of a batch, which are others in a part of "
+                    "it: make it in loss_fn, as torch.arange(len(output))"
+                )
             rows = [n for n in source.example_shape or () if n > size and n % size == 0]
             if source.path[0] == "target" and source.batch_dim is None and rows:
                 return (

@@ -152,6 +152,13 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         if name == "data":
             data = args[0].detach()
             return self.record(Written(getattr, (args[0], "data")), data, ())
+        if name == "grad" and is_asked_by_user():
+            raise TraceError(
+                "the model reads the gradient of a tensor, which is that of an earlier backward "
+                "and in no graph",
+                location=calling_line(),
+                hint="read it in a training loop of your own, after step()",
+            )
         made = func(*args)
         if name in _WITHOUT_GRADIENTS and not args[0].is_leaf:
             self.asks_for_gradients(made is not _WITHOUT_GRADIENTS[name])

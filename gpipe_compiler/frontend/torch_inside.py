@@ -61,6 +61,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.ops.aten": (
         *("_ctc_loss", "_cudnn_rnn", "_embedding_bag_backward", "_to_copy", "_unsafe_view"),
     ),
+    "torch.autograd.forward_ad": ("_current_level",),
     "torch.autograd.function": ("_SingleLevelFunction",),
     "torch.fx.experimental": ("_config",),
     "torch.fx.experimental.sym_node.SymNode": ("_ceil", "_floor"),
@@ -69,7 +70,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         *("_log_guard", "_set_replacement", "evaluate_expr"),
     ),
     "torch.library.Library": ("_destroy",),
-    "torch.nn.modules.module": ("BackwardHook",),
+    "torch.nn.modules.module": ("BackwardHook", "_IncompatibleKeys"),
     "torch.nn.modules.batchnorm": ("_BatchNorm",),
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.nn.modules.transformer": ("_detect_is_causal_mask",),

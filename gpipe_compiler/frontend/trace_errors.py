@@ -55,9 +55,18 @@ _CAUSES = (
         "ask by isinstance(x, torch.Tensor) or type(x), and compute with plain tensors",
     ),
     _Cause(
-        r"no fake impl|no Meta kernel",
-        "the model calls an operator of which nothing says what it returns",
-        "register that for it, by torch.library.register_fake",
+        r"aten\._sample_dirichlet",
+        "the model draws from a Beta or a Dirichlet distribution, which torch does not do without "
+        "numbers",
+        "draw from Gamma(concentration, 1), and divide by the sum of these: that is the same "
+        "distribution",
+    ),
+    _Cause(
+        # Of an operator of torch's own the error has the name alone.
+        r"no fake impl|no Meta kernel|(?m:^aten\.\w+\.\w+$)",
+        "the model calls an operator of which nothing says what shape it returns",
+        "register that for it and for its gradient, by torch.library.register_fake, before the "
+        "model is built",
     ),
     _Cause(
         r"\bgenerator\s*=",

@@ -106,8 +106,8 @@ def trace_whole(subject: Subject, precision: Precision = Precision.FP32) -> Grap
         raise TraceError(
             f"the graph that was traced differs from the model: {listing}",
             hint="something that the tracer cannot see decides what the model computes: a branch "
-            "on the number of samples, Python values taken from tensors, global state, or random "
-            "numbers not drawn by torch",
+            "on the number of samples or on torch.compiler.is_exporting(), which is true here, "
+            "Python values taken from tensors, global state, or random numbers not drawn by torch",
         )
     return graph
 

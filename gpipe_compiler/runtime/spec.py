@@ -253,6 +253,18 @@ class StageSpec:
         return frozenset(self.named(own) for own, tensor in state.items() if tensor.requires_grad)
 
     @property
+    def trainable(self) -> frozenset[str]:
+        """The parameters that may be trained, also those that are frozen, by the model's names."""
+        import torch
+
+        parameter = torch.nn.Parameter
+        state = _own_state(self.module).items()  # type: ignore[arg-type]  # as above
+        kinds = [(own, x) for own, x in state if isinstance(x, parameter)]
+        return frozenset(
+            self.named(own) for own, x in kinds if x.is_floating_point() or x.is_complex()
+        )
+
+    @property
     def writes_samples(self) -> bool:
         """Whether training writes to anything for each micro-batch anew."""
         return not set(self.writes) <= set(self.once)

@@ -425,6 +425,11 @@ class CutEvaluator:
         grads = {name: item.grad for name, item in mine.items()}
         found = {name: item.grad for name, item in theirs.items()}
         self.verdict.tensors(f"{what} gradient", found, grads, self.coarse, moved)
+        # A momentum moves on by zeros, and stays where there is no gradient.
+        for name in sorted(found):
+            if (found[name] is None) is not (grads[name] is None):
+                kinds = ("none", "zeros") if found[name] is None else ("zeros", "none")
+                self.verdict.faults.append(f"{what} gradient {name}: is %s, expected %s" % kinds)
         buffers = dict(self.model.named_buffers())
         held = {name: item for name, item in self.pipe.named_buffers() if name in buffers}
         # What the package does not hold is what the model does not change.

@@ -40,7 +40,7 @@ def run(replicas, precision, remat, guilty, sharding="none"):
         if pipe._shards is not None:  # what the stage computes with has all rows
             first = next(iter(pipe._shards.named.values())).whole
         if pipe.rank == guilty and precision == "fp16":
-            first.register_hook(lambda g: g * torch.inf if step == OVERFLOWS else g)
+            overflow(pipe, first, lambda: step == OVERFLOWS)
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         for step in range(STEPS):
             pipe.zero_grad()
@@ -58,6 +58,21 @@ def run(replicas, precision, remat, guilty, sharding="none"):
         seen["evaluated"] = pipe.evaluate(*pipe.shard(*half_data(8, 9)))
         seen["after"] = pipe.gather_state_dict()
     return seen
+
+
+def overflow(pipe, parameter, now):
+    """Have a gradient of this rank overflow, in a replica before the mean is taken."""
+    if pipe.replicas == 1 or pipe._shards is not None:
+        parameter.register_hook(lambda g: torch.full_like(g, torch.inf) if now() else g)
+        return
+    reducer = pipe._reducer
+
+    def ended(stage, ended=reducer.stage_ended):
+        if now() and parameter.grad is not None:
+            parameter.grad.fill_(torch.inf)
+        ended(stage)
+
+    reducer.stage_ended = ended
 
 
 def tied():

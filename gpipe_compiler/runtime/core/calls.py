@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,7 +14,13 @@ from ..errors import UsageError
 from ..spec import PipelineSpec
 from .call import CallArgs
 from .execution import Execution
-from .gradients import PipelineScaler, deferred, refuse_deferred
+from .gradients import (
+    PipelineScaler,
+    deferred,
+    hooks_once,
+    refuse_deferred,
+    refuse_transforms,
+)
 from .inputs import Inputs
 from .local_stages import LocalStages
 from .loss_weights import LossWeigher
@@ -25,15 +31,56 @@ from .session import HeldState
 from .shards import Shards
 
 
+def without_effect() -> UsageError:
+    """The error for what would change how a layer computes."""
+    return UsageError(
+        "a part of a pipeline holds tensors under the model's names and computes nothing: its "
+        "mode, its hooks, and what takes the place of its tensors would be without effect",
+        hint="write into its tensors (parameter.data.copy_(...)), call train() and eval() of "
+        "the pipeline, and compile a model that has the hooks, masks or frozen layers",
+    )
+
+
+class ModelPart(nn.Module):
+    """A part of the model by its name: it holds tensors, and layers are in the stages.
+
+    So what would change how a layer computes is refused here.
+    """
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise without_effect()
+
+    __setattr__ = train = forward = _refuse
+    register_parameter = register_buffer = add_module = _refuse
+    register_forward_hook = register_forward_pre_hook = _refuse
+    register_full_backward_hook = register_full_backward_pre_hook = _refuse
+
+
 class ModelNames(nn.Module):
     """A module with the parameters and buffers that a process holds, under the model's own names.
 
-    Its submodules hold these and nothing else: layers are in the stages. What is assigned to it is
-    a plain attribute, whatever the model calls its parts.
+    Its submodules are parts that hold these. What else is assigned to it is a plain attribute,
+    whatever the model calls its parts.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, torch.Tensor | nn.Module):
+            held = vars(self)
+            if any(name in held.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+                raise without_effect()
         object.__setattr__(self, name, value)
+
+    def check_places(self) -> None:
+        """UsageError where other tensors stand in for those of the stages, as `functional_call` has
+        it."""
+        if any(table.get(name) is not tensor for table, name, tensor in self._places):
+            raise without_effect()
+
+    def train(self, mode: bool = True) -> Self:
+        """Note the mode, in every part."""
+        for part in self.modules():
+            vars(part)["training"] = mode
+        return self
 
     def hold(self, stages: LocalStages, weigher: LossWeigher) -> None:
         """Take the tensors of these stages for its own, and nothing else that it held before.
@@ -46,7 +93,13 @@ class ModelNames(nn.Module):
             items = state.items()
             weigher.load({k.removeprefix(prefix): x for k, x in items if k.startswith(prefix)})
 
-        vars(self).update(vars(_tree_of(stages)))
+        tree = _tree_of(stages)
+        for part in tree.modules():
+            part.__class__ = ModelPart
+        vars(self).update(vars(tree))
+        self._held = tuple(stages.parameters().values())
+        tables = [table for part in tree.modules() for table in (part._parameters, part._buffers)]
+        self._places = [(table, *item) for table in tables for item in table.items()]
         self.register_load_state_dict_pre_hook(load)  # type: ignore[no-untyped-call]  # torch
         self._no_parameter = nn.Parameter(torch.empty(0))
 
@@ -79,7 +132,9 @@ def _tree_of(stages: LocalStages) -> nn.Module:
     tree, state = nn.Module(), stages.state_dict()
     held: dict[str, torch.Tensor] = {**stages.parameters(), **stages.buffers()}
     aliases = {alias: held[name] for alias, name in stages.spec.aliases.items() if name in held}
-    for name, tensor in (held | aliases).items():
+    # Of several names of a tensor torch's modules give the first: that is to be the model's.
+    first = set(stages.spec.aliases.values())
+    for name, tensor in sorted((held | aliases).items(), key=lambda item: item[0] not in first):
         *path, own = name.split(".")
         holder = tree
         for part in path:
@@ -166,7 +221,11 @@ class Calls(ModelNames):
         deferred: bool = False,
     ) -> tuple[torch.Tensor, object]:
         scale = weight * self.scaler.get_scale()
-        with self._gathered(), collected(self.local_stages.shared, self._reducer):
+        with (
+            self._gathered(),
+            hooks_once(self._held, self._reducer, deferred=deferred),
+            collected(self.local_stages.shared, self._reducer),
+        ):
             terms, found = self._run(RunRequest.TRAIN, inputs, target, outputs, scale, deferred)
         self.step_number += 1
         self._calls = 0
@@ -238,6 +297,8 @@ class Calls(ModelNames):
         deferred: bool = False,
         session: HeldState | None = None,
     ) -> tuple[torch.Tensor | None, object]:
+        refuse_transforms()
+        self.check_places()
         seed = self.seed
         if not (self.training or work is RunRequest.TRAIN):
             if self._draws_in_eval:
@@ -258,8 +319,7 @@ class Calls(ModelNames):
             session,
         )
         with self._gathered():
-            for shared in self.local_stages.shared:
-                shared.spread()
+            self.local_stages.spread()
             return self.execution.run(call)
 
     def _gathered(self, *, blocks: bool = False) -> contextlib.AbstractContextManager[None]:

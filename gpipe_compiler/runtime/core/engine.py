@@ -243,8 +243,9 @@ class EngineRun:
                 gradients.append(gradient)
         if not kept.losses:
             return roots, gradients
-        for loss, weight in zip(kept.losses, self.request.loss_weights[batch.first], strict=True):
-            if loss is not None and weight:
+        weights = self.request.loss_weights[batch.first]
+        for number, (loss, weight) in enumerate(zip(kept.losses, weights, strict=True)):
+            if loss is not None and (weight or number in self.request.vanished):
                 roots.append(loss.edge)
                 # As autograd comes to it when the plain model's weighted loss is scaled: where the
                 # loss is of 16 bits that cannot hold the scale it overflows, whatever its weight.

@@ -96,6 +96,7 @@ class Execution:
         self.threads = threads or torch.get_num_threads()
         self._workers: Workers[DeviceResult] = Workers(topology.devices, threads)
         self._interrupted = False
+        self._freezes = any(stage.trainable - stage.trained for stage in spec.stages)
         pairs = ((stages.modules[s], spec.stages[s].writes) for s in stages.modules)
         self._written = [WrittenBuffers(*pair) for pair in pairs if spec.decides]
 
@@ -142,6 +143,7 @@ class Execution:
             training=args.training,
             wanted=call.wanted,
             held=held,
+            unfrozen=self._first_unfrozen() if args.work is RunRequest.TRAIN else None,
         )
         if call.varied:
             self._check_varied(prepared)
@@ -169,6 +171,16 @@ class Execution:
         ]
         return loss, outputs if call.listed else outputs[0]
 
+    def _first_unfrozen(self) -> int | None:
+        """The first stage, on any rank, that trains what was not trained as it was compiled."""
+        if not self._freezes:
+            return None
+        trained = torch.zeros(len(self._spec.stages))
+        trained[list(self._stages.unfrozen())] = 1.0
+        world = self._topology.world
+        found = world.sum(trained, "which stages are trained").nonzero()
+        return int(found[0]) if len(found) else None
+
     def _request(
         self, args: CallArgs, call: Call, bound: BoundCall, prepared: PreparedSchedule
     ) -> StepRequest:
@@ -192,6 +204,7 @@ class Execution:
             loss_weights=tuple(tuple(replicas * share for share in own) for own in shares),
             kept=kept,
             random=RandomKey(args.key.seed, args.key.step, call.first),
+            vanished=self._weigher.vanished(call.total),
             loss_scale=args.loss_scale,
             held=held,
             handed_back=handed_back,

@@ -3,8 +3,9 @@ until `backward()` of a loss gives them to the parameters."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from ..errors import AgreedError, UsageError
 from ..spec import PipelineSpec
 from .distributed import Network
 from .inputs import BoundCall, passed_to
+from .reducer import Reducer
 from .shards import is_divided, local
 
 
@@ -231,6 +233,74 @@ def give_back(
         torch.autograd.backward(roots, found)
 
 
+def refuse_transforms() -> None:
+    """UsageError within what the threads and processes of a pipeline know nothing of."""
+    inside = torch._C._functorch.peek_interpreter_stack() is not None
+    if inside or torch.autograd.forward_ad._current_level >= 0:
+        raise UsageError(
+            "a transform of torch.func, or derivatives in forward mode, around a pipeline do not "
+            "reach its stages",
+            hint="transform the plain model; step gives inputs that require gradients theirs",
+        )
+
+
+# --- hooks of gradients ---------------------------------------------------------------------
+
+
+def _hooks(parameter: nn.Parameter) -> list[dict[int, Any]]:
+    """The tables of a parameter's hooks that hold any."""
+    after = parameter._post_accumulate_grad_hooks
+    return [hooks for hooks in (parameter._backward_hooks, after) if hooks]
+
+
+@contextlib.contextmanager
+def hooks_once(
+    parameters: Sequence[nn.Parameter], reducer: Reducer | None, *, deferred: bool
+) -> Iterator[None]:
+    """Around a step: hooks of parameters are called for the mini-batch's gradient, and not for that
+    of every micro-batch.
+
+    Args:
+        deferred: whether they are left to `backward()` of the loss.
+
+    Raises:
+        UsageError: where the gradient of the mini-batch is not made in this step.
+    """
+    hooked = [parameter for parameter in parameters if _hooks(parameter)]
+    if hooked and reducer is not None and reducer.paused:
+        raise UsageError(
+            "hooks of gradients take the mean over replicas, which no_sync() puts off",
+            hint="leave out no_sync(), or the hooks",
+        )
+    tables = [(hooks, dict(hooks)) for parameter in hooked for hooks in _hooks(parameter)]
+    before = [parameter.grad for parameter in hooked]
+    for parameter in hooked:
+        parameter.grad = None
+    for hooks, _ in tables:
+        hooks.clear()
+    made: Sequence[torch.Tensor | None] = ()
+    try:
+        yield
+        made = [parameter.grad for parameter in hooked]
+    finally:
+        for hooks, held in tables:
+            hooks.update(held)
+        for parameter, gradient in zip(hooked, before, strict=True):
+            parameter.grad = gradient
+    for parameter, gradient in zip(hooked, made, strict=True):
+        if gradient is not None:
+            _accumulate(parameter, gradient, hooks=not deferred)
+
+
+def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor, *, hooks: bool = True) -> None:
+    """Add to the gradient of a parameter, as a backward does."""
+    if hooks and _hooks(parameter):
+        torch.autograd.backward([parameter], [gradient])
+        return
+    before = parameter.grad
+    parameter.grad = gradient if before is None else before + gradient
+
+
 # --- a loss whose backward() gives the gradients ------------------------------------------------
 
 
@@ -284,8 +354,6 @@ class _Loss(torch.autograd.Function):
             raise UsageError("backward() of a loss of a pipeline can be called once")
         with torch.no_grad():
             for parameter, gradient in ctx.held:
-                gradient.mul_(factors[0].to(gradient.device))
-                before = parameter.grad
-                parameter.grad = gradient if before is None else before + gradient
+                _accumulate(parameter, gradient.mul_(factors[0].to(gradient.device)))
         ctx.held = None
         return None, None, None

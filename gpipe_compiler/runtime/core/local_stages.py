@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import UsageError
 from ..spec import PipelineSpec
@@ -38,22 +40,11 @@ class SharedParameter:
         """The one that the caller sees."""
         return self.owners[0]
 
-    def alias(self) -> None:
-        """Let owners on the same device lie in the same memory; give the others the same value."""
-        for owner in self.owners[1:]:
-            if owner.device == self.canonical.device:
-                owner.data = self.canonical.data
-        self.spread()
-
     def spread(self) -> None:
-        """Bring copies on other devices up to date.
-
-        Always: an optimizer that writes to `parameter.data` leaves no trace of it.
-        """
-        with torch.no_grad():
-            for owner in self.owners[1:]:
-                if owner.device != self.canonical.device:
-                    owner.copy_(self.canonical)
+        """Bring the other owners up to date, which are trained where the canonical one is."""
+        for owner in self.owners[1:]:
+            owner.requires_grad_(self.canonical.requires_grad)
+            bring_up_to_date(owner, self.canonical)
 
     def begin(self) -> None:
         """Before a step: every owner collects the gradient of this step alone."""
@@ -72,7 +63,9 @@ class SharedParameter:
             if total is None:
                 total = gradient.to(self.canonical.device)
             else:
-                total = total + gradient.to(self.canonical.device)
+                gradient = gradient.to(self.canonical.device)
+                # Torch adds sparse gradients to dense ones, and not dense ones to sparse ones.
+                total = gradient + total if total.is_sparse else total + gradient
             owner.grad = None
         return total
 
@@ -96,8 +89,21 @@ class SharedParameter:
         elif self.earlier is None:
             self.canonical.grad = total
         else:
-            self.canonical.grad = self.earlier.add_(total)
+            sparse = self.earlier.is_sparse
+            self.canonical.grad = total + self.earlier if sparse else self.earlier.add_(total)
         self.earlier = self.total = None
+
+
+def bring_up_to_date(copy: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let a copy lie where a tensor does, or on another device have its numbers.
+
+    Always: what writes to or assigns `tensor.data` leaves no trace of it.
+    """
+    if copy.device != tensor.device:
+        with torch.no_grad():
+            copy.copy_(tensor)
+    elif copy.data_ptr() != tensor.data_ptr():
+        copy.data = tensor.data
 
 
 def owners_of(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
@@ -110,9 +116,12 @@ def owners_of(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
 
 
 def trainable_shared(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:
-    """The shared parameters whose gradients are to be summed, with the stages that own them."""
+    """The shared parameters that may be trained, with the stages that own them.
+
+    Also those that are frozen so far.
+    """
     several = owners_of(spec).items()
-    return {name: owners for name, owners in several if name in spec.stages[owners[0]].trained}
+    return {name: owners for name, owners in several if name in spec.stages[owners[0]].trainable}
 
 
 class LocalStages:
@@ -120,26 +129,46 @@ class LocalStages:
 
     Attributes:
         shared: parameters that several stages own, at least one of them here.
+        frozen: of each stage, the parameters that were not trained as it was compiled.
     """
 
     def __init__(self, spec: PipelineSpec, modules: Mapping[int, nn.Module]) -> None:
         self.spec = spec
         self.modules = modules
-        several = owners_of(spec)
         owners: dict[str, list[nn.Parameter]] = {}
         for name, parameter in self._named(nn.Module.named_parameters):
             owners.setdefault(name, []).append(parameter)
         self.shared = tuple(
-            SharedParameter(name, owners[name])
-            for name in several
-            if name in owners and owners[name][0].requires_grad
+            SharedParameter(name, owners[name]) for name in trainable_shared(spec) if name in owners
         )
+        self.frozen: dict[int, list[nn.Parameter]] = {}
+        for index, module in modules.items():
+            stage, trained = spec.stages[index], spec.stages[index].trained
+            held = module.named_parameters()
+            self.frozen[index] = [x for own, x in held if stage.named(own) not in trained]
+        first = {**self.buffers(), **self.parameters()}
+        summed = {item.name for item in self.shared}
+        several = itertools.chain(
+            self._named(nn.Module.named_buffers), self._named(nn.Module.named_parameters)
+        )
+        self._copies = [
+            (tensor, first[name])
+            for name, tensor in several
+            if tensor is not first[name] and name not in summed
+        ]
+        self.spread()
+
+    def spread(self) -> None:
+        """Before a call: what several stages hold is what its first holder has."""
         for item in self.shared:
-            item.alias()
-        first: dict[tuple[str, torch.device], torch.Tensor] = {}
-        for name, buffer in self._named(nn.Module.named_buffers):
-            if name in several:  # on one device they lie in the same memory
-                buffer.data = first.setdefault((name, buffer.device), buffer).data
+            item.spread()
+        for copy, tensor in self._copies:
+            bring_up_to_date(copy, tensor)
+
+    def unfrozen(self) -> tuple[int, ...]:
+        """The stages here with a parameter that is trained, but was not as they were compiled."""
+        held = self.frozen.items()
+        return tuple(index for index, own in held if any(item.requires_grad for item in own))
 
     def _named(
         self, held: Callable[[nn.Module], Iterable[tuple[str, T]]]
@@ -183,35 +212,44 @@ class LocalStages:
         aliases = self.spec.aliases.items()
         return state | {alias: state[name] for alias, name in aliases if name in state}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, torch.Tensor], *, strict: bool
+    ) -> _IncompatibleKeys:
         """Copy tensors in.
+
+        Returns:
+            what is missing and what is unknown, where that is accepted.
 
         Raises:
             UsageError: naming what is missing, unknown, or of another shape; nothing is copied.
         """
         spec = self.spec
         given = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
+        missing: dict[str, None] = {}
         problems, copies = [], []
         first: dict[str, torch.Tensor] = {}
         for name, tensor in self._named(_state_of):
             if is_divided(first.setdefault(name, tensor)) and tensor is not first[name]:
                 continue  # it lies where the first one is gathered
             if name not in given:
-                problems.append(f"{name} is missing")
+                missing[name] = None
             elif given[name].shape != tensor.shape:
                 shapes = tuple(given[name].shape), tuple(tensor.shape)
                 problems.append(f"{name} has shape {shapes[0]}, not {shapes[1]}")
             else:
                 copies.append((tensor, given[name]))
         known = {name for stage in spec.stages for name in stage.state.values()}
-        problems.extend(f"{name} is unknown" for name in given if name not in known)
-        wrong = problems if strict else [text for text in problems if "shape" in text]
-        if wrong:
-            listing = "; ".join(dict.fromkeys(wrong))
+        unknown = [name for name in given if name not in known]
+        if strict:
+            problems.extend(f"{name} is missing" for name in missing)
+            problems.extend(f"{name} is unknown" for name in unknown)
+        if problems:
+            listing = "; ".join(dict.fromkeys(problems))
             raise UsageError(f"these weights do not fit {spec.name}: {listing}")
         with torch.no_grad():
             for target, source in copies:
                 local(target).copy_(own_rows(source, target))
+        return _IncompatibleKeys(list(missing), unknown)
 
 
 def _state_of(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

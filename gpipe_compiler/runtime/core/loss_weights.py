@@ -91,6 +91,15 @@ class LossWeigher:
             if self._spec.named(own) in state:
                 tensor.copy_(state[self._spec.named(own)])
 
+    def _divisors(self, total: Counts) -> list[float]:
+        """What each term of the mini-batch is divided by; 0 where nothing in it counts."""
+        pairs = zip(self.terms, total, strict=False)  # there are no counts without a loss
+        return [divisor(term, count) if count > term.above else 0.0 for term, count in pairs]
+
+    def vanished(self, total: Counts) -> frozenset[int]:
+        """The terms of which nothing in the mini-batch counts."""
+        return frozenset(n for n, whole in enumerate(self._divisors(total)) if not whole)
+
     def shares(self, counts: Sequence[Counts], total: Counts) -> tuple[tuple[float, ...], ...]:
         """For each micro-batch, the weights of its terms in those of the mini-batch.
 
@@ -99,8 +108,7 @@ class LossWeigher:
         """
         if not counts:
             return ()
-        pairs = zip(self.terms, total, strict=True)
-        wholes = [divisor(term, count) if count > term.above else 0.0 for term, count in pairs]
+        wholes = self._divisors(total)
         return tuple(
             tuple(
                 divisor(term, max(count, term.least)) / whole if whole else 0.0

@@ -6,10 +6,11 @@ import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from ..errors import UsageError
 from ..spec import (
@@ -201,6 +202,12 @@ class Pipeline(Calls):
         made.train(self.training)
         return made
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a pipeline has threads or other processes, and cannot be pickled",
+            hint="save its state_dict(), and make a Pipeline where it is to run",
+        )
+
     @property
     def stages(self) -> Mapping[int, nn.Module]:
         """The stages held here, by number."""
@@ -263,21 +270,25 @@ class Pipeline(Calls):
                 state = self._shards.whole(state, self.spec.aliases, copy=self.rank == 0)
             return self._topology.pipeline.gather(state) if self.replica == 0 else {}
 
-    def load_state_dict(  # type: ignore[override]  # nothing is missing, or it raises
-        self, state: Mapping[str, torch.Tensor], *, strict: bool = True
-    ) -> None:
+    def load_state_dict(  # type: ignore[override]  # tensors are copied, never assigned
+        self, state: Mapping[str, torch.Tensor], strict: bool = True
+    ) -> _IncompatibleKeys:
         """Take over the tensors of a `state_dict` of the model or of a pipeline of it.
 
         Args:
             strict: whether every name held here must be there, and every name there be known.
+
+        Returns:
+            what is missing and what is unknown, as torch's modules do.
 
         Raises:
             UsageError: naming what is missing, unknown, or of another shape.
         """
         if self._shards is not None:
             self._shards.release()
-        self.local_stages.load_state_dict(state, strict=strict)
+        found = self.local_stages.load_state_dict(state, strict=strict)
         self._weigher.load(state)
+        return found
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Around steps that accumulate gradients: they are not averaged over replicas yet.

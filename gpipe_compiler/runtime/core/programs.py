@@ -36,7 +36,7 @@ class PreparedSchedule:
         return any(stage.makes_loss and stage.joint is not None for stage in self.wiring)
 
 
-_Key: TypeAlias = tuple[RunRequest, int, frozenset[int], frozenset[str], frozenset[str]]
+_Key: TypeAlias = tuple[RunRequest, int, frozenset[int], frozenset[str], frozenset[str], int | None]
 
 
 @dataclass(eq=False)
@@ -63,12 +63,14 @@ class ProgramCache:
         training: bool,
         wanted: frozenset[str] = frozenset(),
         held: frozenset[str] = frozenset(),
+        unfrozen: int | None = None,
     ) -> PreparedSchedule:
         """The programs for a number of micro-batches, of stages in this mode.
 
         Args:
             wanted: the inputs whose gradients the caller wants.
             held: those that are where they are read, from an earlier call.
+            unfrozen: the first stage that trains what was not trained as it was compiled.
 
         Raises:
             UsageError: for a number of micro-batches that makes no sense, or a schedule that does
@@ -88,7 +90,7 @@ class ProgramCache:
             joint = frozenset({len(self._spec.stages) - 1})
         if microbatches == 1:
             joint = frozenset()
-        key = work, microbatches, joint, wanted, held
+        key = work, microbatches, joint, wanted, held, unfrozen
         if key not in self._known:
             self._known[key] = self._prepared(*key)
         return self._known[key]
@@ -100,14 +102,15 @@ class ProgramCache:
         joint: frozenset[int],
         wanted: frozenset[str],
         held: frozenset[str],
+        unfrozen: int | None,
     ) -> PreparedSchedule:
         spec, placement = self._spec, self._topology.placement
-        crossings = crossings_for(spec, work, wanted, held)
+        crossings = crossings_for(spec, work, wanted, held, unfrozen)
         orders = self._orders(work, microbatches, joint)
         sums = self._owners if work is RunRequest.TRAIN else {}
         programs = lower(orders, placement, crossings, sums, joint)
         prove(programs, placement, crossings, joint)
-        wiring = wire(spec, placement, work, joint, split_stages(orders), wanted, held)
+        wiring = wire(spec, placement, work, joint, split_stages(orders), wanted, held, unfrozen)
         steps = tuple(steps_of(program, wiring) for program in programs)
         return PreparedSchedule(placement, crossings, wiring, steps)
 

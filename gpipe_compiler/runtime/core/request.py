@@ -51,6 +51,8 @@ class StepRequest:
             of the mini-batch; none where no loss is made. A term of weight 0 sends no gradient
             back, and may be nan: nothing in it counts. The one loss of a joint last stage stands
             first.
+        vanished: the terms of the loss of which nothing in the mini-batch counts: their gradients
+            are zeros, and not missing.
         kept: the values that the caller wants.
         loss_scale: gradients are those of the loss times this; the loss is told without it.
         held: by micro-batch, the inputs that stages of this process hold from an earlier call.
@@ -64,6 +66,7 @@ class StepRequest:
     loss_weights: tuple[tuple[float, ...], ...]
     kept: frozenset[str]
     random: RandomKey
+    vanished: frozenset[int] = frozenset()
     loss_scale: float = 1.0
     held: Sequence[Mapping[str, torch.Tensor]] = ()
     handed_back: frozenset[str] = frozenset()

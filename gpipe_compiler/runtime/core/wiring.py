@@ -88,9 +88,10 @@ def wire(
     split: Collection[int] = (),
     wanted: frozenset[str] = frozenset(),
     held: frozenset[str] = frozenset(),
+    unfrozen: int | None = None,
 ) -> tuple[StageWiring, ...]:
     """The wiring of every stage; see `crossings_for`."""
-    crossings = {c.value: c for c in crossings_for(spec, work, wanted, held)}
+    crossings = {c.value: c for c in crossings_for(spec, work, wanted, held, unfrozen)}
     dims = batch_dims(spec, output_leaves(spec.outputs))
     loss = spec.loss if work.makes_loss else None
     wired = []
@@ -124,18 +125,22 @@ def crossings_for(
     work: RunRequest,
     wanted: frozenset[str] = frozenset(),
     held: frozenset[str] = frozenset(),
+    unfrozen: int | None = None,
 ) -> tuple[Crossing, ...]:
     """The boundary values that are sent: inference does without those that serve only the loss.
 
     Args:
         wanted: inputs whose gradients come back, through all that may follow from them.
         held: inputs that are where they are read, from an earlier call.
+        unfrozen: the first stage that trains what was not trained as it was compiled: gradients
+            come back through all that may follow from it.
     """
     if work is RunRequest.TRAIN:
         inputs = {source.name for source in spec.inputs} - wanted
+        first = 0 if wanted else len(spec.stages) if unfrozen is None else unfrozen
         return tuple(
             dataclasses.replace(crossing, gradient=True)
-            if wanted
+            if crossing.source >= first
             and (crossing.dtype.is_floating_point or crossing.dtype.is_complex)
             and crossing.value not in inputs
             else crossing

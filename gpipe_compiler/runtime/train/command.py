@@ -25,7 +25,14 @@ from .check import check_pipeline, format_rows, write_rows
 from .data import example_call
 from .hooks import UserHooks
 from .inference import bench, infer
-from .loading import HUGGING_FACE, export, load_weights, open_weights, save_model
+from .loading import (
+    HUGGING_FACE,
+    check_place,
+    export,
+    load_weights,
+    open_weights,
+    save_model,
+)
 from .process import exit_code, exit_code_of, give_back_memory, keep_memory, say
 from .told import planned_to_give_back
 from .train import TrainOptions, train
@@ -166,6 +173,8 @@ class _Command:
     def _train(
         self, pipe: Pipeline, weights: Weights | None, hooks: UserHooks, options: TrainOptions
     ) -> int:
+        if self.arguments.save is not None and pipe.rank == 0:
+            check_place(self.arguments.save)
         self._load(pipe, weights)
         signal = train(pipe, self.directory, hooks, options)
         if signal:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -58,7 +59,8 @@ def open_weights(own: Path | None, asked: str | None) -> Weights | None:
     """
     if asked == ANEW:
         return None
-    known = None if own is None else Weights.open(own)
+    gone = own is None or (asked is not None and not own.exists())
+    known = None if own is None or gone else Weights.open(own)
     if asked is None:
         return known
     return Weights.open(Path(asked)) if known is None else known.moved(Path(asked))
@@ -185,6 +187,22 @@ def _counted(spec: PipelineSpec) -> frozenset[str]:
     if spec.loss is None or spec.loss.weight is None:
         return frozenset()
     return frozenset(spec.loss.weight.state.values())
+
+
+def check_place(path: Path) -> None:
+    """Whether `save_model` may write there, as far as it shows before anything is trained.
+
+    Raises:
+        OSError: naming the path, when it may not.
+    """
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    one_file = there == path and path.suffix == ".safetensors"
+    if there.is_dir() is one_file:
+        code = errno.EISDIR if one_file else errno.ENOTDIR
+        raise OSError(code, os.strerror(code), str(path))
+    if not one_file:
+        with tempfile.TemporaryFile(dir=there):
+            pass
 
 
 def save_model(pipe: Pipeline, path: Path) -> None:

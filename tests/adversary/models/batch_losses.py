@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import Case, RefusedAtStep
+from adversary.case import Case, Refused, RefusedAtStep
 from torch import Tensor, nn
 
 
@@ -107,6 +107,11 @@ def over_batch(name: str, model: object, loss: object, target: object, **more: o
     return Case(name, model, loss=loss, target=target, **{**options, **more})
 
 
+def numbered(output: Tensor, target: Tensor) -> Tensor:
+    """A contrastive loss whose target is the number of each sample."""
+    return F.cross_entropy(output @ output.t(), target)  # refused: numbered
+
+
 CASES = (
     over_batch("in_batch", Two, in_batch, vectors, quick=True),
     over_batch("towers", Towers, None, None, inputs=lambda n: (rows(n), rows(n))),
@@ -116,6 +121,16 @@ CASES = (
     over_batch("decorrelated", Two, decorrelated, vectors),
     over_batch("normalised", Normalised, in_batch, vectors, manners=({}, {"microbatches": 3})),
     over_batch("of_samples", Two, F.cross_entropy, classes),
+    over_batch(
+        "numbered",
+        Two,
+        numbered,
+        torch.arange,
+        expect=Refused(
+            ("loss_fn raises IndexError on a batch of 2 samples",),
+            ("make it in loss_fn, as torch.arange(len(output))",),
+        ),
+    ),
     over_batch(
         "run_otherwise",
         Two,

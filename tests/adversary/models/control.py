@@ -114,9 +114,19 @@ class Cond(Two):
         self.turn, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
         self.register_buffer("flag", torch.tensor(True))
 
+    def not_taken(self, x: Tensor) -> Tensor:
+        return x * 3
+
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.cond(self.flag, lambda x: self.turn(x) * 2, lambda x: self.other(x) * 3, (x,))
+        x = torch.cond(self.flag, lambda x: self.turn(x) * 2, self.not_taken, (x,))
         return self.head(x)
+
+
+class CondOfLayers(Cond):
+    """The other way has weights, whose gradients are zeros in plain PyTorch."""
+
+    def not_taken(self, x: Tensor) -> Tensor:
+        return self.other(x) * 3
 
 
 class CondOnData(Two):
@@ -344,6 +354,7 @@ CASES = (
     ),
     simple("item", Item, expect=Refused(("values of a tensor",), ("keep it a tensor",))),
     simple("cond", Cond, sizes=(8, 5), manners=FP32_ONLY),
+    simple("cond_of_layers", CondOfLayers, sizes=(8, 5), manners=FP32_ONLY),
     simple("cond_on_data", CondOnData, expect=Refused(("values of a tensor",), ("torch.where",))),
     simple("while_loop", WhileLoop, options="--mode infer"),
     simple(

@@ -26,6 +26,11 @@ def half_without(samples: int) -> Tensor:
     return classes(samples).masked_fill(torch.arange(samples) < samples // 2, -1)
 
 
+def without(samples: int) -> Tensor:
+    """No class for any sample: gradients are zeros in plain PyTorch, which move on a momentum."""
+    return torch.full((samples,), -1)
+
+
 def of_each(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target.clamp(min=0), reduction="none")
 
@@ -50,6 +55,16 @@ def filled_for_none(output: Tensor, target: Tensor) -> Tensor:
 def above_a_tensor(output: Tensor, target: Tensor) -> Tensor:
     total = (of_each(output, target) * (target >= 0)).sum()
     return total / torch.maximum((target >= 0).sum(), torch.tensor(1))
+
+
+def zero_for_none(output: Tensor, target: Tensor) -> Tensor:
+    number = (target >= 0).sum()
+    mean = (of_each(output, target) * (target >= 0)).sum() / number.clamp(min=1)
+    return torch.where(number > 0, mean, 0.0)
+
+
+def nan_for_none(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=-1)
 
 
 def by_found(output: Tensor, target: Tensor) -> Tensor:
@@ -211,6 +226,9 @@ CASES = [
     exact(one_for_none),
     exact(filled_for_none),
     exact(above_a_tensor),
+    exact(zero_for_none),
+    exact(zero_for_none, later=without, name="zero_for_all"),
+    exact(nan_for_none, later=without, name="nan_for_all"),
     exact(in_the_type_of_the_output),
     exact(in_its_type),
     exact(by_found, quick=True),

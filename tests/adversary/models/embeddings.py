@@ -33,9 +33,9 @@ class Looked(nn.Module):
 class Tied(nn.Module):
     """The table is the head, scaled."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, 6)
+        self.table = nn.Embedding(ROWS, 6, **options)
         self.body = nn.Linear(6, 6)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -107,6 +107,15 @@ CASES = (
         lambda n: torch.randint(1, ROWS, (n, 4)),
         later_target=ids,
         quick=True,
+    ),
+    Case(
+        "tied_sparse",
+        lambda: Tied(sparse=True),
+        ids,
+        tied_loss,
+        lambda n: torch.randint(1, ROWS, (n, 4)),
+        later_target=ids,
+        manners=FP32_ONLY,
     ),
     Case(
         "crossed",

@@ -392,6 +392,14 @@ class Jitters(Two):
         return self.last(Jittered.apply(self.body(x)))  # refused: jitters
 
 
+class WarmsUp(Two):
+    """Gives little until its weights have a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 0.1 if self.last.weight.grad is None else 1.0  # refused: reads_its_gradient
+        return self.last(self.first(x).tanh()) * scale
+
+
 CASES = (
     simple(
         "jitters",
@@ -430,6 +438,11 @@ CASES = (
         "clips_by_value",
         BoundsByValue,
         expect=Refused(("BoundedByValue", "Python values"), ("torch.where",)),
+    ),
+    simple(
+        "reads_its_gradient",
+        WarmsUp,
+        expect=Refused(("reads the gradient of a tensor",), ("after step()",)),
     ),
     simple("local", Local, expect=Refused(("Gated", "gate"), ("top of a file",))),
 )

@@ -108,6 +108,27 @@ class Bernoulli(Two):
         return self.last(kept)
 
 
+class Mixed(Two):
+    """Units weighed by shares that are drawn in training from a Dirichlet distribution.
+
+    Attributes:
+        by_gammas: whether they are drawn by the way out that a refusal names.
+    """
+
+    def __init__(self, by_gammas: bool) -> None:
+        super().__init__()
+        self.by_gammas = by_gammas
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.first(x).exp()
+        if self.by_gammas and self.training:
+            drawn = torch.distributions.Gamma(weight, torch.ones_like(weight)).rsample()
+            return self.last(drawn / drawn.sum(-1, keepdim=True))
+        if self.training:
+            return self.last(torch.distributions.Dirichlet(weight).rsample())  # refused: dirichlet
+        return self.last(weight / weight.sum(-1, keepdim=True))
+
+
 class StochasticDepth(Two):
     """Whole residual branches dropped sample by sample, as torchvision has it."""
 
@@ -285,6 +306,23 @@ CASES = (
         manners=FP32_ONLY,
     ),
     Case("bernoulli", Bernoulli, rows, F.cross_entropy, classes, random=True),
+    Case(
+        "dirichlet",
+        lambda: Mixed(by_gammas=False),
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(("a Beta or a Dirichlet distribution",), ("Gamma(concentration, 1)",)),
+    ),
+    Case(
+        "by_gammas",
+        lambda: Mixed(by_gammas=True),
+        rows,
+        F.cross_entropy,
+        classes,
+        random=True,
+        manners=FP32_ONLY,
+    ),
     Case("stochastic_depth", StochasticDepth, rows, F.cross_entropy, classes, random=True),
     Case("gumbel", Gumbel, rows, F.cross_entropy, classes, random=True, manners=FP32_ONLY),
     Case("attention_that_drops", AttentionThatDrops, steps, F.cross_entropy, classes, random=True),

@@ -41,7 +41,7 @@ def plain_run(before, precision):
     step = 0
     if enabled:
         weight = loop.parameters["model.half0.l0.weight"]
-        weight.register_hook(lambda g: g * torch.inf if step == OVERFLOWS else g)
+        weight.register_hook(lambda g: torch.full_like(g, torch.inf) if step == OVERFLOWS else g)
     for step in range(STEPS):
         optimizer.zero_grad()
         found["losses"].append(loop.step(parts_of(half_data(8, step), 4), scaler.scale))

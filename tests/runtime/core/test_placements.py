@@ -233,7 +233,7 @@ def test_statistics_change_no_bit(batchnorm, remat):
 
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_accumulated_clipped_and_hooked(schedule):
-    """As in the plain loop: a hook sees gradients of micro-batches, clipping that of the step."""
+    """As in the plain loop: a hook sees gradients of mini-batches, clipping that of the step."""
     spec = tied_spec(microbatches=MICROBATCHES)
     found = []
     for kind in ("1f1b", schedule):
@@ -246,7 +246,7 @@ def test_accumulated_clipped_and_hooked(schedule):
             norm = pipe.clip_grad_norm_(0.01)
             gradients = {name: p.grad for name, p in pipe.named_parameters()}
             found.append((norm, gradients))
-        assert len(calls) == 3 * MICROBATCHES
+        assert len(calls) == 3
     torch.testing.assert_close(found[0], found[1])
     total = torch.cat([gradient.flatten() for gradient in found[1][1].values()]).norm()
     torch.testing.assert_close(total, torch.tensor(0.01))

@@ -27,7 +27,7 @@ def overflowing(parameters, name, steps):
     now = [0]
 
     def hook(gradient):
-        return gradient * torch.inf if now[0] in steps else gradient
+        return torch.full_like(gradient, torch.inf) if now[0] in steps else gradient
 
     parameters[name].register_hook(hook)
     return now

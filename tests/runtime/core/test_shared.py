@@ -44,7 +44,7 @@ class Peers:
 def test_a_copy_on_another_device_follows_however_the_optimizer_writes(write):
     copy = torch.zeros(3)
     shared = SharedParameter("w", [nn.Parameter(torch.zeros(3)), Elsewhere(copy)])
-    shared.alias()
+    shared.spread()
     for step in range(2):
         write(shared.canonical)
         shared.spread()

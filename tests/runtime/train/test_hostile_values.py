@@ -240,3 +240,23 @@ def test_what_cannot_be_written_is_named(
 ) -> None:
     assert code_of(package, [*words, "/dev/full"]) == 1
     assert "/dev/full: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["file", "file/of/weights", "folder.safetensors"])
+def test_nothing_is_trained_that_cannot_be_saved(
+    place: str, package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (package / "file").touch()
+    (package / "folder.safetensors").mkdir()
+    assert code_of(package, ["train", "--steps=1", "--save", str(package / place)]) == 1
+    said = capsys.readouterr()
+    assert f"error: {package / place}: " in said.err
+    assert "step 1" not in said.out
+
+
+def test_weights_from_elsewhere_in_place_of_a_folder_that_is_not_there(package: Path) -> None:
+    """As of a package that was copied without its weights."""
+    (package / "weights").rename(package / "moved")
+    moved = package / "moved"
+    example = ["--input", str(moved / "example.safetensors")]
+    assert code_of(package, ["train", "--steps=1", "--weights", str(moved), *example]) == 0
