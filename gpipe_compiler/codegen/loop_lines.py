@@ -11,7 +11,7 @@ from gpipe_compiler.codegen.layout import Expression, call, consecutive, name
 from gpipe_compiler.codegen.loops import Loop
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one
+from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one, plain_name
 from gpipe_compiler.codegen.variables import Variables
 from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
 
@@ -55,8 +55,10 @@ class LoopLines:
         given: dict[str, str] = {}
         initial = [value.name for value in op.call.args if isinstance(value, Ref)]
         for result, before in zip(op.outputs, initial, strict=True):
-            if not self._takes_over(result, before, position):
-                wish = argument_name(self.graph, loop.carried[result])
+            wish = argument_name(self.graph, loop.carried[result])
+            if self._has_other_name(before, loop.carried[result], wish) or not self._takes_over(
+                result, before, position
+            ):
                 target = f"{self.variables.fresh(result, wish)} = "
                 self._append(op, target, self.writer.variables[before], statements)
                 self.writer.variables[result] = name(self.variables.holder(result) or wish)
@@ -135,6 +137,12 @@ class LoopLines:
     ) -> None:
         self.bindings.dels.before(op, statements)
         statements.append(Statement(target, expression, op.mode, op.module, (op.source,)))
+
+    def _has_other_name(self, value: str, carried: str, wish: str) -> bool:
+        """Whether a value is an input of the model, in place of which the user's rounds make what
+        has another name."""
+        given = value not in self.graph.producer and value != wish
+        return given and wish != plain_name(self.graph.producer[carried], carried)
 
     def _takes_over(self, result: str, value: str, position: int) -> bool:
         """Whether the variable of a value that nobody else reads becomes that of a result."""

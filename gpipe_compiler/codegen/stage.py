@@ -353,6 +353,7 @@ def _return_lines(
         use = f", for {listed(users)}" if users else ""
         if condition:
             use += ", in one mode alone"
-        each = f"{len(group)} of " if group in body.lists else ""
-        entries.append(f"{variable}: {each}{value_text(graph, group[0])}{use}.")
+        texts = [*dict.fromkeys(value_text(graph, value) for value in group)]
+        each = f"{len(group)} of " if len(texts) == 1 < len(group) else ""
+        entries.append(f"{variable}: {each}{'; '.join(texts)}{use}.")
     return entries

@@ -20,16 +20,18 @@ class Stage0(nn.Module):
             images: (B, 3, images.2, images.3) float32, the model's args[0].
 
         Returns:
-            *skips: 3 of (B, 8, images.2, images.3) float32, for stage 3 and stage 2.
-            images: (B, 32, images.2 // 8, images.3 // 8) float32, for stage 1.
+            *skips: (B, 8, images.2, images.3) float32; (B, 16, images.2 // 2, images.3 // 2)
+                float32; (B, 32, images.2 // 4, images.3 // 4) float32, for stage 3 and stage 2.
+            x: (B, 32, images.2 // 8, images.3 // 8) float32, for stage 1.
         """
         # unet.py:66
+        x = images
         skips: list[Tensor] = []
         for down in self.down.values():
-            down_2 = down(images)
+            down_2 = down(x)
             skips.append(down_2)
-            images = self.pool(down_2)
-        return *skips, images
+            x = self.pool(down_2)
+        return *skips, x
 
 
 # Buffers that a forward in train mode writes to; a module stands for all that are in it.
