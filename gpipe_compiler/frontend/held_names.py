@@ -77,16 +77,30 @@ def _bound_again(code: CodeType) -> Mapping[str, int]:
     return found
 
 
-def _tensors(value: Any, path: _Path = ()) -> Iterator[tuple[_Path, torch.Tensor]]:
-    """The tensors in an argument, each with where in it it is."""
+_MANY = 100
+"""Items of a list that is data: nothing is called by its place among so many."""
+
+
+def _tensors(
+    value: Any, path: _Path = (), around: tuple[int, ...] = ()
+) -> Iterator[tuple[_Path, torch.Tensor]]:
+    """The tensors in an argument, each with where in it it is.
+
+    Args:
+        around: the `id`s of what the value stands in, where it may stand again.
+    """
     items: Any = ()
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, tuple | list):
-        items = zip(getattr(value, "_fields", range(len(value))), value, strict=True)
-    elif dataclasses.is_dataclass(value):
-        items = vars(value).items() if hasattr(value, "__dict__") else ()
+        items = dict.items(value)
+    elif isinstance(value, tuple):
+        items = zip(getattr(type(value), "_fields", range(len(value))), value, strict=False)
+    elif isinstance(value, list):
+        items = enumerate(value)
+    elif dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
+        items = vars(value).items()
+    if id(value) in around or (isinstance(value, dict | tuple | list) and len(value) > _MANY):
+        return
     for key, item in items:
-        yield from _tensors(item, (*path, key))
+        yield from _tensors(item, (*path, key), (*around, id(value)))
