@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -163,10 +164,18 @@ def are_apart(one: Op, other: Op) -> bool:
     return repeated and len({statement_at(source) for source in sources}) > 1
 
 
-def stand_in_list(values: Sequence[str], lists: Iterable[Sequence[object]]) -> bool:
-    """Whether values stand in one of some lists, in order and nothing in between."""
+def stand_in_list(
+    values: Sequence[str], lists: Iterable[Sequence[object]], reads: Iterable[str]
+) -> bool:
+    """Whether values stand in one of some lists, in order and nothing in between, and are read
+    nowhere else by who reads the list.
+
+    Args:
+        reads: what that reads, as often as it does.
+    """
     wanted = [*map(Ref, values)]
-    return any(
+    counts = Counter(reads)
+    return all(counts[value] == 1 for value in values) and any(
         [*items[start : start + len(wanted)]] == wanted
         for items in lists
         for start in range(len(items) - len(wanted) + 1)

@@ -30,8 +30,8 @@ from gpipe_compiler.codegen.sources import (
     repeated_line,
     statement_at,
 )
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
-from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, Ref, RegionCall, StateRef
+from gpipe_compiler.ir.arguments import map_argument, value_names
 
 
 @dataclass(frozen=True)
@@ -148,15 +148,21 @@ class Rounds:
         if self.count < 3 and not self.initial.keys().isdisjoint(self.gathered):
             return False  # what the last round is given is all that there is in the list before it
         pairs = zip(self._values(), self.gathered.values(), strict=True)
-        return all(
-            reader >= self._begin(self.count) and stand_in_list(values, self._lists(reader))
-            for values, reader in pairs
-        )
+        return all(self._is_read_as_list(values, reader) for values, reader in pairs)
 
-    def _lists(self, reader: int) -> list[Sequence[object]]:
+    def _is_read_as_list(self, values: Sequence[str], reader: int) -> bool:
         if reader == len(self.ops):
-            return [[*map(Ref, self.returns)]]
-        return [item for item in self.ops[reader].call.args if isinstance(item, list)]
+            return stand_in_list(values, [[*map(Ref, self.returns)]], self.returns)
+        # An op like others may become part of another loop, which is given the values one by one.
+        alone = self.forms.count(self.forms[reader]) == 1
+        op = self.ops[reader]
+        lists = [item for item in op.call.args if isinstance(item, list)]
+        return (
+            alone
+            and reader >= self._begin(self.count)
+            and op.mode is Mode.ALWAYS
+            and stand_in_list(values, lists, value_names(op.arguments))
+        )
 
     def _begin(self, number: int) -> int:
         return self.start + number * self.size
@@ -381,3 +387,7 @@ class Rounds:
         for value, other in self._others(made):
             if value in values and other in values and values[other].storage in worth:
                 worth.add(values[value].storage)
+        for gathered in self._values():
+            storages = {values[value].storage for value in gathered if value in values}
+            if not storages.isdisjoint(worth):
+                worth.update(storages)

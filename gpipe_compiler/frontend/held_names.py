@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import dis
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -57,13 +57,13 @@ def _held(frame: FrameType) -> Iterator[tuple[str, _Path, Bound, torch.Tensor]]:
         bound = Bound.PARAMETER if frame.f_lasti < again.get(name, sys.maxsize) else Bound.PERHAPS
         yield from ((name, path, bound, tensor) for path, tensor in _tensors(held.get(name)))
     if code.co_flags & inspect.CO_VARKEYWORDS:
-        by_keyword = held.get(own[bool(code.co_flags & inspect.CO_VARARGS)], {})
-        for name, value in by_keyword.items():
-            yield from ((name, path, Bound.PARAMETER, tensor) for path, tensor in _tensors(value))
+        by_keyword = held.get(own[bool(code.co_flags & inspect.CO_VARARGS)])
+        for path, tensor in _tensors(by_keyword) if type(by_keyword) is dict else ():
+            yield str(path[0]), path[1:], Bound.PARAMETER, tensor
     for name in dict.fromkeys((*own, *code.co_cellvars, *code.co_freevars)):
         value = held.get(name)
-        if name not in parameters and isinstance(value, torch.Tensor):
-            yield name, (), Bound.STATEMENT, value
+        if name not in parameters and issubclass(type(value), torch.Tensor):
+            yield name, (), Bound.STATEMENT, cast(torch.Tensor, value)
 
 
 @functools.cache
@@ -77,30 +77,48 @@ def _bound_again(code: CodeType) -> Mapping[str, int]:
     return found
 
 
-_MANY = 100
-"""Items of a list that is data: nothing is called by its place among so many."""
+_MANY = 200
+"""Items of an argument that is data: nothing is called by its place among so many."""
 
 
-def _tensors(
-    value: Any, path: _Path = (), around: tuple[int, ...] = ()
-) -> Iterator[tuple[_Path, torch.Tensor]]:
+def _tensors(value: object) -> Iterator[tuple[_Path, torch.Tensor]]:
     """The tensors in an argument, each with where in it it is.
 
-    Args:
-        around: the `id`s of what the value stands in, where it may stand again.
+    It is the user's, whose own methods are not called; what stands in it twice is looked into once.
     """
-    items: Any = ()
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, dict):
-        items = dict.items(value)
-    elif isinstance(value, tuple):
-        items = zip(getattr(type(value), "_fields", range(len(value))), value, strict=False)
-    elif isinstance(value, list):
-        items = enumerate(value)
-    elif dataclasses.is_dataclass(value) and hasattr(value, "__dict__"):
-        items = vars(value).items()
-    if id(value) in around or (isinstance(value, dict | tuple | list) and len(value) > _MANY):
-        return
-    for key, item in items:
-        yield from _tensors(item, (*path, key), (*around, id(value)))
+    pending: list[tuple[_Path, object]] = [((), value)]
+    seen: set[int] = set()
+    left = _MANY
+    while pending:
+        path, item = pending.pop()
+        if issubclass(type(item), torch.Tensor):
+            yield path, cast(torch.Tensor, item)
+        elif id(item) not in seen:
+            seen.add(id(item))
+            items = _items(item)
+            left -= len(items)
+            if left < 0:
+                return
+            pending.extend(((*path, key), inner) for key, inner in reversed(items))
+
+
+def _items(value: object) -> list[tuple[Any, object]]:
+    """What stands in a container, by key or place; nothing for any other object, or a large one."""
+    kind: Any = type(value)
+    if issubclass(kind, dict):
+        found: Any = dict.items(cast(Any, value))
+    elif issubclass(kind, tuple):
+        fields = kind.__dict__.get("_fields")
+        keys = fields if isinstance(fields, tuple) else itertools.count()
+        found = zip(keys, tuple.__iter__(cast(Any, value)), strict=False)
+    elif issubclass(kind, list):
+        found = enumerate(list.__iter__(cast(Any, value)))
+    elif "__dataclass_fields__" in kind.__dict__:
+        found = object.__getattribute__(value, "__dict__").items() if _has_dict(kind) else ()
+    else:
+        return []
+    return [*itertools.islice(found, _MANY + 1)]
+
+
+def _has_dict(kind: type) -> bool:
+    return bool(kind.__dictoffset__)

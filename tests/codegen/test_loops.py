@@ -196,6 +196,39 @@ class Passes(nn.Module):
         return torch.cat([*steps, x], dim=1)
 
 
+class ReadsTwice(nn.Module):
+    """The list is read together with one of its items by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = []
+        for feed in self.feeds:
+            x = feed(x)
+            steps.append(x)
+        return torch.cat([*steps, steps[-2]], dim=1)
+
+
+class Rounds(nn.Module):
+    """What a round of a loop reads as a list, the round after it is given one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = []
+        for _ in range(3):
+            inner = []
+            for feed in self.feeds:
+                x = feed(x)
+                inner.append(x * 0.5)
+            steps.append(torch.stack(inner).mean(0))
+        return torch.stack(steps).sum(0)
+
+
 class GathersTwo(nn.Module):
     """Two of a round, one of them of each round of a loop inside."""
 
@@ -271,6 +304,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "gathers": (Gathers, (4, DIM), "            steps.append(self.norm(x))\n"),
     "passes": (Passes, (4, DIM), "            steps.append(x_2)\n"),
     "unrolls": (Unrolls, (4, DIM), "        for index in range(5):\n"),
+    "reads twice": (ReadsTwice, (4, DIM), ""),
+    "rounds": (Rounds, (4, DIM), ""),
     "gathers two": (GathersTwo, (4, DIM), "            other.append(torch.cos(side(x)))\n"),
     "mapped": (Mapped, (4, DIM), "q, k, v = self.to_qkv(x).chunk(3, dim=-1)"),
     "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),

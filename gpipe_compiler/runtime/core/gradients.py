@@ -267,11 +267,13 @@ def hooks_once(
         UsageError: where the gradient of the mini-batch is not made in this step.
     """
     hooked = [parameter for parameter in parameters if _hooks(parameter)]
-    if hooked and reducer is not None and reducer.paused:
-        raise UsageError(
-            "hooks of gradients take the mean over replicas, which no_sync() puts off",
-            hint="leave out no_sync(), or the hooks",
-        )
+    if hooked and reducer is not None:
+        earlier = reducer.left and any(parameter.grad is not None for parameter in hooked)
+        if reducer.paused or earlier:
+            raise UsageError(
+                "hooks of gradients take the mean over replicas, which no_sync() puts off",
+                hint="leave out no_sync(), or the hooks",
+            )
     tables = [(hooks, dict(hooks)) for parameter in hooked for hooks in _hooks(parameter)]
     before = [parameter.grad for parameter in hooked]
     for parameter in hooked:

@@ -102,8 +102,12 @@ def bring_up_to_date(copy: torch.Tensor, tensor: torch.Tensor) -> None:
     if copy.device != tensor.device:
         with torch.no_grad():
             copy.copy_(tensor)
-    elif copy.data_ptr() != tensor.data_ptr():
+    elif _place(copy) != _place(tensor):
         copy.data = tensor.data
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def owners_of(spec: PipelineSpec) -> dict[str, tuple[int, ...]]:

@@ -43,6 +43,7 @@ class Reducer:
         owners: the devices that own each of those, in order.
         limit: bytes after which a row of gradients is reduced.
         paused: whether gradients are left as they are for now.
+        left: whether some may have been since all were reduced.
     """
 
     topology: Topology
@@ -51,6 +52,7 @@ class Reducer:
     owners: Mapping[str, Sequence[int]]
     limit: int = BUCKET_BYTES
     paused: bool = field(default=False, init=False)
+    left: bool = field(default=False, init=False)
     _waiting: list[int] = field(default_factory=list, init=False)
     _ended: set[int] = field(default_factory=set, init=False)
     _started: list[Started] = field(default_factory=list, init=False)
@@ -59,6 +61,7 @@ class Reducer:
     def pause(self, paused: bool = True) -> Iterator[None]:
         """Around steps whose gradients are left as they are for now, or are not."""
         before, self.paused = self.paused, paused
+        self.left = self.left or paused
         try:
             yield
         finally:
@@ -84,6 +87,7 @@ class Reducer:
         """
         if self.paused:
             return
+        self.left = False
         while self._waiting:
             self._start(self.stages[self._waiting.pop()])
         own = self.topology.pipeline.rank
