@@ -6,12 +6,14 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_pipelines import MSE, SAMPLES, TARGET, WIDTH, X, cross, spec_of
 from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
+from gpipe_compiler.runtime.errors import UsageError
 from gpipe_compiler.runtime.spec import Leaf, StageSpec
 
 BOUND = 0.01
@@ -167,7 +169,23 @@ def collect(schedule, replicas):
     """The weights that a pipeline began with, and what became of those that are held here."""
     with Pipeline(spec(), None, schedule=schedule, data_parallel=replicas) as pipe:
         start = {name: tensor.clone() for name, tensor in pipe.gather_state_dict().items()}
+        if replicas > 1:
+            refuse_hooks_where_gradients_are_left(pipe)
         return start, run(pipe, pipe.shard)
+
+
+def refuse_hooks_where_gradients_are_left(pipe):
+    """A step whose gradients are not reduced, and another one that would reduce them with hooks."""
+    weight = dict(pipe.named_parameters())["l2.weight"]
+    batch = pipe.shard((torch.randn(8, WIDTH),), torch.randn(8, WIDTH))
+    with pipe.no_sync():
+        pipe.step(*batch)
+    hook = weight.register_hook(torch.clone)
+    with pytest.raises(UsageError, match="no_sync"):
+        pipe.step(*batch)
+    hook.remove()
+    pipe.step(*batch)
+    pipe.zero_grad()
 
 
 def main(directory, schedule, replicas):
