@@ -71,7 +71,7 @@ def _bound_again(code: CodeType) -> Mapping[str, int]:
     """Where in its bytecode a function first gives its names other values."""
     found: dict[str, int] = {}
     for step in dis.get_instructions(code):
-        if step.opname.startswith("STORE_"):
+        if step.opname.startswith(("STORE_FAST", "STORE_DEREF")):
             for name in step.argval if isinstance(step.argval, tuple) else (step.argval,):
                 found.setdefault(name, step.offset)
     return found
