@@ -233,7 +233,8 @@ class _Lowering:
         seen = tuple(
             SeenName(op.inputs.index(argument.name), held.scope, held.name, held.path, held.bound)
             for source, held in node.meta.get(SEEN, ())
-            if isinstance(argument := self.arguments[source], Ref) and argument.name in op.inputs
+            if isinstance(argument := self.arguments.get(source), Ref)
+            and argument.name in op.inputs
         )
         result, self.arguments[node] = _unpacked(op.name, node.meta.get("val"))
         return dataclasses.replace(op, result=result, seen=seen)
