@@ -17,6 +17,7 @@ from ..errors import AgreedError, UsageError
 from ..spec import PipelineSpec
 from .distributed import Network
 from .inputs import BoundCall, passed_to
+from .local_stages import summed
 from .reducer import Reducer
 from .shards import is_divided, local
 
@@ -300,7 +301,7 @@ def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor, *, hooks: bool 
         torch.autograd.backward([parameter], [gradient])
         return
     before = parameter.grad
-    parameter.grad = gradient if before is None else before + gradient
+    parameter.grad = gradient if before is None else summed(before, gradient)
 
 
 # --- a loss whose backward() gives the gradients ------------------------------------------------

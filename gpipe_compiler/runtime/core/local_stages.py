@@ -60,12 +60,8 @@ class SharedParameter:
             gradient = owner.grad
             if gradient is None:
                 continue
-            if total is None:
-                total = gradient.to(self.canonical.device)
-            else:
-                gradient = gradient.to(self.canonical.device)
-                # Torch adds sparse gradients to dense ones, and not dense ones to sparse ones.
-                total = gradient + total if total.is_sparse else total + gradient
+            gradient = gradient.to(self.canonical.device)
+            total = gradient if total is None else summed(total, gradient)
             owner.grad = None
         return total
 
@@ -92,6 +88,11 @@ class SharedParameter:
             sparse = self.earlier.is_sparse
             self.canonical.grad = total + self.earlier if sparse else self.earlier.add_(total)
         self.earlier = self.total = None
+
+
+def summed(gradient: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients: torch adds sparse ones to dense ones, and not the other way."""
+    return other + gradient if gradient.is_sparse else gradient + other
 
 
 def bring_up_to_date(copy: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from tiny_pipelines import tied_spec
 from torch import nn
 
-from gpipe_compiler.runtime.core.local_stages import LocalStages, SharedParameter
+from gpipe_compiler.runtime.core.local_stages import LocalStages, SharedParameter, summed
 from gpipe_compiler.runtime.core.reducer import Reducer, share_initial
 
 OWNERS = {"emb.weight": (0, 1, 3)}
@@ -114,3 +114,11 @@ def test_all_owners_have_the_mean_also_where_a_replica_has_no_gradient(own, othe
         if expected is not None:
             assert torch.equal(owner.grad, expected)
     assert not replica.sent
+
+
+def test_sparse_and_dense_gradients_are_summed_in_either_order():
+    dense = torch.rand(3, 2)
+    sparse = torch.sparse_coo_tensor([[0, 2, 2]], torch.rand(3, 2), (3, 2))
+    expected = dense + sparse.to_dense()
+    for one, other in ((dense, sparse), (sparse, dense)):
+        torch.testing.assert_close(summed(one, other), expected)
