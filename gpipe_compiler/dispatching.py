@@ -90,6 +90,9 @@ _LIKE_ARGUMENTS: Mapping[int, tuple[int, ...]] = {
 their results are like."""
 
 
+_SLICE = torch.ops.aten.slice.Tensor
+
+
 def _rely_on_signs(bounds: Iterable[object]) -> None:
     """Takes it for granted that bounds of a slice, where they follow from sizes, count from the end
     that the example's do: else no expression says how many elements there are."""
@@ -122,7 +125,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
         self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.slice.Tensor:
+        if func is _SLICE:
             _rely_on_signs(args[2:4])
         places = _LIKE_ARGUMENTS.get(id(func))
         if places is None:

@@ -77,7 +77,7 @@ class LoopLines:
 
     def _list(self, op: Op, loop: Loop, values: Sequence[str], statements: list[Statement]) -> str:
         """Writes an empty list for values of the rounds; returns its variable."""
-        alone = [value for value in values if value in loop.listed]
+        alone = [value for value in values if value not in loop.own]
         variable = self.variables.listed(alone, list_name(self.graph, values[-1]))
         self._append(op, f"{variable}: list[Tensor] = ", name("[]"), statements)
         return variable

@@ -68,8 +68,15 @@ def parameter_names(graph: Graph, call: BlockCall) -> dict[str, str]:
     found = _named(graph, call) or _of_torch(graph, call)
     method = _method_of(graph, call)
     order = parameters_of(method) if method is not None else []
-    ranks = {v: [own == o or own.startswith(f"{o}_") for o in order] for v, own in found.items()}
-    return dict(sorted(found.items(), key=lambda item: ranks[item[0]], reverse=True))
+
+    def rank(own: str) -> int:
+        """The place of its parameter; that of `x_0` is the place of the list `x`."""
+        if own in order:
+            return order.index(own)
+        lists = (place for place, other in enumerate(order) if own.startswith(f"{other}_"))
+        return next(lists, len(order))
+
+    return dict(sorted(found.items(), key=lambda item: rank(item[1])))
 
 
 def _of_torch(graph: Graph, call: BlockCall) -> dict[str, str]:

@@ -105,7 +105,8 @@ class Rounds:
     gathered: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def find(self) -> bool:
-        """Whether there are several rounds, and nothing but the last is read after them."""
+        """Whether there are several rounds, of which nothing but the last is read after them, or
+        what all of them make together, as a list."""
         sources = (op.source for op in self._round(0) if op.source is not None)
         if not (any(map(is_repeated, sources)) or any(map(calls_module, self._round(0)))):
             return False

@@ -208,11 +208,11 @@ class Uses:
         chosen: set[str] = set()
         partner: dict[str, str] = {}
         mode = {value: op.mode for op in ops for value in op.outputs}
-        found = [loop for op in ops if (loop := loop_begun(op))]
+        begun = {loop: place for place, op in enumerate(ops) if (loop := loop_begun(op))}
         # What the last round makes and is given has a variable there; after it, it is in a list.
         first = {
             value: values[0]
-            for loop in found
+            for loop in begun
             for values in loop.gathered
             for value in values
             if value in loop.own
@@ -241,10 +241,9 @@ class Uses:
             if written and not set(asked).issuperset(op.outputs):
                 for value in op.inputs:
                     last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
-        begun = [position for position, op in enumerate(ops) if loop_begun(op)]
-        ended = {loop_ended(op): position for position, op in enumerate(ops)}
-        loops = tuple((position, ended[loop_begun(ops[position])]) for position in begun)
-        listed = frozenset(value for loop in found for value in loop.listed)
+        ended = {loop: place for place, op in enumerate(ops) if (loop := loop_ended(op))}
+        loops = tuple((place, ended[loop]) for loop, place in begun.items())
+        listed = frozenset(value for loop in begun for value in loop.listed)
         return cls(count, last, reader, frozenset(chosen), partner, loops, listed)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from gpipe_compiler.dispatching import PlainDispatchMode
 
 
 @contextlib.contextmanager
@@ -18,11 +19,11 @@ def widening(narrow: Collection[torch.dtype]) -> Iterator[None]:
         yield
 
 
-class _Widened(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
+class _Widened(PlainDispatchMode):
     """Every op that is to make one of some types makes 64 bits."""
 
     def __init__(self, narrow: Collection[torch.dtype]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's own base
+        super().__init__()
         self._narrow = narrow
 
     def __torch_dispatch__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -58,6 +59,13 @@ def batch(samples: int, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
     }
 
 
+def validated(given: Subject, folder: Path) -> ModuleType:
+    made = compile_subject(given, CompileOptions(2, 4, cluster=CLUSTER), folder)
+    assert made.validation is not None
+    assert made.validation.passed, str(made.validation)
+    return load_package(folder)
+
+
 @pytest.mark.parametrize("loss_fn", [by_function, by_module])
 @pytest.mark.usefixtures("in_process")
 def test_any_batch_trains_as_in_one_piece(loss_fn: Any, tmp_path: Path) -> None:
@@ -65,10 +73,7 @@ def test_any_batch_trains_as_in_one_piece(loss_fn: Any, tmp_path: Path) -> None:
     model = Listener()
     x, target = batch(8, 0)
     given = Subject("listener", model, (x,), target=target, loss_fn=loss_fn)
-    made = compile_subject(given, CompileOptions(2, 4, cluster=CLUSTER), tmp_path / "package")
-    assert made.validation is not None
-    assert made.validation.passed, str(made.validation)
-    package = load_package(tmp_path / "package")
+    package = validated(given, tmp_path / "package")
     for samples in (7, 3):
         x, target = batch(samples, samples)
         model.zero_grad()
@@ -104,10 +109,7 @@ def test_targets_are_drawn_among_the_classes(ignored: bool, tmp_path: Path) -> N
     if ignored:
         labels[1, 2:] = IGNORED
     given = Subject("dictated", model, (x, labels, target["steps"]))
-    made = compile_subject(given, CompileOptions(2, 4, cluster=CLUSTER), tmp_path / "package")
-    assert made.validation is not None
-    assert made.validation.passed, str(made.validation)
-    package = load_package(tmp_path / "package")
+    package = validated(given, tmp_path / "package")
     x, target = batch(7, 7)
     with package.Pipeline() as pipe:
         expected = model(x, target["text"], target["steps"])["loss"].detach()
