@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.loops import Loop, loop_begun
 from gpipe_compiler.codegen.releases import DelWriter
-from gpipe_compiler.codegen.sizes import usual_name
+from gpipe_compiler.codegen.sizes import users_name, usual_name
 from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.value_names import (
@@ -218,7 +218,9 @@ class Bindings:
             return wish
         statement = statement_at(op.source)
         # Any other statement names what it makes of the size.
-        return wish if statement is not None and statement.names_size and wish else usual_name(size)
+        names = statement is not None and statement.names_size
+        own = users_name(self.graph, op, statement) if statement is not None and names else ""
+        return own or usual_name(size)
 
     def _read_alone(self, result: Result, expression: Expression) -> tuple[Result, Expression]:
         """The part of a result that is bound: values to be freed at once get no variable."""

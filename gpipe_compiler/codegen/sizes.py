@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
-from gpipe_compiler.codegen.sources import statement_at
+from gpipe_compiler.codegen.sources import UserStatement, statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.variables import Uses, Variables, makes_only
 from gpipe_compiler.errors import EmitError
@@ -112,6 +112,15 @@ def usual_name(dim: Dim) -> str:
     if isinstance(dim, Size):
         return dim.name if dim.name.isidentifier() else "length"
     return "batch" if dim == 1 else "rows" if isinstance(dim, int) else "size"
+
+
+def users_name(graph: Graph, op: Op, statement: UserStatement) -> str:
+    """What the user's statement calls the size that an op asks a tensor for, or what follows from
+    one; "" where it has no name for that."""
+    match op.call:
+        case MethodCall("size", (Ref(tensor), int(place))):
+            return statement.size_named(place, len(graph.values[tensor].shape))
+    return statement.targets[0] if statement.names_size and len(statement.targets) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +286,9 @@ class SizeReader:
         """The user's name for a size that a method reads off its arguments; "" for none."""
         statement = statement_at(item.op.source)
         readers = filter(None, (statement_at(op.source) for op in self.ops))
-        match item.op.call:
-            case _ if statement is None or all(r.method is not statement.method for r in readers):
-                pass  # a name of another function of the user's
-            case MethodCall("size", (Ref(tensor), int(place))):
-                return statement.size_named(place, len(self.graph.values[tensor].shape))
-            case _ if statement.names_size and len(statement.targets) == 1:
-                return statement.targets[0]
-        return "shape" if isinstance(item.template, tuple) else ""
+        here = statement is not None and any(r.method is statement.method for r in readers)
+        own = users_name(self.graph, item.op, statement) if statement is not None and here else ""
+        return own or ("shape" if isinstance(item.template, tuple) else "")
 
     def _stays(self, sizes: Sequence[str], base: str | None) -> bool:
         """Whether what is read once can be read off an argument where it is."""

@@ -840,3 +840,21 @@ def test_a_size_of_which_a_slice_goes_from_either_end_stays_fixed(
     assert "free sizes" not in capsys.readouterr().out
     assert compile_command([*words, "--free", "x.1", "--free", "target.1"]) == 1
     assert "model.py:14" in capsys.readouterr().err
+
+
+class Resized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 2, 2, 2), nn.Conv2d(2, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        return F.interpolate(self.second(self.first(x)), size=(height, width))
+
+
+def test_sizes_at_the_end_of_a_shape_have_the_users_names(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    package_of(Resized(), pictures(16, 12), F.cross_entropy, folder, stages=2)
+    text = "".join(stage.read_text() for stage in sorted(folder.glob("stage_*.py")))
+    assert "height = x.shape[2]\n" in text, text
+    assert "width = x.shape[3]\n" in text, text
