@@ -22,6 +22,7 @@ from gpipe_compiler.passes.effects import Effects
 from gpipe_compiler.passes.free_sizes import symbolic
 from gpipe_compiler.passes.observe import SeenValue, observed
 from gpipe_compiler.passes.random_ops import random_ops
+from gpipe_compiler.passes.value_splits import sized_by_values
 from gpipe_compiler.runtime.spec import Precision
 
 
@@ -47,6 +48,7 @@ def shape_values(graph: Graph) -> Mapping[str, Argument]:
 
 def _seen_shape_values(graph: Graph) -> Mapping[str, Argument]:
     run = symbolic(graph)
+    hidden = run.hidden | sized_by_values(graph)
     found: dict[str, Argument] = {}
     for training in modes(graph):
         once, twice = (
@@ -57,7 +59,7 @@ def _seen_shape_values(graph: Graph) -> Mapping[str, Argument]:
             if seen.form is None and not seen.storages and name not in found:
                 if any(repr(other[name].plain) != repr(seen.plain) for other in elsewhere):
                     continue
-                if name in run.hidden:
+                if name in hidden:
                     continue
                 try:
                     found[name] = _template(

@@ -16,6 +16,7 @@ from gpipe_compiler.ir.sizes import is_free
 from gpipe_compiler.passes.effects import effects, must_run_in_place
 from gpipe_compiler.passes.free_sizes import symbolic
 from gpipe_compiler.passes.observe import ObservedRun, SeenValue, in_all_modes
+from gpipe_compiler.passes.value_splits import sized_by_values
 from gpipe_compiler.runtime.spec import Precision
 
 
@@ -63,8 +64,12 @@ def annotate(
             runs = [*once, *in_all_modes(graph, other)]
             shapes = _shapes(runs[len(once) :])
         dims = _batch_dims(once, shapes, batch_size, other)
+    unknown = sized_by_values(graph)
+    dims = {**dims, **dict.fromkeys(unknown & dims.keys(), (None, False))}
     values = _described(once, dims)
     for name, shape in symbolic(graph).shapes.items():
+        if name in unknown:
+            continue
         sizes = zip(shape, values[name].shape, strict=True)
         free = tuple(dim if is_free(dim) else size for dim, size in sizes)
         values[name] = replace(values[name], free=free)

@@ -30,6 +30,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import parts
 from gpipe_compiler.ir.ops import Context
+from gpipe_compiler.ir.value_splits import split_by_values
 
 _FACTORIES = frozenset(
     {
@@ -144,6 +145,11 @@ class ExpressionWriter:
             UnwritableError: when a function or constant has no spelling.
         """
         match made:
+            case FunctionCall(function=function) if function is split_by_values:
+                tensor, sizes, *rest = map(self.argument, made.args)
+                listed = method_call(sizes, "tolist", [])
+                others = self.arguments((), made.kwargs)
+                return method_call(tensor, "split", [listed, *rest, *others])
             case FunctionCall():
                 return self._function(made)
             case MethodCall("size", (of, int() as dim)):

@@ -29,6 +29,7 @@ from gpipe_compiler.frontend.opened import OPENED
 from gpipe_compiler.frontend.sample_lists import SampleLists
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.untraced import own_gradients, transformed
+from gpipe_compiler.frontend.value_splits import write_value_splits
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
 from gpipe_compiler.runtime.core.random import may_draw
@@ -316,6 +317,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         self._asking.refuse_left()
         self.take_from_lists(returned)
         self.graph.output(self.argument(returned))
+        write_value_splits(self.graph)
         if not self.decisions:
             self.sweep()
 

@@ -33,12 +33,32 @@ class Experts(nn.Module):
         return self.head(x + self.mixed(x))
 
 
+class Counted(Experts):
+    """Rows in the order of their experts, cut by how many each has, as JetMoE has them."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2, -1)
+        counts = F.one_hot(chosen, 3).sum((0, 1)).tolist()
+        order = chosen.flatten().argsort()
+        rows = order.div(2, rounding_mode="trunc")
+        made = self.through(self.through(flat[rows], counts).sin(), counts)
+        scaled = made * weights.flatten()[order, None]
+        return torch.zeros_like(flat).index_add(0, rows, scaled.to(flat.dtype)).view_as(x)
+
+    def through(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows through their experts, with how many each of these has in what it gives."""
+        parts = zip(self.experts, rows.split(counts), counts, strict=True)
+        found = [expert(part) + torch.full((n, 1), 0.1) for expert, part, n in parts]
+        return torch.cat([part.reshape(part.shape[0], 6) for part in found])
+
+
 class Layers(nn.Module):
     """Several of them, so that a cut lies between."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Experts]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.layers = nn.ModuleList(kind() for _ in range(3))
         self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
         self.head = nn.Linear(6, 3)
 
@@ -121,6 +141,17 @@ def of_chosen(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 
 def simple(name: str, model: object, **options: object) -> Case:
     return Case(name, model, rows, F.cross_entropy, classes, **options)
+
+
+def layers(name: str, kind: type[Experts]) -> Case:
+    return Case(
+        name,
+        lambda: Layers(kind),
+        lambda n: torch.randn(n, 4, 6),
+        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
+        lambda n: torch.randint(3, (n, 4)),
+        manners=FP32_ONLY,
+    )
 
 
 class Gated(Two):
@@ -240,14 +271,9 @@ BOUND = "sets a bound to what is taken over the samples"
 
 CASES = (
     simple("experts", Experts, quick=True),
-    Case(
-        "layers",
-        Layers,
-        lambda n: torch.randn(n, 4, 6),
-        lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()),
-        lambda n: torch.randint(3, (n, 4)),
-        manners=FP32_ONLY,
-    ),
+    layers("layers", Experts),
+    simple("counted", Counted, manners=FP32_ONLY),
+    layers("counted_layers", Counted),
     simple("selected", Selected, manners=FP32_ONLY),
     simple("nonzero", NonZero, manners=FP32_ONLY),
     simple("early", Early, manners=FP32_ONLY),

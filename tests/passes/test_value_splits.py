@@ -1,0 +1,81 @@
+"""Tensors that are split into parts as long as the values of another tensor say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_compiler.compile import trace
+from gpipe_compiler.ir import Graph
+from gpipe_compiler.ir.value_splits import FEWEST, is_value_split, split_by_values, split_unevenly
+from gpipe_compiler.options import LossChoice
+from gpipe_compiler.passes.duplicate import shape_values
+from gpipe_compiler.passes.fakes import HostFakes
+from gpipe_compiler.passes.value_splits import sized_by_values
+
+
+class Cut(nn.Module):
+    """Rows in parts, which are put together again; with how many rows are in the last part."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = nn.functional.one_hot(x[:, 0].long() % self.parts, self.parts).sum(0).tolist()
+        parts = [part.sin() for part in self.layer(x).split(sizes)]
+        last = torch.full((sizes[-1], 1), 0.5)
+        return torch.cat([*parts[:-1], parts[-1] * last])
+
+
+def graph_of(parts: int, samples: int = 2) -> Graph:
+    return trace(Cut(parts), torch.randn(samples, 4), loss=LossChoice.SUM_OF_SQUARES)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6, 7])
+@pytest.mark.parametrize("samples", [2, 4])
+def test_parts_are_not_cut_off_and_the_whole_may_be(parts: int, samples: int) -> None:
+    """Also of fewer samples than there are parts."""
+    graph = graph_of(parts, samples)
+    (split,) = filter(is_value_split, graph.ops)
+    readers = [reader for name in split.outputs for reader in graph.consumers[name]]
+    sines = [graph.values[op.outputs[0]] for op in readers if op.name.startswith("sin")]
+    (whole,) = (graph.values[op.outputs[0]] for op in graph.ops if op.name.startswith("cat"))
+
+    assert len(split.outputs) == len(sines) == parts
+    assert not any(graph.values[name].splittable for name in split.outputs)
+    assert not any(value.splittable for value in sines)
+    assert whole.splittable
+    assert whole.batch_dim == 0
+
+
+def test_what_a_part_is_asked_for_follows_from_no_shape() -> None:
+    graph = graph_of(3)
+    sizes = [op.outputs[0] for op in graph.ops if op.name.startswith("size")]
+    unknown = [name for name in sizes if name in sized_by_values(graph)]
+
+    assert unknown
+    assert not shape_values(graph).keys() & set(unknown)
+
+
+@pytest.mark.parametrize("parts", range(2, 9))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_without_numbers_two_ways_give_other_sizes_that_add_up(parts: int, dim: int) -> None:
+    for whole in range(FEWEST * parts, 5 * parts):
+        with HostFakes():
+            tensor = torch.empty((whole, 3) if dim == 0 else (3, whole))
+            counts = torch.zeros(parts, dtype=torch.long)
+            ways = [split(tensor, counts, dim) for split in (split_by_values, split_unevenly)]
+        one, other = ([part.shape[dim] for part in way] for way in ways)
+
+        assert sum(one) == sum(other) == whole
+        assert all(a != b for a, b in zip(one, other, strict=True))
+        assert min(*one, *other) >= 0
+
+
+def test_with_numbers_it_is_split_by_them() -> None:
+    parts = split_by_values(torch.arange(6), torch.tensor([1, 0, 5]))
+
+    assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]]
