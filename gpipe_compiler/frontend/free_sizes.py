@@ -28,6 +28,7 @@ from gpipe_compiler.ir.symbolic import (
     requirements,
 )
 from gpipe_compiler.runtime.sizes import Dim, Relation, Requirement, Size
+from gpipe_compiler.runtime.wording import listed
 
 Place: TypeAlias = tuple[str, int]
 """A dimension of an input of the graph: its name, and the number of the dimension."""
@@ -290,13 +291,18 @@ def say_fixed(problem: str, location: SourceLocation | None = None) -> None:
     warnings.warn(Notice(text), stacklevel=2)
 
 
-def say_made_numbers(lines: Mapping[Place, SourceLocation]) -> None:
-    """Tells the user which sizes are not free as code of the model's takes them for numbers."""
-    for place, line in lines.items():
-        text = (
-            f"{named(place)} is taken at the example's size only: {line.brief} makes a number of it"
+def say_fixing(lines: Mapping[Place, tuple[SourceLocation, str]]) -> None:
+    """Tells the user which sizes are not free as a line of the model's fixes them, and how."""
+    by_line: dict[str, list[str]] = {}
+    for place, (line, how) in lines.items():
+        by_line.setdefault(f"{line.brief} {how}", []).append(named(place))
+    for why, names in by_line.items():
+        taken = (
+            "is taken at the example's size"
+            if len(names) == 1
+            else "are taken at the example's sizes"
         )
-        warnings.warn(Notice(text), stacklevel=2)
+        warnings.warn(Notice(f"{listed(names)} {taken} only: {why}"), stacklevel=2)
 
 
 def _symbols(

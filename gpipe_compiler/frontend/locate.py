@@ -136,6 +136,13 @@ def is_asked_by_user() -> bool:
     return asking is not None and is_users(asking)
 
 
+def is_in_layer() -> bool:
+    """Whether what runs is inside of a module of torch.nn."""
+    files = (file for file, _, _ in frames_of_model(sys._getframe(1)))
+    own = itertools.takewhile(lambda file: not is_users(file), files)
+    return any("torch/nn/modules/" in file and not file.endswith("/module.py") for file in own)
+
+
 def chooses_kernel() -> bool:
     """Whether torch asks to choose the kernel of a convolution, whose result lies in memory so."""
     frames = frames_of_model(sys._getframe(1))

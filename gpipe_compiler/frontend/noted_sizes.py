@@ -18,7 +18,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod, TruncToInt
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.frontend.locate import calling_line, chooses_kernel, is_asked_by_user
+from gpipe_compiler.frontend.locate import (
+    calling_line,
+    chooses_kernel,
+    is_asked_by_user,
+    is_in_layer,
+)
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.ir.sizes import LARGEST_BATCH, SMALLEST, UNKNOWN_LINE, SampleRule, in_order
 from gpipe_compiler.ir.symbolic import expression_of, is_symbolic
@@ -35,6 +40,7 @@ class NotedSizes:
     Attributes:
         fixed: by the symbol of a size, the line that turned it into a number.
         made_numbers: those of them that the user's own code did, and no function that it called.
+        of_layers: those that a module of torch.nn has fixed, such as features.
         guards: by what they compared.
         of_kernels: what decides which kernel of a convolution runs, to the same result.
         asked: what the user's own code compared, and no function that it called.
@@ -46,6 +52,7 @@ class NotedSizes:
     ties: Sequence[Sequence[tuple[int, int]]] = ()
     fixed: dict[Any, SourceLocation] = field(default_factory=dict)
     made_numbers: set[Any] = field(default_factory=set)
+    of_layers: set[Any] = field(default_factory=set)
     guards: dict[Any, SourceLocation] = field(default_factory=dict)
     of_kernels: set[Any] = field(default_factory=set)
     asked: set[Any] = field(default_factory=set)
@@ -83,6 +90,12 @@ class NotedSizes:
         lines = (self.guards.get(guard) for guard in rounded if symbol in guard.free_symbols)
         return next(filter(None, lines), None)
 
+    def fitting(self, size: Any) -> SourceLocation | None:
+        """The line that fits one size only, as of `x + self.positions`; None for the features of a
+        layer."""
+        symbol = size.node._expr if isinstance(size, torch.SymInt) else None
+        return None if symbol in self.of_layers else self.fixed.get(symbol)
+
     def line_of(self, size: Any) -> SourceLocation | None:
         """The line that fixed a size, by itself or together with others."""
         if not isinstance(size, torch.SymInt):
@@ -110,6 +123,8 @@ def noting_sizes() -> Iterator[NotedSizes]:
             noted.fixed.setdefault(symbol, where)
             if is_asked_by_user():
                 noted.made_numbers.add(symbol)
+            if is_in_layer():
+                noted.of_layers.add(symbol)
         replaced(environment, symbol, value, *rest)
 
     def log(environment: ShapeEnv, prefix: str, guard: Any, *rest: Any, **named: Any) -> None:

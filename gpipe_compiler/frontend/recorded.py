@@ -231,12 +231,19 @@ class RecordedMode:
         """Those of some dimensions that the trace leaves free, where all others are fixed."""
         return self._found_sizes(places).places
 
-    def made_numbers(self, places: FreePlaces) -> dict[Place, SourceLocation]:
-        """Those of some dimensions that the user's own code takes for numbers, and where."""
-        sources = zip(self.entry.signature.inputs, self.inputs, strict=True)
-        of_input = {source.name: node.meta["val"] for source, node in sources}
-        lines = {p: self.sizes.made_number(of_input[p[0]].shape[p[1]]) for p in places}
-        return {place: line for place, line in lines.items() if line is not None}
+    def fixed(self, places: FreePlaces) -> dict[Place, tuple[SourceLocation, str]]:
+        """The lines that fix some dimensions, where the user may not know it, and what they do."""
+        found: dict[Place, tuple[SourceLocation, str]] = {}
+        for source, node in zip(self.entry.signature.inputs, self.inputs, strict=True):
+            for dim, size in enumerate(node.meta["val"].shape):
+                number, fitting = self.sizes.made_number(size), self.sizes.fitting(size)
+                if (source.name, dim) not in places:
+                    continue
+                if number is not None:
+                    found[source.name, dim] = number, "makes a number of it"
+                elif fitting is not None and source.path[0] != "target":
+                    found[source.name, dim] = fitting, "fits no other"
+        return found
 
     def _found_sizes(self, places: FreePlaces) -> FoundSizes:
         values = [node.meta.get("val") for node in self.recorder.graph.nodes]

@@ -14,7 +14,7 @@ from gpipe_compiler.frontend.check import compared, differences
 from gpipe_compiler.frontend.encoders import fused_layers, packing_encoder
 from gpipe_compiler.frontend.examples import given_values
 from gpipe_compiler.frontend.expand_repeats import expand_repeats
-from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_made_numbers
+from gpipe_compiler.frontend.free_sizes import FreePlaces, say_fixed, say_fixing
 from gpipe_compiler.frontend.host_draws import keeps_layers
 from gpipe_compiler.frontend.kernels import same_kernels
 from gpipe_compiler.frontend.modes import merge
@@ -181,7 +181,7 @@ def _recorded(subject: Subject, modes: Sequence[bool], precision: Precision) -> 
             left = trace.free_among(left or {})
     assert free is not None
     for trace in traces:
-        say_made_numbers(trace.made_numbers({p: n for p, n in wished.items() if p not in free}))
+        say_fixing(trace.fixed({p: n for p, n in wished.items() if p not in free}))
     return [trace.graph(free) for trace in traces]
 
 
