@@ -11,6 +11,7 @@ that draws in training, outputs in eval mode. Processes of their own, with limit
 - right: compiled, validated, and judged equal;
 - refused: exit code 1, or a refusal at the step, with what is said;
 - wrong: compiled and judged unequal, or exit code 3;
+- unjudged: plain PyTorch itself comes to no finite numbers on every batch of the judge;
 - not made: plain PyTorch cannot build or call the model here, for a library or a size;
 - traceback: any other end;
 - late: not done within the limit.
@@ -114,7 +115,10 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
         file, package = folder / "model.py", folder / "package"
         file.write_text(USER_FILE.format(name=name, here=str(HERE)), encoding="utf-8")
         words = ["-m", "gpipe_compiler", str(file), "--stages", "2", "--force", "-o", str(package)]
-        words += options_of(name).split()
+        try:
+            words += options_of(name).split()
+        except Exception as error:  # whatever a library says of its own default settings
+            return Row(name, "not made", f"{type(error).__name__}: {' '.join(str(error).split())}")
         made = run([sys.executable, *words], limit_s)
         (folder / "output.txt").write_text(made.text, encoding="utf-8")
         if made.code != 0 or TRACEBACK in made.text:
@@ -134,7 +138,8 @@ def measured(name: str, limit_s: int, keep: Path | None) -> Row:
         faults: list[str] = verdict["faults"]
         if faults:
             return dataclasses.replace(row, outcome="wrong", why="; ".join(faults[:4])[:600])
-        return dataclasses.replace(row, why=verdict["note"])
+        outcome = "right" if verdict["compared"] else "unjudged"
+        return dataclasses.replace(row, outcome=outcome, why=verdict["note"])
 
 
 def _failed(made: Ended) -> tuple[str, str]:
@@ -204,6 +209,8 @@ def judge(name: str, package: Path) -> dict[str, Any]:
         note = f"{len(verdict.rounded)} within what the model's own rounding moves: " + "; ".join(
             verdict.rounded[:2]
         )
+    if verdict.passed:
+        note = f"plain PyTorch itself comes to no finite numbers: {'; '.join(verdict.passed)}"
     return {**dataclasses.asdict(verdict), "note": note}
 
 
