@@ -40,6 +40,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.left_out import may_leave_out
 from gpipe_compiler.ir.ops import result_names
+from gpipe_compiler.passes.value_splits import sized_by_values
 from gpipe_compiler.runtime.sizes import Dim
 
 
@@ -292,7 +293,8 @@ class Bindings:
         known = self.graph.values.get(value)
         if known is None or known.kind is not ValueKind.TENSOR or not known.shape:
             return ""
-        if value in self.unnoted or (self.loop is not None and value in self.loop.unlike):
+        unlike = self.loop is not None and value in self.loop.unlike
+        if unlike or value in self.unnoted or value in sized_by_values(self.graph):
             self.shape = ""
             return ""
         text = shape_text(known, self.graph.batch_size)

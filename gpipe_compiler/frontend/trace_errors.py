@@ -69,6 +69,12 @@ _CAUSES = (
         "model is built",
     ),
     _Cause(
+        r"_compute_mask_indices",
+        "the model masks spans of its input, as SpecAugment does, where NumPy draws it for the "
+        "lengths of a batch",
+        "build it with mask_time_prob=0.0 and mask_feature_prob=0.0, and mask in the data loader",
+    ),
+    _Cause(
         r"\bgenerator\s*=",
         "the model draws from a torch.Generator of its own",
         "draw without generator=: a package draws from the seed of its pipeline",
@@ -90,17 +96,15 @@ def explained(error: Exception) -> TraceError:
         if re.search(cause.pattern, haystack):
             return TraceError(f"{cause.problem}{at_code(where)}", location=where, hint=cause.hint)
     if isinstance(error, GuardOnDataDependentSymNode):
-        counts = where is not None and _COUNTS.search(where.code)
-        return _by_count(where) if where is not None and counts else by_values(where)
+        for pattern, refusal in _OF_SELECTIONS:
+            if where is not None and pattern.search(where.code):
+                return refusal(where)
+        return by_values(where)
     first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
         f"the model cannot be run without numbers{at_code(where)}: {type(error).__name__}: {first}",
         location=where,
     )
-
-
-_COUNTS = re.compile(r"\bif\b.*(?:numel\(\)|\.shape\[0\]|\.size\(0\)|len\(|nelement\(\))")
-"""How a line reads that asks how many elements there are."""
 
 
 def _by_count(where: SourceLocation) -> TraceError:
@@ -111,6 +115,24 @@ def _by_count(where: SourceLocation) -> TraceError:
         hint="leave that question out where nothing is wrong without it: operators such as linear "
         "layers and index_add take parts without elements, and add nothing; or use torch.where",
     )
+
+
+def _by_found(where: SourceLocation) -> TraceError:
+    """The refusal of a loop over what a selection has found, such as experts that have tokens."""
+    return TraceError(
+        f"the model {DECIDES_BY_VALUES} at `{where.code}`: how many rounds the loop has",
+        location=where,
+        hint="loop over all of them, `for number in range(self.num_experts)`: one for which "
+        "torch.where(mask[number]) finds nothing adds nothing; its weights then have gradients of "
+        "zeros, where they had none",
+    )
+
+
+_OF_SELECTIONS: Sequence[tuple[re.Pattern[str], Callable[[SourceLocation], TraceError]]] = (
+    (re.compile(r"\bif\b.*(?:numel\(\)|\.shape\[0\]|\.size\(0\)|len\(|nelement\(\))"), _by_count),
+    (re.compile(r"^for\b.*\bin\b.*:$"), _by_found),
+)
+"""How lines read that ask how many elements there are, and that go over them."""
 
 
 DECIDES_BY_VALUES = "decides by the values of a tensor"

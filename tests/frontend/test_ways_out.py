@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler import trace
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, TraceError
 from tests.helpers.processors import lstm_in_16_bits
 
 
@@ -30,3 +30,53 @@ def test_an_lstm_in_16_bits_without_its_kernel() -> None:
 
     assert "needs AVX-512" in str(raised.value)
     assert "--precision fp32" in str(raised.value)
+
+
+def _compute_mask_indices(lengths: torch.Tensor) -> torch.Tensor:
+    """Like that of transformers: which places are masked, by numbers and not by tensors."""
+    kept = [[place % 2 < int(length * 0.5) for place in range(3)] for length in lengths]
+    return torch.tensor(kept)
+
+
+class Masked(nn.Module):
+    """Masks spans of its input, as long as the lengths of a batch say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).masked_fill(_compute_mask_indices(lengths), 0.0)
+
+
+def test_spans_that_are_masked_on_the_host() -> None:
+    with pytest.raises(TraceError) as raised:
+        trace(Masked(), (torch.zeros(4, 3), torch.tensor([1, 2, 3, 3])), training=False)
+
+    assert "int(length * 0.5)" in str(raised.value)
+    assert "as SpecAugment does" in str(raised.value)
+    assert "mask_time_prob=0.0" in str(raised.value)
+
+
+class Hit(nn.Module):
+    """Goes over those experts alone that have tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(3, 2), nn.Parameter(torch.randn(2, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = nn.functional.one_hot(self.gate(x).argmax(-1), 2)
+        made = torch.zeros_like(x)
+        for number in chosen.sum(0).nonzero():
+            (rows,) = torch.where(chosen.T[number].squeeze(0))
+            made = made.index_add(0, rows, x[rows] @ self.experts[number].squeeze(0))
+        return made
+
+
+def test_a_loop_over_the_experts_that_were_hit() -> None:
+    with pytest.raises(TraceError) as raised:
+        trace(Hit(), torch.randn(4, 3), training=False)
+
+    assert "at `for number in chosen.sum(0).nonzero():`: how many rounds" in str(raised.value)
+    assert "for number in range(self.num_experts)" in str(raised.value)
