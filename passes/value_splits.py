@@ -26,9 +26,10 @@ def sized_by_values(graph: Graph) -> frozenset[str]:
 
 
 def _sized_by_values(graph: Graph) -> frozenset[str]:
-    # Of so many samples each part can have another size.
-    parts = max(len(op.outputs) for whole in graph.ops for op in ops_within(whole))
-    samples = graph.batch_size * FEWEST * parts
+    every = (op for whole in graph.ops for op in ops_within(whole) if is_value_split(op))
+    parts = max(len(op.result) if isinstance(op.result, tuple) else 1 for op in every)
+    # Of so many samples each part can have another size, be it of every second row.
+    samples = graph.batch_size * 2 * FEWEST * parts
     other = graph.replace(ops=tuple(map(_unevenly, graph.ops)))
     pairs = zip(in_all_modes(graph, samples), in_all_modes(other, samples), strict=True)
     return frozenset(

@@ -21,19 +21,29 @@ def split_by_values(
     return tensor.split_with_sizes(even_sizes(tensor.shape[dim], len(sizes)), dim)
 
 
+FEWEST = 2
+"""Elements in each part on average, at least, for parts to be of other sizes."""
+
+
 def split_unevenly(
     tensor: torch.Tensor, sizes: torch.Tensor, dim: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    """As `split_by_values` without numbers, every part of another size than there."""
+    """As `split_by_values` without numbers, each of several parts of another size than there.
+
+    Raises:
+        ValueError: where there are too few elements for that.
+    """
     even = even_sizes(tensor.shape[dim], len(sizes))
+    if sum(even) < FEWEST * len(even):
+        raise ValueError(
+            "values say how long its parts are, of which there are about as many as "
+            "elements, however many samples"
+        )
     more = [1 - 2 * (place % 2) for place in range(len(even))]
     if len(even) % 2:
-        more[-3:] = 1, 1, -2
-    return tensor.split_with_sizes([size + own for size, own in zip(even, more, strict=True)], dim)
-
-
-FEWEST = 2
-"""Elements in each part on average, at least, for `split_unevenly`."""
+        more[-3:] = (1, 1, -2) if len(even) > 1 else (0,)
+    parts = [size + own for size, own in zip(even, more, strict=True)]
+    return tensor.split_with_sizes(parts, dim)
 
 
 def even_sizes(whole: Any, parts: int) -> Sequence[Any]:

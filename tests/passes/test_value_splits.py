@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.value_splits import FEWEST, is_value_split, split_by_values, split_unevenly
 from gpipe_compiler.options import LossChoice
@@ -73,6 +74,33 @@ def test_without_numbers_two_ways_give_other_sizes_that_add_up(parts: int, dim: 
         assert sum(one) == sum(other) == whole
         assert all(a != b for a, b in zip(one, other, strict=True))
         assert min(*one, *other) >= 0
+
+
+def test_a_single_part_is_the_whole_however_it_is_split() -> None:
+    with HostFakes():
+        (part,) = split_unevenly(torch.empty(5, 2), torch.zeros(1, dtype=torch.long))
+
+    assert part.shape == (5, 2)
+
+
+class Constant(nn.Module):
+    """Splits what is no sample into parts as long as values of the batch say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = nn.functional.one_hot((x[0, :3] > 0).long(), 2).sum(0).tolist()
+        one, other = self.rows.split(counts)
+        return x + torch.cat([one.sin(), other.cos()]).sum(0)
+
+
+def test_parts_of_a_few_elements_are_refused_with_the_line() -> None:
+    with pytest.raises(ModelError, match="values say how long its parts are") as raised:
+        trace(Constant(), torch.randn(4, 4), training=False, batch_dims={"x": 0})
+
+    assert "self.rows.split(counts)" in str(raised.value.location.code)
 
 
 def test_with_numbers_it_is_split_by_them() -> None:
