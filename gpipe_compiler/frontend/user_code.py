@@ -259,6 +259,8 @@ def way_out(raised: str) -> str:
             "it also runs without gradients, as in every evaluation: ask first for "
             "output.requires_grad"
         )
+    if "out of meta tensor" in raised or "called on meta tensors" in raised:
+        return "the line reads numbers, and a model on meta has none: build it on the CPU"
     if "could not create a primitive" in raised:
         return (
             "PyTorch has no kernel for this layer in this type on this processor, and does not "

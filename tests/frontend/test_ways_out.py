@@ -80,3 +80,20 @@ def test_a_loop_over_the_experts_that_were_hit() -> None:
 
     assert "at `for number in chosen.sum(0).nonzero():`: how many rounds" in str(raised.value)
     assert "for number in range(self.num_experts)" in str(raised.value)
+
+
+class Counting(nn.Module):
+    """Splits by counts that it reads as numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        counts = nn.functional.one_hot((x[:, 0] > 0).long(), 2).sum(0).tolist()
+        return torch.cat(x.split(counts))
+
+
+def test_numbers_that_are_read_on_meta() -> None:
+    with pytest.raises(ModelError, match=r"raises \w+ on the example inputs") as raised:
+        trace(Counting(), torch.empty(4, 3, device="meta"), training=False)
+
+    assert raised.value.location is not None
+    assert ".sum(0).tolist()" in raised.value.location.code
+    assert "build it on the CPU" in str(raised.value)
