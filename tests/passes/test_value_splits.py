@@ -7,13 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.ir.value_splits import FEWEST, is_value_split, split_by_values, split_unevenly
+from gpipe_compiler.ir.value_splits import (
+    all_in_first,
+    all_in_last,
+    is_value_split,
+    split_by_values,
+)
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.value_splits import sized_by_values
+
+WAYS = (split_by_values, all_in_first, all_in_last)
 
 
 class Cut(nn.Module):
@@ -61,46 +67,48 @@ def test_what_a_part_is_asked_for_follows_from_no_shape() -> None:
     assert not shape_values(graph).keys() & set(unknown)
 
 
-@pytest.mark.parametrize("parts", range(2, 9))
+@pytest.mark.parametrize("parts", range(1, 9))
 @pytest.mark.parametrize("dim", [0, 1])
-def test_without_numbers_two_ways_give_other_sizes_that_add_up(parts: int, dim: int) -> None:
-    for whole in range(FEWEST * parts, 5 * parts):
+def test_without_numbers_every_way_splits_all(parts: int, dim: int) -> None:
+    for whole in (0, 1, parts, 5 * parts - 1):
         with HostFakes():
             tensor = torch.empty((whole, 3) if dim == 0 else (3, whole))
             counts = torch.zeros(parts, dtype=torch.long)
-            ways = [split(tensor, counts, dim) for split in (split_by_values, split_unevenly)]
-        one, other = ([part.shape[dim] for part in way] for way in ways)
+            ways = [split(tensor, counts, dim) for split in WAYS]
+        even, *_ = sizes = [[part.shape[dim] for part in way] for way in ways]
 
-        assert sum(one) == sum(other) == whole
-        assert all(a != b for a, b in zip(one, other, strict=True))
-        assert min(*one, *other) >= 0
-
-
-def test_a_single_part_is_the_whole_however_it_is_split() -> None:
-    with HostFakes():
-        (part,) = split_unevenly(torch.empty(5, 2), torch.zeros(1, dtype=torch.long))
-
-    assert part.shape == (5, 2)
+        assert {sum(way) for way in sizes} == {whole}
+        assert {len(way) for way in sizes} == {parts}
+        assert max(even) - min(even) <= 1
 
 
-class Constant(nn.Module):
-    """Splits what is no sample into parts as long as values of the batch say."""
+class Computing(nn.Module):
+    """Rounds the size of a part, and takes a part up to a number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = nn.Parameter(torch.randn(3, 4))
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        counts = nn.functional.one_hot((x[0, :3] > 0).long(), 2).sum(0).tolist()
-        one, other = self.rows.split(counts)
-        return x + torch.cat([one.sin(), other.cos()]).sum(0)
+        counts = nn.functional.one_hot((x[:, 0] > 0).long(), 2).sum(0).tolist()
+        one, other = self.layer(x).split(counts)
+        whole = torch.cat([one, other])
+        few = other[:1].sum(0) + torch.zeros(len(one) // 100 + 4)[:4]
+        return whole + few.sum() * 0
 
 
-def test_parts_of_a_few_elements_are_refused_with_the_line() -> None:
-    with pytest.raises(ModelError, match="values say how long its parts are") as raised:
-        trace(Constant(), torch.randn(4, 4), training=False, batch_dims={"x": 0})
+def test_what_is_computed_of_sizes_is_no_more_known_than_they_are() -> None:
+    graph = trace(Computing(), torch.randn(4, 4), loss=LossChoice.SUM_OF_SQUARES)
+    unknown = sized_by_values(graph)
+    rounded = [op.outputs[0] for op in graph.ops if op.name.startswith("floor_div")]
+    taken = [op.outputs[0] for op in graph.ops if op.name.startswith("item")]
+    zeros = [op.outputs[0] for op in graph.ops if op.name.startswith("zeros")]
 
-    assert "self.rows.split(counts)" in str(raised.value.location.code)
+    assert len(rounded) == len(zeros) == 1
+    assert unknown.issuperset(rounded)
+    assert unknown.issuperset(zeros)
+    assert unknown.intersection(taken)
+    assert not shape_values(graph).keys() & unknown
 
 
 def test_with_numbers_it_is_split_by_them() -> None:
