@@ -92,6 +92,10 @@ their results are like."""
 
 _SLICE = torch.ops.aten.slice.Tensor
 
+_GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
+"""A product for each group of rows, as experts have it. Without numbers torch takes bfloat16 alone;
+its kernels take other types."""
+
 
 def _rely_on_signs(bounds: Iterable[object]) -> None:
     """Takes it for granted that bounds of a slice, where they follow from sizes, count from the end
@@ -127,12 +131,23 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _SLICE:
             _rely_on_signs(args[2:4])
+        if _GROUPED is not None and func is _GROUPED.default:
+            return self._grouped(func, types, args, kwargs or {})
         places = _LIKE_ARGUMENTS.get(id(func))
         if places is None:
             return super().dispatch(func, types, args, kwargs)
         with self:
             made = tuple(torch.empty_like(args[place]) for place in places)
         return made if len(made) > 1 else made[0]
+
+    def _grouped(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        dtype = args[0].dtype
+        if dtype not in (torch.float32, torch.float16) or args[1].dtype is not dtype:
+            return super().dispatch(func, types, args, kwargs)
+        with self:
+            args = (*(one.to(torch.bfloat16) for one in args[:2]), *args[2:])
+            made: Any = super().dispatch(func, types, args, kwargs)
+            return made.to(dtype)
 
     def fake(self, made: torch.Tensor, device: torch.device) -> FakeTensor:
         """A fake of this mode on a device.

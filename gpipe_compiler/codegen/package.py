@@ -311,20 +311,29 @@ def write_pretrained(pretrained: Pretrained, folder: Path, progress: Callable[[s
     if pretrained.stored:
         home = weights.resolve()
         places: dict[Path, str] = {}
-        for file in dict.fromkeys(tensor.file for tensor in pretrained.stored.values()):
+        stored = pretrained.stored
+        for file in dict.fromkeys(file for tensor in stored.values() for file in tensor.files):
             places[file] = os.path.relpath(file, home)
             if pretrained.copied_weights:
                 progress(f"copying {file.name}")
                 places[file] = file.name
                 shutil.copyfile(file, weights / file.name)
-        keys = {
-            name: tensor.key for name, tensor in pretrained.stored.items() if tensor.key != name
-        }
+        keys = {name: tensor.made.plain for name, tensor in stored.items()}
+        known = {how.plain: key for key, how in pretrained.exported.items()}
+        assembled = {name: stored[name] for name, key in keys.items() if key is None}
         index = {
-            "weight_map": {name: places[each.file] for name, each in pretrained.stored.items()},
-            "keys": keys | {n: k for k, n in pretrained.exported.items() if n in pretrained.anew},
+            "weight_map": {n: places[stored[n].files[0]] for n, key in keys.items() if key},
+            "keys": {name: key for name, key in keys.items() if key and key != name}
+            | {name: known[name] for name in pretrained.anew if name in known},
             "anew": sorted(pretrained.anew),
         }
+        if assembled:
+            index["assembled"] = {name: each.made.written() for name, each in assembled.items()}
+            index["pieces"] = {
+                key: places[file]
+                for each in assembled.values()
+                for key, file in zip(each.made.of, each.files, strict=True)
+            }
         (weights / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     beside = folder / HUGGING_FACE
     beside.mkdir()
@@ -332,5 +341,10 @@ def write_pretrained(pretrained: Pretrained, folder: Path, progress: Callable[[s
         (beside / name).write_text(text, encoding="utf-8")
     for file in pretrained.copies:
         shutil.copyfile(file, beside / file.name)
-    content = {"adapter": pretrained.adapter, "names": dict(pretrained.exported)}
+    exported = pretrained.exported.items()
+    content = {
+        "adapter": pretrained.adapter,
+        "names": {key: how.plain for key, how in exported if how.plain},
+        "assembled": {key: how.written() for key, how in exported if not how.plain},
+    }
     (beside / NAMES).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -38,7 +38,7 @@ from gpipe_compiler.frontend.probing import (
     with_numbers,
 )
 from gpipe_compiler.frontend.signature import read_signature
-from gpipe_compiler.frontend.state import isolated, state_table
+from gpipe_compiler.frontend.state import isolated, put_tensors, state_table
 from gpipe_compiler.frontend.structure import (
     Template,
     classes_in,
@@ -263,6 +263,8 @@ class Entry(nn.Module):
             try:
                 asked = plain_types(model.modules())
                 with quiet(), recurrent_forms(), asked, TraceFakes() as mode:
+                    if self.states.on_meta:
+                        put_tensors(model, mode.from_tensor)
                     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in samples]
                     args, kwargs, _ = self.signature.rebuild(fakes)
                     output = map_tensors(on_meta, model(*args, **kwargs))

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.comparable_runs import GRADIENT, Results
 from gpipe_compiler.frontend.encoders import unpacked
 from gpipe_compiler.frontend.entry import Entry
+from gpipe_compiler.frontend.probing import on_meta
 from gpipe_compiler.frontend.python_state import changed, no_new_parameters, python_state
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.state import copied, isolated
+from gpipe_compiler.frontend.state import copied, isolated, put_tensors
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.ir import Graph, StateKind
@@ -64,6 +66,8 @@ def run_model(
         entry.model.double()
     # What asks tensors for values knows that fakes have none; of those on meta it does not.
     fakes = TraceFakes() if entry.states.on_meta else None
+    if fakes is not None:
+        put_tensors(entry.model, fakes.from_tensor)
     leaves, inputs = inputs_of(entry, batch, double=double, fakes=fakes)
     before = dict(entry.model.named_buffers())
     attributes = python_state(entry.model, entry.loss_fn)
@@ -101,18 +105,17 @@ def run_model(
 
 def run_graph(graph: Graph, entry: Entry, batch: int, *, double: bool = False) -> ComparedRun:
     """The graph on copies of everything, perhaps in double precision."""
-    tensors = {
-        name: _copy(tensor, double=double).requires_grad_(graph.state[name].requires_grad)
-        for name, tensor in graph.tensors.items()
-    }
-    leaves, inputs = inputs_of(entry, batch, double=double)
+    fakes = TraceFakes() if entry.states.on_meta else None
+    tensors = {}
+    for name, tensor in graph.tensors.items():
+        copy = _copy(tensor, double=double) if fakes is None else fakes.from_tensor(tensor)
+        tensors[name] = copy.requires_grad_(graph.state[name].requires_grad)
+    leaves, inputs = inputs_of(entry, batch, double=double, fakes=fakes)
     if entry.keeps is not None:
         graph = with_all_layers(graph)
     interpreter = Interpreter(graph, tensors, entry.training)
     torch.manual_seed(SEED)
-    # Graphs name no device: what they create goes where the model is.
-    device = torch.device("meta") if entry.states.on_meta else contextlib.nullcontext()
-    with torch.set_grad_enabled(entry.has_loss), device:
+    with torch.set_grad_enabled(entry.has_loss), fakes or contextlib.nullcontext():
         values = interpreter.run(
             {source.name: tensor for source, tensor in zip(graph.inputs, inputs, strict=True)},
             keep={*graph.output_values, *((graph.loss.value,) if graph.loss else ())},
@@ -176,4 +179,8 @@ def _results(
         found[f"{BUFFER}{name}"] = tensor
     for name, tensor in leaves.items():
         found[f"{GRADIENT}the input {name}"] = tensor.grad
-    return ComparedRun({name: None if t is None else t.detach() for name, t in found.items()})
+    return ComparedRun({name: None if t is None else _bare(t) for name, t in found.items()})
+
+
+def _bare(tensor: torch.Tensor) -> torch.Tensor:
+    return on_meta(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +16,9 @@ from torch import nn
 from gpipe_compiler.errors import ModelError, Notice
 from gpipe_compiler.frontend.adapters import CONFIG as ADAPTER_CONFIG
 from gpipe_compiler.frontend.adapters import Adapter
+from gpipe_compiler.frontend.stored_layouts import Conversions
 from gpipe_compiler.frontend.subject import Pretrained, StoredTensor
+from gpipe_compiler.runtime.core.assembly import Assembly
 from gpipe_compiler.runtime.core.stored_weights import (
     HUGGING_FACE_INDEX,
     PICKLED,
@@ -55,7 +57,7 @@ class FolderNames:
     of: Mapping[int, str]
     stored: Mapping[str, StoredTensor]
     anew: frozenset[str]
-    exported: Mapping[str, str]
+    exported: Mapping[str, Assembly]
 
     @classmethod
     def read(cls, model: nn.Module, folder: Path, *, own: bool) -> FolderNames:
@@ -74,11 +76,13 @@ class FolderNames:
         names = {id(tensor): name for name, tensor in tensors}
         there = _there(folder)
         kept = {names.get(id(t), n): t for n, t in _state(model).items()}
-        stored = _stored(model, kept, there, folder) if there else {}
+        conversions = Conversions(model)
+        stored = _stored(conversions, model, kept, there) if there else {}
         missing = [name for name in kept if name not in stored] if there else []
         if missing:
             _tell_missing(model, missing, folder, own=own)
-        return cls(folder, names, stored, frozenset(missing), _exported(model, names))
+        exported = _exported(conversions, model, names)
+        return cls(folder, names, stored, frozenset(missing), exported)
 
     def pretrained(self, adapter: Adapter | None, config: str) -> Pretrained:
         """What a package is told of the folder.
@@ -107,7 +111,7 @@ class FolderNames:
             if adapter.file is not None and adapter.keys.get(name) in shapes:
                 key = adapter.keys[name]
                 _check_shape(name, shapes[key], tensor, adapter.file)
-                stored[name] = StoredTensor(adapter.file, key)
+                stored[name] = StoredTensor(Assembly((key,), ()), (adapter.file,))
                 continue
             copied = _original(adapter.model, name)
             own = self.of.get(id(tensor)) or self.of.get(id(copied), "")
@@ -115,7 +119,7 @@ class FolderNames:
                 stored[name] = self.stored[own]
             elif name in adapter.keys or own in self.anew:
                 anew.add(name)
-        exported = {key: name for name, key in adapter.keys.items()}
+        exported = {key: Assembly((name,), ()) for name, key in adapter.keys.items()}
         texts = {ADAPTER_CONFIG: adapter.config}
         return Pretrained(self.folder, stored, frozenset(anew), exported, True, texts, ())
 
@@ -179,39 +183,26 @@ def _of_files(read: Callable[[], _Read]) -> _Read:
 
 
 def _stored(
+    conversions: Conversions,
     model: Any,
     kept: Mapping[str, torch.Tensor],
     there: Mapping[str, tuple[Path, _Shape]],
-    folder: Path,
 ) -> dict[str, StoredTensor]:
     """Where the folder has the tensors of a model, as from_pretrained finds them."""
-    loading = importlib.import_module("transformers.core_model_loading")
-    mapping = importlib.import_module("transformers.conversion_mapping")
-    transforms = mapping.get_model_conversion_mapping(model)
-    converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
-    renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
     state = _state(model)
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[Assembly]] = {}
     names = {id(tensor): name for name, tensor in kept.items()}
-    for key in there:
-        name, pattern = loading.rename_source_key(
-            key, renamings, converters, model.base_model_prefix, state
-        )
-        if name not in state:
-            continue
-        if pattern is not None:
-            raise ModelError(
-                f"{folder} stores {name} in pieces, as {key}, which are put together when it is "
-                "loaded: a package does not do that",
-                hint="write a model.py that builds the model and loads its weights",
-            )
-        found.setdefault(names.get(id(state[name]), name), []).append(key)
+    shapes = {key: shape for key, (_, shape) in there.items()}
+    for name, how in conversions.loaded(shapes, state):
+        found.setdefault(names.get(id(state[name]), name), []).append(how)
     stored = {}
-    for name, keys in found.items():
-        for key in keys:
-            _check_shape(name, there[key][1], kept[name], there[key][0])
-        _refuse_untied(name, keys, there)
-        stored[name] = StoredTensor(there[keys[0]][0], keys[0])
+    for name, ways in found.items():
+        for how in ways:
+            pieces = [torch.empty(shapes[key], device="meta") for key in how.of]
+            shape = tuple(how.of_tensors(pieces).shape)
+            _check_shape(name, shape, kept[name], there[how.of[0]][0])
+        _refuse_untied(ways, there)
+        stored[name] = StoredTensor(ways[0], tuple(there[key][0] for key in ways[0].of))
     return stored
 
 
@@ -225,16 +216,18 @@ def _check_shape(name: str, shape: _Shape, tensor: torch.Tensor, file: Path) -> 
         )
 
 
-def _refuse_untied(
-    name: str, keys: Iterable[str], there: Mapping[str, tuple[Path, _Shape]]
-) -> None:
+def _refuse_untied(ways: Iterable[Assembly], there: Mapping[str, tuple[Path, _Shape]]) -> None:
     """Refuses one tensor of the model that the folder holds twice, with other numbers."""
-    first, *others = keys
+    first, *others = ways
     for other in others:
-        one, two = (load_file(there[key][0], [key])[key] for key in (first, other))
+        one, two = (
+            how.of_tensors([load_file(there[key][0], [key])[key] for key in how.of])
+            for how in (first, other)
+        )
         if not torch.equal(one, two):
             raise ModelError(
-                f"{first} and {other} are one tensor of the model, and differ in its files",
+                f"{first.of[0]} and {other.of[0]} are one tensor of the model, and differ in its "
+                "files",
                 hint='"tie_word_embeddings": false in config.json makes two of them',
             )
 
@@ -256,10 +249,13 @@ def _tell_missing(model: nn.Module, missing: list[str], folder: Path, *, own: bo
     warnings.warn(Notice(text), stacklevel=2)
 
 
-def _exported(model: Any, names: Mapping[int, str]) -> dict[str, str]:
-    """By the keys that save_pretrained writes, the names of tensors."""
+def _exported(
+    conversions: Conversions, model: Any, names: Mapping[int, str]
+) -> dict[str, Assembly]:
+    """By the keys that save_pretrained writes, how each is made of tensors, by their names."""
     ignored = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
-    state = {name: tensor for name, tensor in _state(model).items() if name not in ignored}
-    loading = importlib.import_module("transformers.core_model_loading")
-    written = loading.revert_weight_conversion(model, dict(state))
-    return {key: names[id(tensor)] for key, tensor in written.items() if id(tensor) in names}
+    state = {n: t for n, t in _state(model).items() if n not in ignored and id(t) in names}
+    return {
+        key: dataclasses.replace(how, of=tuple(names[id(state[name])] for name in how.of))
+        for key, how in conversions.saved(state).items()
+    }

@@ -16,6 +16,7 @@ from torch import nn
 from gpipe_compiler.errors import SourceLocation, UsageError
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.options import LossChoice
+from gpipe_compiler.runtime.core.assembly import Assembly
 from gpipe_compiler.runtime.spec import Steps
 
 LossFunction = Callable[[object, object], torch.Tensor]
@@ -146,11 +147,12 @@ class StoredTensor:
     """Where the numbers of a tensor are.
 
     Attributes:
-        key: what the file calls it.
+        made: how it is made of tensors of files, by their keys; of one alone, as it is, mostly.
+        files: of each of these, in order.
     """
 
-    file: Path
-    key: str
+    made: Assembly
+    files: tuple[Path, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -160,7 +162,8 @@ class Pretrained:
     Attributes:
         stored: by the names of tensors in the model; empty for a folder without weights.
         anew: the names of those that the folder does not hold, and that begin as in a new model.
-        exported: by the keys of files that are written of a trained model, the names of tensors.
+        exported: by the keys of files that are written of a trained model, how each is made of
+            tensors, by their names.
         adapter: whether these are adapters, in a file of peft's.
         texts: the files to lie beside the weights, by name.
         copies: those that are copied.
@@ -170,7 +173,7 @@ class Pretrained:
     folder: Path
     stored: Mapping[str, StoredTensor]
     anew: frozenset[str]
-    exported: Mapping[str, str]
+    exported: Mapping[str, Assembly]
     adapter: bool
     texts: Mapping[str, str]
     copies: tuple[Path, ...]

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.free_sizes import FreePlaces
+from gpipe_compiler.frontend.trace_fakes import HOST
 
 SMALLEST_BATCH = 2
 """A batch of one is taken for a constant by torch."""
@@ -57,10 +58,11 @@ def inputs_without_numbers(
                 shape[dim] = size("", number)
             elif (source.name, dim) in free:
                 shape[dim] = size(free[source.name, dim], number)
+        device = HOST if example.is_meta else example.device
         with mode:
             made.append(
                 torch.empty_strided(
-                    shape, _strides(example, shape), dtype=example.dtype, device=example.device
+                    shape, _strides(example, shape), dtype=example.dtype, device=device
                 ).requires_grad_(example.requires_grad)
             )
     return made

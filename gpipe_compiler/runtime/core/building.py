@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import WeightsError
 from ..spec import StageSpec, Steps
 from ..wording import some
+from .assembly import named
 from .stored_weights import Weights
 
 
@@ -156,7 +157,6 @@ def _generators(device: torch.device) -> list[int]:
 
 # --- numbers as the model's own code draws them ---------------------------------------------------
 
-_SELF = "self"
 _OF_INIT = frozenset({"trunc_normal_", "orthogonal_", "sparse_", "dirac_", "eye_"})
 """Steps that torch.nn.init has, and a tensor has not."""
 
@@ -200,7 +200,7 @@ def _do(tensor: torch.Tensor, step: Sequence[Any], results: Sequence[Any], seed:
         if _is_option(argument):
             options[argument[0][:-1]] = argument[1]
         else:
-            value = _value(argument, tensor, results)
+            value = named(argument, results, tensor)
             tensors += value is not argument
             given.append(value)
     if tensors:
@@ -226,19 +226,3 @@ def _is_option(argument: object) -> bool:
         and isinstance(argument[0], str)
         and argument[0].endswith("=")
     )
-
-
-def _value(argument: Any, tensor: torch.Tensor, results: Sequence[Any]) -> Any:
-    """An argument with the tensors that it names in their places; itself where it names none."""
-    if isinstance(argument, str):
-        if argument == _SELF:
-            return tensor
-        if argument.startswith("%"):
-            number, _, item = argument[1:].partition(".")
-            result = results[int(number)]
-            return result[int(item)] if item else result
-    if isinstance(argument, tuple):
-        values = tuple(_value(item, tensor, results) for item in argument)
-        changed = any(new is not old for new, old in zip(values, argument, strict=True))
-        return list(values) if changed else argument
-    return argument

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from ..errors import WeightsError
+from .assembly import Assembly
 from .weights import INDEX, ONE_FILE, aligned, read_tensors, shapes_in
 
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
@@ -32,12 +33,16 @@ class Weights:
         files: for every tensor the file that holds it, as a path from `directory`.
         keys: what tensors are called in their files, where that is not their name.
         anew: the names of tensors that no file holds, and that begin as in a new model.
+        assembled: how tensors are made that are stored in pieces, of the pieces' keys.
+        pieces: for every piece the file that holds it, as `files`.
     """
 
     directory: Path
     files: Mapping[str, str] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     anew: frozenset[str] = frozenset()
+    assembled: Mapping[str, Assembly] = field(default_factory=dict)
+    pieces: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path) -> Weights:
@@ -77,8 +82,17 @@ class Weights:
                 {str(name): str(file) for name, file in files.items()},
                 {str(name): str(key) for name, key in content.get("keys", {}).items()},
                 frozenset(map(str, content.get("anew", ()))),
+                {str(n): Assembly.read(how) for n, how in content.get("assembled", {}).items()},
+                {str(key): str(file) for key, file in content.get("pieces", {}).items()},
             )
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise WeightsError(f"{index} is no index of weights: {error}") from error
 
     def moved(self, directory: Path) -> Weights:
@@ -92,23 +106,33 @@ class Weights:
         """
         there = Weights.open(directory)
         fronts = dict.fromkeys(key.partition(".")[0] for key in there.files)
+
+        def found_of(key: str) -> str | None:
+            likely = (key, key.partition(".")[2], *(f"{front}.{key}" for front in fronts))
+            return next((own for own in likely if own in there.files), None)
+
+        assembled, pieces = {}, {}
+        for name, how in self.assembled.items():
+            of = [own for own in map(found_of, how.of) if own is not None]
+            if len(of) == len(how.of):
+                assembled[name] = dataclasses.replace(how, of=tuple(of))
+                pieces.update({own: there.files[own] for own in of})
         files, keys = {}, {}
         for name in (*self.files, *self.anew):
             if Path(self.files.get(name, "")).name == ADAPTER_FILE:
                 files[name] = str((self.directory / self.files[name]).resolve())
                 keys[name] = self.keys.get(name, name)
                 continue
-            key = self.keys.get(name, name)
-            likely = (key, key.partition(".")[2], *(f"{front}.{key}" for front in fronts))
-            found = next((own for own in likely if own in there.files), None)
+            found = found_of(self.keys.get(name, name))
             if found is not None:
                 files[name], keys[name] = there.files[found], found
-        if not files:
+        if not files and not assembled:
             raise WeightsError(
                 f"{directory} holds no tensor of this model",
                 hint="name a folder of the model that the package was compiled from",
             )
-        return dataclasses.replace(there, files=files, keys=keys, anew=self.anew - files.keys())
+        anew = self.anew - files.keys()
+        return Weights(there.directory, files, keys, anew, assembled, pieces)
 
     def load(
         self, like: Mapping[str, torch.Tensor], device: torch.device
@@ -137,26 +161,71 @@ class Weights:
                     if loaded is tensor and not own:
                         loaded = tensor.clone()  # whose file may be overwritten as this runs
                     yield name, aligned(loaded)
+        for name in like:
+            if name in self.assembled:
+                made = self._put_together(name)
+                _check_shape(name, tuple(made.shape), like[name])
+                yield name, made.to(device, like[name].dtype).contiguous()
+
+    def _put_together(self, name: str) -> torch.Tensor:
+        """A tensor that is stored in pieces."""
+        how = self.assembled[name]
+        read: dict[str, torch.Tensor] = {}
+        for file, keys in self._pieces_by_file([name]).items():
+            read.update(read_tensors(self.directory / file, keys))
+        made = how.of_tensors([read.pop(key) for key in how.of])
+        return made if how.copies else made.clone()  # as the file may be overwritten
 
     def check(self, like: Mapping[str, torch.Tensor]) -> None:
         """Raises a WeightsError where `load` would, but for what only the numbers show."""
         for file, names in self._by_file(like).items():
-            path = self.directory / file
-            shapes = shapes_in(path)
-            for key in names:
-                if key not in shapes:
-                    raise WeightsError(f"{path} does not hold {key}, which the index says it does")
+            for key, shape in self._shapes(file, names).items():
                 for name in names[key]:
-                    _check_shape(name, shapes[key], like[name])
+                    _check_shape(name, shape, like[name])
+        assembled = [name for name in like if name in self.assembled]
+        there: dict[str, tuple[int, ...]] = {}
+        for file, keys in self._pieces_by_file(assembled).items():
+            there |= self._shapes(file, keys)
+        for name in assembled:
+            how = self.assembled[name]
+            try:
+                made = how.of_tensors([torch.empty(there[key], device="meta") for key in how.of])
+            except (RuntimeError, IndexError) as error:
+                problem = f"{name} cannot be made of {how.of[0]} and its like: {error}"
+                raise WeightsError(problem, hint=_ANOTHER) from error
+            _check_shape(name, tuple(made.shape), like[name])
+
+    def _shapes(self, file: str, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        path = self.directory / file
+        there = shapes_in(path)
+        for key in keys:
+            if key not in there:
+                raise WeightsError(f"{path} does not hold {key}, which the index says it does")
+        return {key: there[key] for key in keys}
+
+    def _pieces_by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The pieces of these tensors, by file."""
+        found: dict[str, list[str]] = {}
+        for name in names:
+            for key in self.assembled[name].of:
+                file = self.pieces[key]
+                if file not in found:
+                    self._check_file(file, key)
+                found.setdefault(file, []).append(key)
+        return found
+
+    def _check_file(self, file: str, name: str) -> None:
+        if not (self.directory / file).is_file():
+            path = (self.directory / file).resolve()
+            raise WeightsError(f"{path}, which holds {name}, is missing", hint=_ANOTHER)
 
     def _by_file(self, like: Iterable[str]) -> dict[str, dict[str, list[str]]]:
         """The names of these tensors by file, and by what they are called there."""
         found: dict[str, dict[str, list[str]]] = {}
         for name in filter(self.files.get, like):
             file, key = self.files[name], self.keys.get(name, name)
-            if file not in found and not (self.directory / file).is_file():
-                path = (self.directory / file).resolve()
-                raise WeightsError(f"{path}, which holds {name}, is missing", hint=_ANOTHER)
+            if file not in found:
+                self._check_file(file, name)
             found.setdefault(file, {}).setdefault(key, []).append(name)
         return found
 

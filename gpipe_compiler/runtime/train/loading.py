@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import torch
 from .. import checkpoint
 from ..checkpoint.files import Stored
 from ..core.address import Address, Place
+from ..core.assembly import Assembly
 from ..core.pipeline import Pipeline
 from ..core.stored_weights import (
     ADAPTER_FILE,
@@ -39,7 +41,7 @@ HUGGING_FACE = "huggingface"
 """The folder of a package with the files that lie beside weights: configurations, tokenizers."""
 
 NAMES = "names.json"
-"""In it: by the keys of the files of weights, the names of tensors."""
+"""In it: by the keys of the files of weights, the names of tensors, or how each is made of some."""
 
 _FORMAT = {"format": "pt"}
 """What Hugging Face's libraries look for in the metadata of a file."""
@@ -95,14 +97,22 @@ def load_weights(pipe: Pipeline, path: Place, home: Weights | None = None) -> No
     else:
         stored = Weights.of_file(path)
     adapter = {Path(file).name for file in stored.files.values()} == {ADAPTER_FILE}
-    keys = _keys(pipe.spec, stored.files, home, partly=adapter)
-    found = Weights(stored.directory, {n: stored.files[key] for n, key in keys.items()}, keys)
-    states = _states(pipe.spec)
+    there = {*stored.files, *stored.assembled}
+    keys, assembled = _keys(pipe.spec, there, home, partly=adapter)
+    found = Weights(
+        stored.directory,
+        {name: stored.files[key] for name, key in keys.items() if key in stored.files},
+        {name: stored.keys.get(key, key) for name, key in keys.items()},
+        assembled={n: stored.assembled[key] for n, key in keys.items() if key in stored.assembled}
+        | assembled,
+        pieces={**stored.files, **stored.pieces},
+    )
+    states, taken = _states(pipe.spec), {*keys, *assembled}
     try:
-        found.check({name: states[name] for name in keys})
+        found.check({name: states[name] for name in states if name in taken})
     except WeightsError as error:
         raise UsageError(f"{path} does not fit {pipe.spec.name}: {error.problem}") from error
-    held = {name: tensor for name, tensor in pipe.state_dict().items() if name in keys}
+    held = {name: tensor for name, tensor in pipe.state_dict().items() if name in taken}
     held |= {name: tensor for name, tensor in states.items() if name in _counted(pipe.spec)}
     for name, tensor in found.loading(held, torch.device("cpu")):
         pipe.load_state_dict({name: tensor}, strict=False)
@@ -134,14 +144,18 @@ def _load_pickled(pipe: Pipeline, path: Path, home: Weights | None) -> None:
             f"{path} holds no state_dict: a dict of tensors by name is needed",
             hint="torch.save(model.state_dict(), FILE) writes one",
         )
-    keys = _keys(pipe.spec, content, home, partly=False)
+    keys, assembled = _keys(pipe.spec, content, home, partly=False)
     pipe.load_state_dict({name: content[key] for name, key in keys.items()}, strict=False)
+    for name, how in assembled.items():
+        made = how.of_tensors([content[key] for key in how.of])
+        pipe.load_state_dict({name: made}, strict=False)
 
 
 def _keys(
     spec: PipelineSpec, there: Iterable[str], home: Weights | None, *, partly: bool
-) -> dict[str, str]:
-    """What every tensor of a pipeline is called among the keys of a file.
+) -> tuple[dict[str, str], dict[str, Assembly]]:
+    """What every tensor of a pipeline is called among the keys of a file, and how those are made
+    that are there in pieces.
 
     Args:
         partly: whether some of the tensors are enough.
@@ -154,21 +168,25 @@ def _keys(
     further: dict[str, list[str]] = {}
     for alias, name in spec.aliases.items():
         further.setdefault(name, []).append(alias)
-    found = {}
+    found, assembled = {}, {}
     for name in _states(spec):
         likely = (name, *further.get(name, ()), others.get(name, name))
         key = next((key for key in likely if key in given), None)
-        if key is not None:
+        how = None if home is None else home.assembled.get(name)
+        if how is not None and all(piece in given for piece in how.of):
+            assembled[name] = how
+        elif key is not None:
             found[name] = key
-    unused = () if home is None else (*home.files, *home.keys.values(), *home.anew)
+    unused = () if home is None else (*home.files, *home.keys.values(), *home.anew, *home.pieces)
     known = {*found.values(), *_states(spec), *spec.aliases, *unused}
-    problems = [f"{name} is missing" for name in _states(spec) if name not in found]
+    missing = [name for name in _states(spec) if name not in found and name not in assembled]
+    problems = [f"{name} is missing" for name in missing]
     problems = ([] if partly and found else problems) + [
         f"{key} is unknown" for key in given if key not in known
     ]
     if problems:
         raise UsageError(f"these weights do not fit {spec.name}: {some(problems, '; ')}")
-    return found
+    return found, assembled
 
 
 def _states(spec: PipelineSpec) -> dict[str, torch.Tensor]:
@@ -262,11 +280,20 @@ def _export_folder(
         raise UsageError(f"{output} exists", hint="name another folder")
     content = json.loads((beside / NAMES).read_text(encoding="utf-8"))
     stored, names = Stored.open(path), content["names"]
-    like = _tensors(stored, names)
+    made = {key: Assembly.read(how) for key, how in content["assembled"].items()}
+    like = _tensors(stored, names, made)
+
+    # A block's gate and up projections are pieces of one tensor, its down projections of another,
+    # and a file holds them in turn.
+    @functools.lru_cache(maxsize=2)
+    def tensor_of(name: str) -> torch.Tensor:
+        (tensor,) = stored.read([f"model.{name}"]).values()
+        return tensor  # type: ignore[no-any-return]  # as `_tensors` has seen
 
     def read(key: str) -> torch.Tensor:
-        (tensor,) = stored.read([f"model.{names[key]}"]).values()
-        return tensor  # type: ignore[no-any-return]  # as `_tensors` has seen
+        if key in names:
+            return tensor_of(names[key])
+        return made[key].of_tensors([tensor_of(name) for name in made[key].of])
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -288,16 +315,22 @@ def _export_folder(
         raise CheckpointError(f"cannot write {output}: {error}") from error
 
 
-def _tensors(stored: Stored, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """By the keys of files, the types and shapes of what a checkpoint holds under these names."""
+def _tensors(
+    stored: Stored, names: Mapping[str, str], made: Mapping[str, Assembly]
+) -> dict[str, torch.Tensor]:
+    """By the keys of files, the types and shapes of what a checkpoint holds under these names, and
+    of what is made of it."""
     known = {*stored.keys("model.")}
-    missing = [name for name in names.values() if name not in known]
+    needed = dict.fromkeys((*names.values(), *(name for how in made.values() for name in how.of)))
+    missing = [name for name in needed if name not in known]
     if missing:
         raise CheckpointError(
             f"{stored.folder} does not hold {some(missing)}",
             hint="export a checkpoint of this package, or of the same folder in other stages",
         )
-    return {key: stored.like(f"model.{name}") for key, name in names.items()}
+    like = {name: stored.like(f"model.{name}") for name in needed}
+    pieces = {key: how.of_tensors([like[name] for name in how.of]) for key, how in made.items()}
+    return {key: like[name] for key, name in names.items()} | pieces
 
 
 def _write_files(
