@@ -18,8 +18,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gpipe_compiler.errors import ModelError
+from gpipe_compiler.errors import ModelError, summary
 from gpipe_compiler.runtime.core.assembly import Assembly
+from gpipe_compiler.runtime.wording import counted
 
 _MOVES: Mapping[str, str] = {
     **{op: op for op in ("cat", "expand", "permute", "reshape", "select", "slice", "split")},
@@ -71,7 +72,14 @@ class Conversions:
         for first, own in pieces.items():
             keys = [key for _, key in own]
             empty = [torch.empty(there[key], device="meta") for key in keys]
-            made = traced(functools.partial(self._converted, first, own), keys, empty)
+            try:
+                made = traced(functools.partial(self._converted, first, own), keys, empty)
+            except (RuntimeError, ValueError, IndexError) as error:  # of torch, on other shapes
+                raise ModelError(
+                    f"{first} cannot be put together of {keys[0]} and its like "
+                    f"({counted(len(keys), 'tensor')}): {summary(error)}",
+                    hint="bring all files of the folder, with the configuration they are of",
+                ) from error
             found += [(name, how) for name, how in made.items() if name in state]
         return found
 
@@ -123,15 +131,16 @@ def traced(
         return [each[0] if isinstance(each, list) else each for each in made.values()]
 
     graph = make_fx(listed)(list(tensors)).graph
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    called = dict(zip(places, names, strict=True))
-    (outputs,) = graph.output_node().args
-    assert isinstance(outputs, (list, tuple))
-    return {key: _assembly(node, called) for key, node in zip(keys, outputs, strict=True)}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    called = dict(zip((n for n in order if n.op == "placeholder"), names, strict=True))
+    outputs: Any = graph.output_node().args[0]
+    return {key: _assembly(node, order, called) for key, node in zip(keys, outputs, strict=True)}
 
 
-def _assembly(made: Any, called: Mapping[fx.Node, str]) -> Assembly:
-    """How a node's tensor is made of the named ones."""
+def _assembly(
+    made: fx.Node, place: Mapping[fx.Node, int], called: Mapping[fx.Node, str]
+) -> Assembly:
+    """How a node's tensor is made of the named ones; `place` orders all nodes."""
     needed: set[fx.Node] = set()
     pending = [made]
     while pending:
@@ -139,7 +148,7 @@ def _assembly(made: Any, called: Mapping[fx.Node, str]) -> Assembly:
         if node not in needed:
             needed.add(node)
             pending += node.all_input_nodes
-    order = [node for node in made.graph.nodes if node in needed]
+    order = sorted(needed, key=place.__getitem__)
     of = [node for node in order if node in called]
     names = {node: f"%{place}" for place, node in enumerate(of)}
     steps: list[tuple[Any, ...]] = []
@@ -148,7 +157,7 @@ def _assembly(made: Any, called: Mapping[fx.Node, str]) -> Assembly:
         if node.target is operator.getitem:
             names[node] = f"{source}.{node.args[1]}"
             continue
-        op = node.target.overloadpacket.__name__
+        op = str(getattr(node.target, "overloadpacket", node.target)).rpartition(".")[2]
         if op in _SAME and source is not None:
             names[node] = source
             continue

@@ -55,12 +55,22 @@ SIZES: Mapping[str, dict[str, Any]] = {
         "dropout_rate": 0.0,
         "decoder_start_token_id": 0,
     },
+    "Mixtral": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "num_local_experts": 4,
+    },
 }
 HEADS = {
     "Llama": "LlamaForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Bert": "BertForMaskedLM",
     "T5": "T5ForConditionalGeneration",
+    "Mixtral": "MixtralForCausalLM",
 }
 
 HOOKS = '''
