@@ -418,3 +418,53 @@ def test_the_model_itself_stays_on_meta() -> None:
     subject = load(str(MODEL))
 
     assert all(tensor.is_meta for tensor in nn.Module.state_dict(subject.model).values())
+
+
+EXPERTS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 4)
+        self.up = nn.Parameter(torch.randn(4, 16, 24) / 4)
+        self.steps = torch.arange(4)
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        chosen, order = chosen.sort()
+        # The kernels of a processor count floats, those of GPUs integers.
+        counted = chosen.float() if x.device.type == "cpu" else chosen.int()
+        counts = torch.histc(counted, bins=len(self.steps), min=0, max=3)
+        rows = F.grouped_mm(x[order], self.up, offs=counts.cumsum(0, dtype=torch.int32))
+        place = torch.arange(len(x), device=self.up.device)
+        back = torch.empty_like(order).scatter(0, order, place)
+        return rows[back] * weights[:, None]
+
+def build_model():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 16), Experts(), nn.Linear(24, 4))
+
+def example_inputs():
+    return (torch.randn(16, 8),)
+
+def example_target():
+    return torch.randn(16, 4)
+
+def loss_fn(output, target):
+    return F.mse_loss(output, target)
+"""
+
+
+def test_code_that_asks_for_the_device_is_told_of_the_host(tmp_path: Path) -> None:
+    file = tmp_path / "experts.py"
+    file.write_text(EXPERTS)
+
+    made = compiled(file, tmp_path / "p")
+
+    assert made.validation is not None
+    assert made.validation.passed
+    assert ".float()" in "".join(path.read_text() for path in (tmp_path / "p").glob("*.py"))

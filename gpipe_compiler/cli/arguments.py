@@ -264,7 +264,8 @@ def _folder_arguments(parser: argparse.ArgumentParser) -> None:
         "--task",
         metavar="TASK",
         help="what the model is for: causal-lm, masked-lm, seq2seq-lm, sequence-classification, "
-        "token-classification, question-answering, image-classification, no-head (default: that "
+        "token-classification, question-answering, multiple-choice, image-classification, "
+        "semantic-segmentation, audio-classification, speech-seq2seq, ctc, no-head (default: that "
         "of the model that the folder was written from)",
     )
     types = ["auto", "float32", "bfloat16", "float16"]

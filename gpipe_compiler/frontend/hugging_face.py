@@ -100,7 +100,7 @@ def load_folder(
     labels = training and loss is LossChoice.MODEL and offered(module, "loss_fn") is None
     call = _call(spec, module, input_specs)
     with _of_library("making an example call"):
-        call = completed(task, call, config, labels=labels)
+        call = completed(task, call, config, cls.main_input_name, labels=labels)
     check_call(base, call, "the example call")
     subject = described(spec, module, model, initial, call, training=training, loss=loss)
     return dataclasses.replace(
@@ -221,6 +221,11 @@ def _call(spec: ModelSpec, module: ModuleType, specs: Sequence[str]) -> Call:
 BATCH, LENGTH = 8, 128
 """Samples of an example, and the words of each, where the model takes as many."""
 
+AUDIO, TRANSCRIPT = 16_000, 16
+"""Samples of a second of sound, as speech models take it, and the words said in it, about."""
+
+CHOICES = 4
+
 Labels: TypeAlias = Callable[[torch.Tensor, Any], Mapping[str, torch.Tensor]]
 """The labels for the main input of an example, and the configuration of the model."""
 
@@ -232,20 +237,21 @@ class Task:
     Attributes:
         table: of the classes of models for it, in transformers.
         labels: what the loss compares with; None for a model without a head.
-        image: whether the main input is one.
+        choices: texts for each sample; 0 for one.
     """
 
     table: str
     labels: Labels | None
-    image: bool = False
+    choices: int = 0
 
 
 def _same(ids: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
     return {"labels": ids.clone()}
 
 
-def _words(ids: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
-    return {"labels": torch.randint(config.get_text_config().vocab_size, ids.shape)}
+def _words(main: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
+    shape = main.shape if main.dtype == torch.int64 else (len(main), TRANSCRIPT)
+    return {"labels": _vocabulary(torch.zeros(shape), config)}
 
 
 def _classes(main: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
@@ -260,6 +266,14 @@ def _word_classes(ids: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
     return {"labels": torch.randint(config.num_labels, ids.shape)}
 
 
+def _pixel_classes(image: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
+    return {"labels": torch.randint(config.num_labels, (len(image), *image.shape[-2:]))}
+
+
+def _chosen(ids: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
+    return {"labels": torch.randint(ids.shape[1], (len(ids),))}
+
+
 def _positions(ids: torch.Tensor, config: Any) -> Mapping[str, torch.Tensor]:
     samples, length = ids.shape
     return {f"{end}_positions": torch.randint(length, (samples,)) for end in ("start", "end")}
@@ -272,27 +286,33 @@ TASKS: Mapping[str, Task] = {
     "sequence-classification": Task("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES", _classes),
     "token-classification": Task("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES", _word_classes),
     "question-answering": Task("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES", _positions),
-    "image-classification": Task(
-        "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _classes, image=True
-    ),
+    "multiple-choice": Task("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES", _chosen, CHOICES),
+    "image-classification": Task("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES", _classes),
+    "semantic-segmentation": Task("MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES", _pixel_classes),
+    "audio-classification": Task("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES", _classes),
+    "speech-seq2seq": Task("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES", _words),
+    "ctc": Task("MODEL_FOR_CTC_MAPPING_NAMES", _words),
     "no-head": Task("MODEL_MAPPING_NAMES", None),
 }
 """By what `--task` calls them."""
 
 
-def completed(task: Task, call: Call, config: Any, *, labels: bool) -> Call:
+def completed(task: Task, call: Call, config: Any, main: str, *, labels: bool) -> Call:
     """An example call with all that a model for a task needs; what is given stays, but for numbers
     that are made up: words are those of the vocabulary, and masks leave the ends of some texts out.
 
     Args:
+        main: the input that the model cannot do without.
         labels: whether the loss is that of the model.
+
+    Raises:
+        UsageError: when how large the main input is cannot be told.
     """
     args, kwargs = call
     if args:
         return call
-    main = "pixel_values" if task.image else "input_ids"
     if main not in kwargs and not kwargs:
-        kwargs = {main: _image(config) if task.image else _text(config)}
+        kwargs = {main: _main_input(main, task, config)}
     given = {name: _filled(name, item, config) for name, item in kwargs.items()}
     example = given.get(main)
     labelled = any(name == "labels" or name.endswith("_positions") for name in given)
@@ -301,15 +321,31 @@ def completed(task: Task, call: Call, config: Any, *, labels: bool) -> Call:
     return args, given
 
 
-def _image(config: Any) -> torch.Tensor:
-    size = getattr(config, "image_size", None) or 224
-    sides = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(BATCH, getattr(config, "num_channels", 3), *sides)
-
-
-def _text(config: Any) -> torch.Tensor:
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) or LENGTH
-    return torch.zeros(BATCH, min(LENGTH, most), dtype=torch.int64)
+def _main_input(name: str, task: Task, config: Any) -> torch.Tensor:
+    """An example of what a model computes with, of a size as its configuration has it."""
+    bands = getattr(config, "num_mel_bins", None)
+    frames = getattr(config, "max_length", None)
+    match name:
+        case "input_ids":
+            text = config.get_text_config()
+            most = getattr(text, "max_position_embeddings", None) or LENGTH
+            choices = (task.choices,) if task.choices else ()
+            return torch.zeros(BATCH, *choices, min(LENGTH, most), dtype=torch.int64)
+        case "pixel_values":
+            size = getattr(config, "image_size", None) or 224
+            sides = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
+            return torch.randn(BATCH, getattr(config, "num_channels", 3), *sides)
+        case "input_values" if bands and frames:  # a picture of sound
+            return torch.randn(BATCH, frames, bands)
+        case "input_values":
+            return torch.randn(BATCH, AUDIO)
+        case "input_features" if bands and hasattr(config, "max_source_positions"):
+            return torch.randn(BATCH, bands, 2 * config.max_source_positions)
+    raise UsageError(
+        f"a {config.model_type} model computes with {name}, whose sizes its configuration does not "
+        "tell",
+        hint=f"say them, such as --input {name}={BATCH}x100x80; labels too",
+    )
 
 
 def _filled(name: str, item: object, config: Any) -> object:
@@ -317,13 +353,20 @@ def _filled(name: str, item: object, config: Any) -> object:
     if not isinstance(item, torch.Tensor) or item.dtype != torch.int64 or item.ndim < 2:
         return item
     if name.endswith("input_ids"):
-        padding = getattr(config, "pad_token_id", None)
-        words = torch.randint(config.get_text_config().vocab_size, item.shape)
-        if padding is not None:  # from which models tell where a text ends
-            words[words == padding] = (padding + 1) % config.get_text_config().vocab_size
-        return words
+        return _vocabulary(item, config)
     if name.endswith("attention_mask"):
         mask = torch.ones_like(item)
         mask[1::2, item.shape[1] - item.shape[1] // 4 :] = 0
         return mask
     return item
+
+
+def _vocabulary(like: torch.Tensor, config: Any) -> torch.Tensor:
+    """Words of the vocabulary, of the shape of a tensor, none of which is padding: from that
+    models tell where a text ends."""
+    size = config.get_text_config().vocab_size
+    words = torch.randint(size, like.shape)
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None:
+        words[words == padding] = (padding + 1) % size
+    return words
