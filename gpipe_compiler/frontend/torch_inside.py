@@ -58,6 +58,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "in_kernel_invocation_manager",
         "unset_fake_temporarily",
     ),
+    "torch._subclasses.meta_utils": ("MetaConverter",),
     "torch.ops.aten": (
         *("_ctc_loss", "_cudnn_rnn", "_embedding_bag_backward", "_to_copy", "_unsafe_view"),
     ),
