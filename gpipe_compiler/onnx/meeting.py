@@ -21,7 +21,7 @@ from gpipe_compiler.onnx.frontend.nodes import captured, title
 from gpipe_compiler.onnx.frontend.number_shapes import number_shapes
 from gpipe_compiler.onnx.frontend.reading import OnnxModel, session_of
 from gpipe_compiler.onnx.frontend.sizes import InputSizes
-from gpipe_compiler.onnx.frontend.unfolded import Body, unfolded, without_functions
+from gpipe_compiler.onnx.frontend.unfolded import Body, unfolded
 from gpipe_compiler.onnx.runtime.arrays import array_of
 from gpipe_compiler.onnx.runtime.batches import Arrays
 from gpipe_compiler.onnx.runtime.stage import run_values
@@ -53,19 +53,16 @@ def refuse_mixing(model: OnnxModel, sizes: InputSizes, *, seed: int) -> None:
     Raises:
         ModelError: naming the first that does.
     """
-    proto = without_functions(model.proto)
-    bodies = list(unfolded(proto.graph.node))
-    if not _tried(model, sizes, proto, bodies, seed) and bodies:
+    bodies = list(unfolded(model.proto.graph.node))
+    if not _tried(model, sizes, bodies, seed) and bodies:
         for some in ([], *([body] for body in bodies)):
-            _tried(model, sizes, proto, some, seed)
+            _tried(model, sizes, some, seed)
 
 
-def _tried(
-    model: OnnxModel, sizes: InputSizes, proto: ModelProto, bodies: Sequence[Body], seed: int
-) -> bool:
+def _tried(model: OnnxModel, sizes: InputSizes, bodies: Sequence[Body], seed: int) -> bool:
     """Whether the model runs with these bodies beside it; raises as `refuse_mixing` does."""
     asked = ModelProto()
-    asked.CopyFrom(proto)
+    asked.CopyFrom(model.proto)
     beside = {id(node): node for body in bodies for node in body.nodes}
     asked.graph.node.extend(beside.values())
     asked.graph.initializer.extend({t.name: t for b in bodies for t in b.weights}.values())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
-from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, ValueInfoProto
 
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.onnx.codegen.weights import INLINE, save, take_in, weight_bytes, write_weights
-from gpipe_compiler.onnx.frontend.nodes import node_of, other_type, with_inner
+from gpipe_compiler.onnx.frontend.nodes import node_of, other_type
 from gpipe_compiler.onnx.frontend.reading import OnnxModel
 from gpipe_compiler.onnx.frontend.types import element_of
 from gpipe_compiler.plan import Plan, Stage
@@ -76,7 +76,6 @@ def stage_model(plan: Plan, model: OnnxModel, stage: Stage, *, free: bool) -> Mo
     proto.graph.sparse_initializer.extend(
         tensor for tensor in whole.graph.sparse_initializer if tensor.values.name in wanted
     )
-    proto.functions.extend(_functions(nodes, whole.functions))
     return proto
 
 
@@ -107,26 +106,6 @@ def boundary(graph: Graph, name: str, *, free: bool) -> ValueInfoProto:
     elif not value.splittable:
         shape = [None] * len(shape)
     return onnx.helper.make_tensor_value_info(name, element, shape)
-
-
-def _functions(
-    nodes: Iterable[NodeProto], known: Iterable[FunctionProto]
-) -> Iterator[FunctionProto]:
-    """The model's own functions that nodes call, and those that these call, each once."""
-    by_name = {(item.domain, item.name, item.overload): item for item in known}
-    seen: set[tuple[str, str, str]] = set()
-    pending = list(_calls(nodes))
-    while pending:
-        key = pending.pop()
-        if key in by_name and key not in seen:
-            seen.add(key)
-            pending.extend(_calls(by_name[key].node))
-    yield from (item for key, item in by_name.items() if key in seen)
-
-
-def _calls(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, str, str]]:
-    for node in with_inner(nodes):
-        yield node.domain, node.op_type, node.overload
 
 
 # --- the whole model, put together from its stages ------------------------------------------------

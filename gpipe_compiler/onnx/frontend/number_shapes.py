@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from enum import Flag, auto
 
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+from onnx import GraphProto, ModelProto, NodeProto
 
 from gpipe_compiler.onnx.frontend.nodes import captured, draws, subgraphs
 
@@ -58,43 +58,33 @@ _NUMBERS, _SHAPE = _Known.NUMBERS, _Known.SHAPE
 _NEITHER, _BOTH = _Known(0), _NUMBERS | _SHAPE
 
 
-_Functions = Mapping[tuple[str, str], FunctionProto]
-
-
 def number_shapes(model: ModelProto) -> frozenset[str]:
     """The values of the main graph whose shape may follow from the numbers in its inputs."""
-    graph, functions = model.graph, {(item.domain, item.name): item for item in model.functions}
+    graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
     known = {item.name: _NUMBERS for item in graph.input if item.name not in weights}
-    _follow(graph.node, known, functions)
+    _follow(graph.node, known)
     return frozenset(name for name, found in known.items() if _SHAPE in found)
 
 
-def _follow(nodes: Iterable[NodeProto], known: dict[str, _Known], functions: _Functions) -> None:
+def _follow(nodes: Iterable[NodeProto], known: dict[str, _Known]) -> None:
     """Adds what the nodes make; what is not known is a weight."""
     for node in nodes:
-        made = zip(node.output, _results(node, known, functions), strict=False)
+        made = zip(node.output, _results(node, known), strict=False)
         known.update((name, found) for name, found in made if name)
 
 
-def _results(
-    node: NodeProto, known: Mapping[str, _Known], functions: _Functions
-) -> Iterable[_Known]:
+def _results(node: NodeProto, known: Mapping[str, _Known]) -> Iterable[_Known]:
     inputs = [known.get(name, _NEITHER) for name in node.input]
     every = _joined([*inputs, *(known.get(name, _NEITHER) for name in captured(node))])
     count = len(node.output)
-    called = functions.get((node.domain, node.op_type))
-    if called is not None:
-        inner = dict(zip(called.input, inputs, strict=False))
-        _follow(called.node, inner, functions)
-        return [inner.get(name, _NEITHER) for name in called.output]
     bodies = list(subgraphs(node))
     if node.op_type == "If":
-        branches = [_of_body(body, {}, known, functions) for body in bodies]
+        branches = [_of_body(body, {}, known) for body in bodies]
         made = [_joined(outputs) for outputs in zip(*branches, strict=False)]
         return [found | (_BOTH if _NUMBERS in inputs[0] else _NEITHER) for found in made]
     if node.op_type in ("Loop", "Scan"):
-        return _of_loop(node, bodies[0], inputs, known, functions)
+        return _of_loop(node, bodies[0], inputs, known)
     if node.op_type in ("Shape", "Size"):
         return [_NUMBERS if _SHAPE in inputs[0] else _NEITHER]
     if node.domain not in _STANDARD or bodies:
@@ -109,23 +99,16 @@ def _results(
 
 
 def _of_body(
-    body: GraphProto,
-    given: Mapping[str, _Known],
-    known: Mapping[str, _Known],
-    functions: _Functions,
+    body: GraphProto, given: Mapping[str, _Known], known: Mapping[str, _Known]
 ) -> list[_Known]:
     """What a body makes of the values around it and of its own inputs."""
     inner = {**known, **given}
-    _follow(body.node, inner, functions)
+    _follow(body.node, inner)
     return [inner.get(item.name, _NEITHER) for item in body.output]
 
 
 def _of_loop(
-    node: NodeProto,
-    body: GraphProto,
-    inputs: list[_Known],
-    known: Mapping[str, _Known],
-    functions: _Functions,
+    node: NodeProto, body: GraphProto, inputs: list[_Known], known: Mapping[str, _Known]
 ) -> list[_Known]:
     """Of a Loop or Scan: its state goes round until nothing more is found of it."""
     # Of a Loop: trips and condition; of its body: number and condition.
@@ -137,7 +120,7 @@ def _of_loop(
     given += [_NEITHER] * (len(body.input) - len(given))
     while True:
         names = [item.name for item in body.input]
-        made = _of_body(body, dict(zip(names, given, strict=False)), known, functions)
+        made = _of_body(body, dict(zip(names, given, strict=False)), known)
         rounds = rounds or (bool(ends) and _NUMBERS in made[0])
         states = made[ends : ends + max(0, len(given) - extra)]
         after = list(given)

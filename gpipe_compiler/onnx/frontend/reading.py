@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -12,6 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import onnx
+import onnx.inliner
 import onnxruntime
 from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
@@ -19,8 +21,7 @@ from onnx.external_data_helper import uses_external_data
 from onnx.helper import make_tensor_value_info
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.onnx.frontend.nodes import captured, draws, subgraphs, title
-from gpipe_compiler.onnx.frontend.unfolded import without_functions
+from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
 
@@ -75,9 +76,6 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
         raise ModelError(
             f"{path} is no ONNX model, or only part of one: {error}", hint="copy or export it again"
         ) from error
-    if any(draws(node) for function in proto.functions for node in function.node):
-        proto = without_functions(proto)  # else calls of it would count as constant
-    unshare_dequantised(proto.graph)
     model = OnnxModel(path, proto, tuple(library.resolve() for library in custom_ops))
     if not proto.graph.output:
         what = "no outputs" if proto.graph.node else "no graph"
@@ -85,7 +83,23 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
     _sort(proto.graph)
     _check_weights(model)
     _check(model)
+    if proto.functions:
+        model = dataclasses.replace(model, proto=_without_functions(proto))
+    unshare_dequantised(model.proto.graph)
     return model
+
+
+def _without_functions(proto: ModelProto) -> ModelProto:
+    """A legal model with the nodes of its own functions in place of their calls, as ONNX Runtime
+    has it."""
+    versions = {opset.domain: opset.version for opset in proto.opset_import}
+    for function in proto.functions:
+        for opset in function.opset_import:
+            if opset.domain not in versions:
+                proto.opset_import.append(opset)
+            # Where versions differ, their operators do not: the checker has seen to that.
+            opset.version = versions.setdefault(opset.domain, opset.version)
+    return onnx.inliner.inline_local_functions(proto)
 
 
 def _sort(graph: GraphProto) -> None:
@@ -181,7 +195,7 @@ def without_weights(
     found = ModelProto(
         ir_version=proto.ir_version,
         opset_import=proto.opset_import,
-        functions=proto.functions,
+        functions=proto.functions,  # before they are inlined
         producer_name=proto.producer_name,
     )
     graph = found.graph
@@ -262,12 +276,12 @@ _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def session_of(
-    model: OnnxModel, proto: ModelProto | None = None, profile: Path | None = None
+    model: OnnxModel, proto: ModelProto, profile: Path | None = None
 ) -> onnxruntime.InferenceSession:
     """A session of one thread that runs node by node, as none are fused.
 
     Args:
-        proto: run in place of the model, with its weights.
+        proto: run in place of the model, with the weights that it has in files.
         profile: how the file of a profile begins; None for no profile.
     """
     options = SessionChoice(custom_ops=model.custom_ops).options()
@@ -275,10 +289,9 @@ def session_of(
     if profile is not None:
         options.enable_profiling = True
         options.profile_file_prefix = str(profile)
-    if proto is not None:
-        options.add_session_config_entry(_FOLDER, str(model.path.parent))
-    source = str(model.path) if proto is None else proto.SerializeToString()
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    options.add_session_config_entry(_FOLDER, str(model.path.parent))
+    providers = ["CPUExecutionProvider"]
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=providers)
 
 
 def _names(node: NodeProto, message: str) -> bool:

@@ -7,14 +7,13 @@ is a number of samples from which on the model may do something else.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from gpipe_compiler.ir.sizes import LARGEST_BATCH
-from gpipe_compiler.onnx.frontend.nodes import subgraphs, title
+from gpipe_compiler.onnx.frontend.nodes import title, with_inner
 from gpipe_compiler.onnx.frontend.reading import tensors_of
 
 _FEW = 64
@@ -31,13 +30,13 @@ _NO_RULES = _SHAPED | {"Mul", "Concat", "Gather", "ScatterND", "ScatterElements"
 
 def sample_rules(model: ModelProto) -> Mapping[int, str]:
     """The numbers of samples from which on a model may do something else, each with a node."""
-    graph, functions = model.graph, {(f.domain, f.name): f for f in model.functions}
+    graph = model.graph
     small = (t for t in tensors_of(graph) if _size(t) <= _FEW and not t.external_data)
     known = {t.name: numpy_helper.to_array(t) for t in small if t.name}
     weights = {tensor.name for tensor in tensors_of(graph)}
     counted: set[str] = set()
     found: dict[int, str] = {}
-    for node in _nodes(graph.node, functions):
+    for node in with_inner(graph.node):
         first, others = "".join(node.input[:1]), node.input[1:]
         if node.op_type == "Constant":
             known.update(_constant(node))
@@ -60,40 +59,6 @@ def sample_rules(model: ModelProto) -> Mapping[int, str]:
             for constant in constants if node.op_type not in _NO_RULES else ():
                 found.update((number, title(node)) for number in _numbers(constant))
     return dict(sorted(found.items()))
-
-
-Functions = Mapping[tuple[str, str], FunctionProto]
-"""Those of a model, by domain and name."""
-
-
-def _nodes(nodes: Iterable[NodeProto], functions: Functions) -> Iterator[NodeProto]:
-    """Those of bodies too, and of functions in place of their calls."""
-    for node in nodes:
-        for body in subgraphs(node):
-            yield from _nodes(body.node, functions)
-        called = functions.get((node.domain, node.op_type))
-        if called is None:
-            yield node
-        else:
-            yield from _nodes(_inlined(node, called), functions)
-
-
-def _inlined(node: NodeProto, function: FunctionProto) -> Iterator[NodeProto]:
-    """The nodes of a function with the values and attributes of a call."""
-    names = dict(zip(function.input, node.input, strict=False))
-    names |= dict(zip(function.output, node.output, strict=False))
-    given = {attribute.name: attribute for attribute in node.attribute}
-    for inner in function.node:
-        copied = copy.deepcopy(inner)
-        for values in (copied.input, copied.output):
-            own = [name and names.get(name, f"{node.output[0]}/{name}") for name in values]
-            values[:] = own
-        for attribute in copied.attribute:
-            if attribute.ref_attr_name in given:
-                name = attribute.name
-                attribute.CopyFrom(given[attribute.ref_attr_name])
-                attribute.name = name
-        yield copied
 
 
 def _size(tensor: TensorProto) -> int:

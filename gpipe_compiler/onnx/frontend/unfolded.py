@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import onnx.inliner
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from gpipe_compiler.onnx.frontend.nodes import subgraphs
 
@@ -22,11 +21,6 @@ class Body:
 
     nodes: tuple[NodeProto, ...] = ()
     weights: tuple[TensorProto, ...] = ()
-
-
-def without_functions(proto: ModelProto) -> ModelProto:
-    """The model with the nodes of its functions in place of their calls."""
-    return onnx.inliner.inline_local_functions(proto) if proto.functions else proto
 
 
 def unfolded(nodes: Iterable[NodeProto]) -> Iterator[Body]:

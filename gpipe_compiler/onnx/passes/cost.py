@@ -273,13 +273,10 @@ def _optimised_s(model: OnnxModel, inputs: Mapping[str, np.ndarray]) -> float:
     return statistics.median(seconds[1:])
 
 
-def _named(model: OnnxModel, graph: Graph) -> ModelProto | None:
-    """The model, in which every node has the name of its op; None where all of them do."""
-    names = [op.name for op in graph.ops]
-    if [node.name for node in model.proto.graph.node] == names:
-        return None
+def _named(model: OnnxModel, graph: Graph) -> ModelProto:
+    """The model, in which every node has the name of its op."""
     copy = ModelProto()
     copy.CopyFrom(model.proto)
-    for node, name in zip(copy.graph.node, names, strict=True):
-        node.name = name
+    for node, op in zip(copy.graph.node, graph.ops, strict=True):
+        node.name = op.name
     return copy

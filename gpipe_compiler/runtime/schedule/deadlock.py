@@ -46,7 +46,7 @@ def prove(
     flow = None
     if placement is not None:
         orders = [[a for a in program if isinstance(a, Compute)] for program in programs]
-        flow = Flow(placement, crossings, Joint.of(joint, orders))
+        flow = _Flow(placement, crossings, Joint.of(joint, orders))
     for device, action in _executed(programs):
         if flow is not None:
             flow.step(device, action)
@@ -130,78 +130,26 @@ def _executed(programs: Programs) -> Iterator[tuple[int, Action]]:
         raise DeadlockError(stuck)
 
 
-Numbers = set[int]
-"""The micro-batches that something is done for."""
-
-Kind = tuple[int, Phase]
-"""Stage and phase."""
-
-Way = tuple[str, int, int, bool]
-"""What transfers of different micro-batches have in common: value, source, target, gradient."""
-
-Check = tuple[tuple[Numbers, ...], str | Kind]
-"""Before an action a micro-batch has to be in one of the sets; otherwise what is missing."""
-
-
-class Flow:
-    """Follows an execution, action by action."""
+class _Flow:
+    """Follows an execution, action by action: what is made, and where it has come."""
 
     def __init__(
         self, placement: Sequence[int], crossings: Sequence[Crossing], joint: Joint
     ) -> None:
         self._placement = placement
         self._joint = joint
-        kinds = [(stage, phase) for stage in range(len(placement)) for phase in Phase]
-        self._run: dict[Kind, Numbers] = {kind: set() for kind in kinds}
-        self._made: dict[Kind, Numbers] = {kind: set() for kind in kinds}
-        self._came: dict[Way, Numbers] = {}
-        self._summed: dict[int, SharedSum] = {}
-        self._before_send: dict[Way, list[Numbers]] = {}
-        self._before: dict[Kind, list[Check]] = {kind: [] for kind in kinds}
-        for stage in range(len(placement)):
-            forward, backward = (stage, Phase.FORWARD), (stage, Phase.BACKWARD)
-            self._before[backward].append(((self._made[forward],), "its forward"))
-            self._before[stage, Phase.WEIGHT].append(((self._made[backward],), backward))
+        self._crossings = {crossing.value: crossing for crossing in crossings}
+        self._read: dict[int, list[Crossing]] = {}
+        self._given_back: dict[int, list[Crossing]] = {}
         for crossing in crossings:
-            self._expect_values(crossing)
+            for target in crossing.targets:
+                self._read.setdefault(target, []).append(crossing)
             if crossing.gradient:
-                self._expect_gradients(crossing)
-
-    def _elsewhere(self, crossing: Crossing) -> Iterator[tuple[int, list[int]]]:
-        """The other devices that use a value, each with its users."""
-        users: dict[int, list[int]] = {}
-        for target in crossing.targets:
-            users.setdefault(self._placement[target], []).append(target)
-        users.pop(self._placement[crossing.source], None)
-        yield from users.items()
-
-    def _expect_values(self, crossing: Crossing) -> None:
-        made = self._made[crossing.source, Phase.FORWARD]
-        there: dict[int, tuple[Numbers, ...]] = {self._placement[crossing.source]: (made,)}
-        for device, users in self._elsewhere(crossing):
-            ways = [(crossing.value, crossing.source, user, False) for user in users]
-            there[device] = self._expect(ways, [made])
-        for target in crossing.targets:
-            check = there[self._placement[target]], f"{crossing.value} is there"
-            self._before[target, Phase.FORWARD].append(check)
-
-    def _expect_gradients(self, crossing: Crossing) -> None:
-        checks = self._before[crossing.source, Phase.BACKWARD]
-        for target in crossing.targets:
-            kind = target, Phase.BACKWARD
-            checks.append(((self._made[kind],), kind))
-        for device, users in self._elsewhere(crossing):
-            made = [self._made[user, Phase.BACKWARD] for user in users]
-            ways = [(crossing.value, user, crossing.source, True) for user in users]
-            missing = f"the gradient of {crossing.value} from device {device}"
-            checks.append((self._expect(ways, made), missing))
-
-    def _expect(self, ways: Sequence[Way], made: list[Numbers]) -> tuple[Numbers, ...]:
-        """What comes by one of the ways, when all of `made` has been."""
-        for way in ways:
-            self._came[way] = set()
-            self._before_send[way] = made
-        return tuple(self._came[way] for way in ways)
+                self._given_back.setdefault(crossing.source, []).append(crossing)
+        self._run: dict[tuple[int, Phase], set[int]] = {}
+        self._made: set[Compute] = set()
+        self._came: set[tuple[str, int, int, int]] = set()  # value, micro-batch, from, to device
+        self._summed: dict[int, SharedSum] = {}
 
     def step(self, device: int, action: Action) -> None:
         """Check one action, and note what it makes.
@@ -212,11 +160,12 @@ class Flow:
         if isinstance(action, Compute):
             self._compute(device, action)
         elif isinstance(action, Send):
-            self._send(device, action)
+            self._send(device, action.transfer)
         elif isinstance(action, Receive):
             transfer = action.transfer
             self._on(device, transfer.target, action)
-            self._came[_way(transfer)].add(transfer.microbatch)
+            source = self._placement[transfer.source]
+            self._came.add((transfer.value, transfer.microbatch, source, device))
         else:
             owners = (stage for stage in action.stages if self._placement[stage] == device)
             self._summed.update(dict.fromkeys(owners, action))
@@ -228,33 +177,52 @@ class Flow:
             )
 
     def _compute(self, device: int, action: Compute) -> None:
-        self._on(device, action.stage, action)
-        kind = action.stage, action.phase
-        run = self._run[kind]
-        if action.microbatch in run:
-            raise ScheduleError(f"{action} runs twice")
-        if action.stage in self._summed and action.phase is not Phase.FORWARD:
-            raise ScheduleError(f"{action} runs after {self._summed[action.stage]}")
-        run.add(action.microbatch)
-        made = self._made[kind]
-        for m in self._joint.completed(action):
-            for sets, missing in self._before[kind]:
-                for numbers in sets:
-                    if m in numbers:
-                        break
-                else:
-                    what = missing if isinstance(missing, str) else Compute(*missing, m)
-                    raise ScheduleError(f"{action} runs before {what}")
-            made.add(m)
+        stage, phase, own = action
+        self._on(device, stage, action)
+        if stage in self._summed and phase is not Phase.FORWARD:
+            raise ScheduleError(f"{action} runs after {self._summed[stage]}")
+        self._run.setdefault((stage, phase), set()).add(own)
+        numbers = self._joint.completed(action)
+        for m in numbers:
+            for missing in self._missing(device, Compute(stage, phase, m)):
+                raise ScheduleError(f"{action} runs before {missing}")
+        self._made.update(Compute(stage, phase, m) for m in numbers)
 
-    def _send(self, device: int, action: Send) -> None:
-        transfer = action.transfer
-        self._on(device, transfer.source, action)
-        needed = self._before_send.get(_way(transfer))
-        if needed is None:
+    def _missing(self, device: int, action: Compute) -> Iterator[object]:
+        """What an action needs and is not there."""
+        stage, phase, m = action
+        needed: list[Compute] = []
+        if phase is Phase.FORWARD:
+            for crossing in self._read.get(stage, ()):
+                home = self._placement[crossing.source]
+                made = Compute(crossing.source, phase, m) in self._made
+                if not (
+                    made if home == device else (crossing.value, m, home, device) in self._came
+                ):
+                    yield f"{crossing.value} is there"
+        elif phase is Phase.BACKWARD:
+            needed.append(Compute(stage, Phase.FORWARD, m))
+            for crossing in self._given_back.get(stage, ()):
+                needed.extend(Compute(target, phase, m) for target in crossing.targets)
+                for other in {self._placement[target] for target in crossing.targets} - {device}:
+                    if (crossing.value, m, other, device) not in self._came:
+                        yield f"the gradient of {crossing.value} from device {other}"
+        else:
+            needed.append(Compute(stage, Phase.BACKWARD, m))
+        yield from (need for need in needed if need not in self._made)
+
+    def _send(self, device: int, transfer: Transfer) -> None:
+        self._on(device, transfer.source, Send(transfer))
+        crossing = self._crossings.get(transfer.value)
+        source, target = transfer.source, transfer.target
+        user, maker = (source, target) if transfer.gradient else (target, source)
+        if crossing is None or crossing.source != maker or user not in crossing.targets:
             raise ScheduleError(f"device {device} has send {transfer}, which is no boundary value")
-        for numbers in needed:
-            if transfer.microbatch not in numbers:
+        phase = Phase.BACKWARD if transfer.gradient else Phase.FORWARD
+        makers = crossing.targets if transfer.gradient else (maker,)
+        for stage in makers:
+            made = Compute(stage, phase, transfer.microbatch) in self._made
+            if self._placement[stage] == device and not made:
                 raise ScheduleError(f"device {device} has send {transfer} before the value is made")
 
     def check_complete(self) -> None:
@@ -265,13 +233,9 @@ class Flow:
         Raises:
             ScheduleError: naming an action that is missing.
         """
-        microbatches = set().union(*self._run.values())
-        phases = {phase for (_, phase), run in self._run.items() if run}
-        for kind, run in self._run.items():
-            _, phase = kind
-            if phase in phases and run != microbatches:
-                raise ScheduleError(f"{Compute(*kind, min(microbatches - run))} is missing")
-
-
-def _way(transfer: Transfer) -> Way:
-    return transfer.value, transfer.source, transfer.target, transfer.gradient
+        microbatches = set[int]().union(*self._run.values())
+        for phase in {phase for _, phase in self._run}:
+            for stage in range(len(self._placement)):
+                left = microbatches - self._run.get((stage, phase), set())
+                if left:
+                    raise ScheduleError(f"{Compute(stage, phase, min(left))} is missing")
