@@ -10,10 +10,10 @@ told apart here:
 The first part runs the carriers, and keeps the gradients that arrive at the branches. The second
 runs each branch again with that gradient, for its parameters alone. A node is told by the engine
 which of its gradients are wanted, so a matrix product or a convolution of either part is computed
-once. Nodes that make all of them in one kernel (norms, on some devices) and what lies in Python
-(`torch.autograd.Function`) cannot be told apart: the kernels run in both parts, and what is written
-in Python in the first part only, for all that it gives. Hooks of parameters and of modules run
-once. One on a tensor in between may run in both parts: it may look on, but not change gradients.
+once. Parameters that several branches lead to are made in the first part, and so are those behind
+what lies in Python (`torch.autograd.Function`), which runs once. Nodes that make all gradients in
+one kernel (norms, on some devices) run in both parts. Hooks of parameters and of modules run once.
+One on a tensor in between may run in both parts: it may look on, but not change gradients.
 """
 
 from __future__ import annotations
@@ -40,14 +40,11 @@ class Branch:
     Attributes:
         gradients: what arrived at its edges in the first part.
         parameters: those that it alone leads to.
-        targets: where it leads to parameters that other nodes lead to elsewhere (one matrix used
-            several times, transposed anew each time): their gradients meet at the end.
     """
 
     edges: tuple[Edge, ...]
     gradients: tuple[torch.Tensor, ...]
     parameters: tuple[torch.Tensor, ...]
-    targets: tuple[Edge, ...]
 
 
 class WeightPart:
@@ -58,26 +55,13 @@ class WeightPart:
 
     def run(self) -> None:
         """Run it; what a branch has kept is let go as soon as it has run."""
-        met: dict[Edge, torch.Tensor] = {}
         self._branches.reverse()
         while self._branches:
             branch = self._branches.pop()
-            edges = _edges(branch.edges)
-            if branch.targets:
-                found = torch.autograd.grad(
-                    edges,
-                    _edges(branch.targets),
-                    branch.gradients,
-                    retain_graph=bool(branch.parameters),
-                    allow_unused=True,
-                )
-                pairs = zip(branch.targets, found, strict=True)
-                met.update({edge: gradient for edge, gradient in pairs if gradient is not None})
-            if branch.parameters:
-                torch.autograd.backward(edges, branch.gradients, inputs=branch.parameters)
+            torch.autograd.backward(
+                _edges(branch.edges), branch.gradients, inputs=branch.parameters
+            )
             del branch
-        if met:
-            torch.autograd.backward(_edges(met), tuple(met.values()))
 
 
 def split_backward(
@@ -103,10 +87,10 @@ def split_backward(
     wanted = [*targets, *_edges(parts.arriving)]
     found: Sequence[torch.Tensor | None]
     if wanted:
-        later = bool(parts.targets or parts.parameters)
+        later = bool(parts.parameters)
         found = torch.autograd.grad(ends, wanted, gradients, retain_graph=later, allow_unused=True)
         if later:
-            spent = graph.carriers.difference(parts.targets, parts.parameters)
+            spent = graph.carriers.difference(parts.parameters)
             _release(node for node in graph.order if node in spent)
     else:
         found = ()
@@ -170,12 +154,12 @@ class _Group:
     """Parameters whose ways from the carriers meet, or one alone.
 
     Attributes:
-        users: for each node where such a way begins, the carriers that lead there; None for an
-            output that is nothing but parameters.
+        users: the carriers from which such a way leads away; None for an output that is nothing but
+            parameters.
     """
 
     nodes: list[Node]
-    users: dict[Edge, set[Node | None]] = field(default_factory=dict)
+    users: set[Node | None] = field(default_factory=set)
 
     def parameters(self) -> list[torch.Tensor]:
         return [_variable(node) for node in self.nodes if _is_end(node)]
@@ -188,40 +172,30 @@ class _Parts:
     Attributes:
         parameters: by the branch that alone leads to them, in the second part. The branch None
             stands for the outputs themselves.
-        targets: by branch, edges whose gradients are made in the second part, to be passed on from.
         at_once: what is made in the first part.
         arriving: the edges at which gradients are kept for the second part.
     """
 
     graph: _Graph
     parameters: Mapping[Node | None, Sequence[torch.Tensor]]
-    targets: Mapping[Node | None, Sequence[Edge]]
     at_once: Sequence[torch.Tensor]
     arriving: Sequence[Edge]
 
     @classmethod
     def of(cls, graph: _Graph) -> _Parts:
         parameters: dict[Node | None, list[torch.Tensor]] = {}
-        targets: dict[Node | None, list[Edge]] = {}
         at_once: list[torch.Tensor] = []
         for group in _groups(graph):
-            users = set[Node | None]().union(*group.users.values())
-            if not group.parameters():
-                continue
-            if any(isinstance(user, BackwardCFunction) for user in users):
-                at_once.extend(group.parameters())
-            elif len(users) == 1:
-                parameters.setdefault(users.pop(), []).extend(group.parameters())
-            elif _apart(group, graph):
-                for target, (user,) in group.users.items():
-                    targets.setdefault(user, []).append(target)
-            else:
-                at_once.extend(group.parameters())
-        branches = {node for node in (*parameters, *targets) if node is not None}
+            held = group.parameters()
+            user, *others = group.users
+            if others or isinstance(user, BackwardCFunction):
+                at_once.extend(held)
+            elif held:
+                parameters.setdefault(user, []).extend(held)
         arriving: dict[Edge, None] = {}
         for edges in (graph.root_edges, *graph.following.values()):
-            arriving.update((edge, None) for edge in edges if edge[0] in branches)
-        return cls(graph, parameters, targets, at_once, tuple(arriving))
+            arriving.update((edge, None) for edge in edges if edge[0] in parameters)
+        return cls(graph, parameters, at_once, tuple(arriving))
 
     def branches(
         self,
@@ -239,8 +213,7 @@ class _Parts:
             Branch(
                 tuple(edge for edge, _ in kept[node]),
                 tuple(gradient for _, gradient in kept[node]),
-                tuple(self.parameters.get(node, ())),
-                tuple(self.targets.get(node, ())),
+                tuple(self.parameters[node]),
             )
             for node in (None, *reversed(self.graph.order))
             if kept.get(node)
@@ -264,22 +237,8 @@ def _groups(graph: _Graph) -> list[_Group]:
     ways.extend((node, edge) for node in graph.carriers for edge in graph.following[node])
     for user, edge in ways:
         if edge[0] not in graph.carriers:
-            group_of[edge[0]].users.setdefault(edge, set()).add(user)
+            group_of[edge[0]].users.add(user)
     return list({id(group): group for group in group_of.values()}.values())
-
-
-def _apart(group: _Group, graph: _Graph) -> bool:
-    """Whether each way into a group belongs to one node, and none leads into another.
-
-    Only then can the engine be told one from another: what it runs is all that leads to a node.
-    """
-    entries = [node for node, _ in group.users]
-    if len(set(entries)) < len(entries) or any(len(users) > 1 for users in group.users.values()):
-        return False
-    if any(None in users for users in group.users.values()) or any(map(_is_end, entries)):
-        return False
-    below, _ = _walk(target for node in entries for target, _ in graph.following[node])
-    return not set(below).intersection(entries)
 
 
 def _is_end(node: Node) -> bool:
