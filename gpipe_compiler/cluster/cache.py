@@ -12,12 +12,13 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gpipe_compiler.runtime.core.storing import place_text
 
 _FORMAT = 2
 
@@ -46,19 +47,9 @@ def kept(
         made = measure()
         if made:
             with contextlib.suppress(OSError):
-                _write(file, json.dumps(made, indent=1) + "\n")
+                place_text(file, json.dumps(made, indent=1) + "\n")
         return made
     return measure()
-
-
-def _write(file: Path, text: str) -> None:
-    """All of it or nothing, whoever else writes it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=file.parent, delete=False, encoding="utf-8"
-    ) as written:
-        written.write(text)
-    Path(written.name).replace(file)
 
 
 def _machine() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from gpipe_compiler.codegen.stage import StageSource, has_separate_loss
 from gpipe_compiler.codegen.templating import render
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError
-from gpipe_compiler.ir import Argument, Graph, LossWeight, Ref, StateKind, StateRef
+from gpipe_compiler.ir import Argument, Graph, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule, at_batch
@@ -316,47 +315,19 @@ def _loss(
 ) -> LossSpec | None:
     if graph.loss is None or not plan.training:
         return None
-    terms = tuple(
-        LossTerm(
-            term.reduction,
-            term.weight is not None,
-            *_guard(term.weight),
-            per_sample=per_sample(graph, term),
-            least=_least(term.weight),
-        )
-        for term in graph.loss.terms
-    )
+    terms = []
+    for term in graph.loss.summands:
+        made = LossTerm(term.reduction, per_sample=per_sample(graph, term))
+        if (by := term.weight) is not None:
+            made = dataclasses.replace(made, counted=True, floor=by.floor, offset=by.offset)
+            made = dataclasses.replace(made, above=by.above, least=by.least)
+        terms.append(made)
     counted: Any = None
     if weight is not None:
         values = {"inputs": weight.inputs, "outputs": weight.outputs}
         counted = _module(loss_weight.MODULE, loss_weight.CLASS, weight, values, records)
-    guard = _guard(None if terms else graph.loss.weight)
-    separate = has_separate_loss(plan, graph)
-    loss = graph.loss
-    return LossSpec(
-        loss.value,
-        loss.reduction,
-        separate,
-        counted,
-        *guard,
-        terms,
-        1 if terms else per_sample(graph, loss.summands[0]),
-        over_batch=loss.over_batch,
-        returned=loss.returned,
-        least=_least(None if terms else loss.weight),
-    )
-
-
-def _guard(weight: LossWeight | None) -> tuple[float, float, float]:
-    """The floor and the offset of what a loss is divided by, and what that has to be above."""
-    if weight is None:
-        return -math.inf, 0.0, -math.inf
-    return weight.floor, weight.offset, weight.above
-
-
-def _least(weight: LossWeight | None) -> float:
-    """What a micro-batch's loss is divided by at least."""
-    return -math.inf if weight is None else weight.least
+    loss, separate = graph.loss, has_separate_loss(plan, graph)
+    return LossSpec(loss.value, tuple(terms), separate, counted, loss.over_batch, loss.returned)
 
 
 # --- the drawing ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,7 +13,6 @@ from .limits import NO_GROUP, SampleGroup, SampleLimit
 from .schedule.actions import Crossing
 from .schedule.choosing import ScheduleKind
 from .sizes import (
-    Dim,
     Relation,
     Requirement,
     Shape,
@@ -288,46 +286,22 @@ class LossSpec:
     """Which value is minimised, and how micro-batches combine.
 
     Attributes:
+        terms: what it adds up: itself alone, or means over different things. Of several `loss`
+            returns a tuple.
         separate: whether it comes from the last stage's `loss` method, and not from `forward`.
-        weight: for a mean over something other than samples (over the tokens that count): a module
+        weight: for means over something other than samples (over the tokens that count): a module
             like a stage that takes inputs of the pipeline and returns a scalar, the number of
-            things (or their weight) in a micro-batch. None for a mean over samples.
-        floor, offset: with a weight, the loss is divided by `max(weight, floor) + offset`, as a
-            model writes it where nothing may count.
-        above: with a weight, the loss is 0 where that of the mini-batch is not above this.
-        least: with a weight, the loss of a micro-batch is divided by no less than this: its own
-            weight may be 0, or negative, where that of the mini-batch is neither.
-        terms: for a loss that adds up means over different things: each of them. `loss` then
-            returns them as a tuple, and `weight` a tuple of what it counts for those `counted`.
-        per_sample: without a weight, of how many things per sample the loss is the mean: as
-            `tokens` of one over all tokens. It matters where micro-batches differ in sizes, which
-            are refused where it is None: not known. Batches of an evaluation then weigh by samples.
+            things (or their weight) in a micro-batch; a tuple where several terms are `counted`.
         over_batch: whether the last stage computes it once, of all micro-batches as one.
         returned: whether the model itself returns it, as `loss` of what it returns.
     """
 
     value: str
-    reduction: Reduction
+    terms: tuple[LossTerm, ...]
     separate: bool
     weight: StageSpec | None = None
-    floor: float = -math.inf
-    offset: float = 0.0
-    above: float = -math.inf
-    terms: tuple[LossTerm, ...] = ()
-    per_sample: Dim | None = 1
     over_batch: bool = False
     returned: bool = False
-    least: float = -math.inf
-
-    @property
-    def summands(self) -> tuple[LossTerm, ...]:
-        """The terms; a loss that has none is the only one."""
-        counted = self.weight is not None
-        guards = self.floor, self.offset, self.above
-        only = LossTerm(
-            self.reduction, counted, *guards, per_sample=self.per_sample, least=self.least
-        )
-        return self.terms or (only,)
 
 
 @dataclass(frozen=True)

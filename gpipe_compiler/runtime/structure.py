@@ -62,8 +62,14 @@ class LossTerm:
     Attributes:
         counted: whether it is a mean over what `LossSpec.weight` counts; otherwise it is one over
             samples, or a sum.
-        floor, offset, above, least: where it is counted, as in `LossSpec`.
-        per_sample: as in `LossSpec`.
+        floor, offset: where it is counted, it is divided by `max(weight, floor) + offset`, as a
+            model writes it where nothing may count.
+        above: where it is counted, it is 0 where the weight of the mini-batch is not above this.
+        least: where it is counted, that of a micro-batch is divided by no less than this: its own
+            weight may be 0, or negative, where that of the mini-batch is neither.
+        per_sample: otherwise, of how many things per sample it is the mean: as `tokens` of one over
+            all tokens. It matters where micro-batches differ in sizes, which are refused where it
+            is None: not known. Batches of an evaluation then weigh by samples.
     """
 
     reduction: Reduction

@@ -122,7 +122,7 @@ def test_guards_stand_in_the_schedule(
 
     module = built(package, directory)
 
-    loss = package.SPEC.loss
+    (loss,) = package.SPEC.loss.terms
     assert (loss.floor, loss.offset) == (2.0, 0.5)
     assert float(module(torch.tensor([0.0, 0.25, 0.0]))) == 0.25
     assert "`loss_weight.py`" in (directory / "README.md").read_text()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
-from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 STEPS = 20
 SIZES = (10, 6)
@@ -78,7 +78,7 @@ def tied_norm_spec():
         cross("target", 0, (1,), gradient=False, dtype=torch.int64, shape=(2,)),
     ]
     inputs = [Input("tokens", ("args", 0), dtype=torch.int64), Input("target", ("target",))]
-    loss = LossSpec("loss", Reduction.MEAN, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
     aliases = {"head.weight": "stages.weight"}
     return spec_of(stages, crossings, inputs, Leaf("logits"), loss, microbatches=1, aliases=aliases)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.core.random import SeededRandom
-from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -97,7 +97,7 @@ def half_spec(**more):
         Input("x", ("args", 0), shape=(SAMPLES, WIDTH), dtype=torch.float32),
         Input("target", ("target",), shape=(SAMPLES, WIDTH), dtype=torch.float32),
     ]
-    loss = LossSpec("loss", Reduction.MEAN, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
     return spec_of(stages, crossings, inputs, {"y": Leaf("y"), "a": Leaf("a")}, loss, **more)
 
 

@@ -17,7 +17,15 @@ from torch.nn import functional as F
 
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError
-from gpipe_compiler.runtime.spec import BatchNorm, Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    Input,
+    Leaf,
+    LossSpec,
+    LossTerm,
+    Reduction,
+    StageSpec,
+)
 
 F64 = torch.float64
 IGNORED = -100
@@ -138,7 +146,7 @@ def joint_spec(normed=(1,), reduction=Reduction.MEAN, *, ignoring=False, **more)
     ]
     weight = StageSpec(Counted, ("target",), ("count",)) if ignoring else None
     outputs = {"y": Leaf("y"), "rest": (Leaf("across", 1), [Leaf("gain", None), Leaf("b")])}
-    loss = LossSpec("loss", reduction, separate=True, weight=weight)
+    loss = LossSpec("loss", (LossTerm(reduction, counted=ignoring),), separate=True, weight=weight)
     inputs = [Input("x", ("args", 0)), Input("target", ("target",))]
     more.setdefault("batchnorm", BatchNorm.EXACT)
     return spec_of(stages, crossings, inputs, outputs, loss, **more)

@@ -7,7 +7,7 @@ from tiny_pipelines import cross, spec_of
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 F64 = torch.float64
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
@@ -109,7 +109,7 @@ def net_spec(**more):
         cross("target", 0, (1,), gradient=False, dtype=F64, shape=(2, 3)),
     ]
     inputs = [Input("x", ("args", 0)), Input("target", ("target",))]
-    loss = LossSpec("loss", Reduction.MEAN, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
     return spec_of(stages, crossings, inputs, Leaf("y"), loss, **more)
 
 

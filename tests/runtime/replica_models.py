@@ -23,7 +23,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from gpipe_compiler.runtime.core.random import SeededRandom
-from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 RATE = 0.002
 
@@ -87,7 +87,7 @@ def moody_spec():
         cross("labels", 0, (1,), gradient=False, dtype=torch.int64, shape=(SAMPLES,)),
     ]
     inputs = [X, Input("labels", ("target",))]
-    loss = LossSpec("loss", Reduction.MEAN, separate=True, weight=weight)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN, counted=True),), separate=True, weight=weight)
     return spec_of(stages, crossings, inputs, Leaf("y"), loss)
 
 
@@ -207,7 +207,7 @@ class Plain:
                 yield self.loss(part, number), share
 
     def share(self, part, values, samples):
-        if self.spec.loss.reduction is Reduction.SUM:
+        if self.spec.loss.terms[0].reduction is Reduction.SUM:
             return 1.0
         if self.spec.loss.weight is not None:
             return float((part["labels"] != -1).sum() / (values["labels"] != -1).sum())

@@ -12,6 +12,7 @@ from gpipe_compiler.runtime.spec import (
     Input,
     Leaf,
     LossSpec,
+    LossTerm,
     Reduction,
     Relation,
     Requirement,
@@ -92,7 +93,7 @@ def sized_spec(**more):
         Input("target", ("target",), 0, labels, torch.int64),
     ]
     outputs = {"logits": Leaf("logits"), "tokens": TOKENS, "cells": Samples(TOKENS * ITEMS)}
-    loss = LossSpec("loss", Reduction.MEAN, separate=True, per_sample=TOKENS)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN, per_sample=TOKENS),), separate=True)
     requires = (
         Requirement(TOKENS, Relation.AT_MOST, MOST_TOKENS, "model.py:12: self.place[:tokens]"),
         Requirement(ITEMS, Relation.DIVISIBLE, 2, "model.py:30: memory.view(2, -1)"),

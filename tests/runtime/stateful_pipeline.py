@@ -12,7 +12,7 @@ from tiny_pipelines import WIDTH, cross, spec_of, states
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Input, Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 F64 = torch.float64
 NORM = ("running_mean", "running_var", "num_batches_tracked")
@@ -106,7 +106,7 @@ def stateful_spec(**more):
         cross("target", 0, (3,), gradient=False, dtype=F64),
     ]
     inputs = [Input("x", ("args", 0)), Input("target", ("target",))]
-    loss = LossSpec("loss", Reduction.MEAN, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
     return spec_of(stages, crossings, inputs, {"y": Leaf("y"), "h": Leaf("h")}, loss, **more)
 
 

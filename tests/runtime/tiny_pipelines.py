@@ -18,6 +18,7 @@ from gpipe_compiler.runtime.spec import (
     Input,
     Leaf,
     LossSpec,
+    LossTerm,
     PipelineSpec,
     Reduction,
     ScheduleKind,
@@ -59,7 +60,7 @@ def spec_of(stages, crossings, inputs, outputs, loss, *, microbatches=4, **more)
 
 X = Input("x", ("args", 0))
 TARGET = Input("target", ("target",))
-MSE = LossSpec("loss", Reduction.MEAN, separate=True)
+MSE = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
 
 
 class Skip0(nn.Module):
@@ -212,7 +213,7 @@ def tied_spec(**more):
         crossings,
         inputs,
         Leaf("logits"),
-        LossSpec("loss", Reduction.MEAN, separate=True),
+        LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True),
         aliases={"head.weight": "emb.weight"},
         **more,
     )
@@ -231,7 +232,7 @@ class Counted(nn.Module):
 def weighted_spec(module=Counted, state=None):
     """`tied_spec` with a mean over the labels that are not ignored."""
     weight = StageSpec(module, ("labels",), ("weight",), state or {})
-    loss = LossSpec("loss", Reduction.MEAN, separate=True, weight=weight)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN, counted=True),), separate=True, weight=weight)
     return dataclasses.replace(tied_spec(), loss=loss)
 
 
@@ -276,7 +277,7 @@ class NormWhole(nn.Module):
 
 def norm_spec(stages=2, **more):
     """BatchNorm and dropout, functional and in the loss too; the loss is a sum."""
-    loss = LossSpec("loss", Reduction.SUM, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.SUM),), separate=True)
     if stages == 1:
         names = {own: own.replace("second.", "second.") for own in states(NormWhole)}
         whole = StageSpec(NormWhole, ("x",), ("y",), names, ("y",), random_ops=(0, 1, 2))
@@ -311,7 +312,7 @@ def reference(spec, state, parts, *, seed=0, step=0, train=True):
         for name in own:
             own[name].copy_(state[stage.state[name]])
         modules.append(module)
-    weight = 1 / len(parts) if spec.loss.reduction is Reduction.MEAN else 1.0
+    weight = 1 / len(parts) if spec.loss.terms[0].reduction is Reduction.MEAN else 1.0
     total = 0.0
     outputs = []
     for number, values in enumerate(parts):

@@ -34,7 +34,7 @@ class LossWeigher:
     """
 
     def __init__(self, spec: PipelineSpec, weights: Weights | None, seed: int) -> None:
-        self.terms: tuple[LossTerm, ...] = spec.loss.summands if spec.loss is not None else ()
+        self.terms: tuple[LossTerm, ...] = spec.loss.terms if spec.loss is not None else ()
         self._spec = None if spec.loss is None else spec.loss.weight
         self._module: nn.Module | None = None
         if self._spec is not None:

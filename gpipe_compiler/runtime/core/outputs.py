@@ -56,7 +56,7 @@ class Results:
         pipeline = self._topology.pipeline
         losses = {m: terms for result in results for m, terms in result.losses.items()}
         # What a term is where nothing in the mini-batch counts.
-        empty = [0.0 if t.above > -math.inf else math.nan for t in self._spec.loss.summands]
+        empty = [0.0 if t.above > -math.inf else math.nan for t in self._spec.loss.terms]
         mine = self._over_replicas(total_of(losses, request.loss_weights, empty), request, empty)
         if pipeline.size == 1:
             return mine

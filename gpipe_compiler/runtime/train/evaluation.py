@@ -102,7 +102,7 @@ class _Pass:
         self.made: tuple[object, tuple[object, object]] | None = None
         loss = pipe.spec.loss
         assert loss is not None  # evaluation is of training
-        self.terms = [_Mean(term) for term in loss.summands]
+        self.terms = [_Mean(term) for term in loss.terms]
         self.metrics: dict[str, float] = {}
         self.samples = 0
 

@@ -20,7 +20,7 @@ from torch import nn
 from gpipe_compiler.runtime.core.gradients import clip_gradients, first_stages
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import AgreedError
-from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,7 +187,7 @@ def test_frozen_parameters_do_not_count():
         StageSpec(Frozen0, ("x",), ("h",), states(Frozen0)),
         StageSpec(Frozen1, ("h",), ("y",), states(Frozen1), ("y",)),
     ]
-    loss = LossSpec("loss", Reduction.MEAN, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
     spec = spec_of(stages, [cross("h", 0, (1,), gradient=False)], [X], Leaf("y"), loss)
     with Pipeline(spec, None, devices=["cpu"] * 2) as pipe:
         assert torch.equal(pipe.clip_grad_norm_(1.0), torch.tensor(0.0))

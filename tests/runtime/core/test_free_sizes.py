@@ -186,7 +186,8 @@ def test_joined_micro_batches_must_be_of_the_same_sizes():
 
 def test_where_it_is_not_known_what_the_loss_is_a_mean_over_sizes_must_agree():
     spec = sized_spec()
-    spec = dataclasses.replace(spec, loss=dataclasses.replace(spec.loss, per_sample=None))
+    term = dataclasses.replace(spec.loss.terms[0], per_sample=None)
+    spec = dataclasses.replace(spec, loss=dataclasses.replace(spec.loss, terms=(term,)))
     batches = [sized_batch(2, 6, 4), sized_batch(2, 9, 4)]
     inputs, targets = map(list, zip(*batches, strict=True))
     with Pipeline(spec, None) as pipe:

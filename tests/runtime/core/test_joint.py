@@ -18,7 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpipe_compiler.runtime.core.full_batch import joint_stages
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import PipelineError, StageError, UsageError
-from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    Leaf,
+    LossSpec,
+    LossTerm,
+    Reduction,
+    Remat,
+    StageSpec,
+)
 
 SCRIPT = Path(__file__).parents[1] / "joint_pipeline.py"
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
@@ -287,7 +295,7 @@ def pairs_spec(last_mixes):
         StageSpec(Pairs, ("x",), ("h",), states(Pairs), mixes=True),
         StageSpec(Failing, ("h",), ("y",), states(Failing), ("y",), mixes=last_mixes),
     ]
-    loss = LossSpec("loss", Reduction.SUM, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.SUM),), separate=True)
     crossings = [cross("h", 0, (1,), shape=(1, WIDTH), dtype=F64)]
     return spec_of(stages, crossings, [X], Leaf("y"), loss, batchnorm=BatchNorm.EXACT)
 

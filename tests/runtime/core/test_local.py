@@ -24,7 +24,15 @@ from torch import nn
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.weights import save_weights
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.spec import Input, Joined, Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import (
+    Input,
+    Joined,
+    Leaf,
+    LossSpec,
+    LossTerm,
+    Reduction,
+    StageSpec,
+)
 
 
 def devices_of(count):
@@ -246,7 +254,9 @@ def test_a_value_without_a_gradient_makes_nobody_wait(schedule):
         Leaf("total", None, Joined.SUM),
         Leaf("x"),
     )
-    spec = spec_of(stages, crossings, [X], outputs, LossSpec("loss", Reduction.MEAN, True))
+    spec = spec_of(
+        stages, crossings, [X], outputs, LossSpec("loss", (LossTerm(Reduction.MEAN),), True)
+    )
     x, _, _ = data_for("norm", 8)
     with Pipeline(spec, None, schedule=schedule) as pipe:
         _, (average, total, same) = pipe.step_with_outputs(x)
@@ -275,7 +285,9 @@ def test_inputs_that_are_not_batched_go_to_every_microbatch():
 
     inputs = [X, Input("factor", ("kwargs", "factor"), batch_dim=None)]
     stage = StageSpec(Scale, ("x", "factor"), ("y",), {"w": "w"}, ("y",))
-    spec = spec_of([stage], [], inputs, Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    spec = spec_of(
+        [stage], [], inputs, Leaf("y"), LossSpec("loss", (LossTerm(Reduction.SUM),), True)
+    )
     x, _, _ = data_for("norm", 8)
     with Pipeline(spec, None) as pipe:
         loss = pipe.step(((x,), {"factor": torch.tensor(3.0)}))
@@ -302,7 +314,7 @@ class TiedInside(nn.Module):
 def test_names_of_one_tensor_in_a_stage_are_one_tensor(stored, tmp_path):
     """With stored weights and without: one parameter, with the gradients of both uses."""
     stage = StageSpec(TiedInside, ("x",), ("y",), {"one": "w", "two": "w"}, ("y",))
-    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", (LossTerm(Reduction.SUM),), True))
     save_weights({"w": torch.ones(WIDTH)}, tmp_path)
     x, _, _ = data_for("norm", 8)
     with Pipeline(spec, tmp_path if stored else None) as pipe:
@@ -326,7 +338,7 @@ class Doubled(nn.Module):
 def test_an_optimizer_can_be_made_where_nothing_is_trained():
     """As in a process under torchrun whose stages have no parameters."""
     stage = StageSpec(Doubled, ("x",), ("y",), {}, ("y",))
-    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", (LossTerm(Reduction.SUM),), True))
     with Pipeline(spec, None) as pipe:
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.1)
         pipe.step(torch.ones(4 * SAMPLES, WIDTH))

@@ -29,7 +29,15 @@ from torch.nn import functional as F
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.written import WrittenBuffers
 from gpipe_compiler.runtime.errors import StageError
-from gpipe_compiler.runtime.spec import BatchNorm, Leaf, LossSpec, Reduction, Remat, StageSpec
+from gpipe_compiler.runtime.spec import (
+    BatchNorm,
+    Leaf,
+    LossSpec,
+    LossTerm,
+    Reduction,
+    Remat,
+    StageSpec,
+)
 
 MICROBATCHES = 5
 SCHEDULES = ("gpipe", "1f1b")
@@ -199,7 +207,7 @@ class Masked(nn.Module):
 def test_the_first_forward_computes_as_the_second():
     """Kernels choose their way by what needs a gradient, so both forwards must look the same."""
     stage = StageSpec(Masked, ("x",), ("y",), states(Masked), ("y",))
-    loss = LossSpec("loss", Reduction.SUM, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.SUM),), separate=True)
     found = []
     for remat, segment in WAYS:
         spec = made(spec_of([stage], [], [X], Leaf("y"), loss), segment)
@@ -280,7 +288,7 @@ class Overwrites(nn.Module):
 def test_a_stage_that_writes_to_its_argument_is_refused():
     """Its second forward would start from another value."""
     stage = StageSpec(Overwrites, ("x",), ("y",), states(Overwrites), ("y",))
-    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", (LossTerm(Reduction.SUM),), True))
     x = data_for("norm", 8)[0]
     with Pipeline(spec, None, microbatches=1, remat="full") as pipe:
         pipe.step(x.clone())

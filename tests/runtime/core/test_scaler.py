@@ -14,7 +14,7 @@ from gpipe_compiler.runtime.core.distributed import Network
 from gpipe_compiler.runtime.core.gradients import PipelineScaler
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.errors import UsageError
-from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, StageSpec
+from gpipe_compiler.runtime.spec import Leaf, LossSpec, LossTerm, Reduction, StageSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -134,7 +134,7 @@ class Narrow(nn.Module):
 def test_a_loss_in_16_bits_overflows_where_the_plain_loss_does():
     """Also though the weight of a micro-batch would bring its gradient back into range."""
     stage = StageSpec(Narrow, ("x",), ("y",), states(Narrow), ("y",))
-    loss = LossSpec("loss", Reduction.MEAN, separate=True)
+    loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
     spec = spec_of([stage], [], [X], Leaf("y"), loss)
     with Pipeline(spec, None, devices=["cpu"], precision="fp16") as pipe:
         loop = PlainLoop(spec, pipe.state_dict(), "fp16")
@@ -244,7 +244,7 @@ def test_weights_in_fp16_are_refused():
     def spec():
         first = StageSpec(Low, ("x",), ("y",), states(Low))
         last = StageSpec(Low, ("y",), ("z",), states(Low, "b."), ("z",))
-        loss = LossSpec("loss", Reduction.MEAN, separate=True)
+        loss = LossSpec("loss", (LossTerm(Reduction.MEAN),), separate=True)
         crossing = cross("y", 0, (1,), dtype=torch.float16)
         return spec_of([first, last], [crossing], [X], Leaf("z"), loss)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gpipe_compiler.runtime.core.pipeline import Pipeline
 from gpipe_compiler.runtime.core.recompute import SecondRun
 from gpipe_compiler.runtime.errors import StageError
-from gpipe_compiler.runtime.spec import Leaf, LossSpec, Reduction, Remat, StageSpec
+from gpipe_compiler.runtime.spec import Leaf, LossSpec, LossTerm, Reduction, Remat, StageSpec
 
 LAYERS = 8
 
@@ -111,7 +111,7 @@ class Careless(nn.Module):
 
 def test_what_is_written_to_after_a_segment_is_told():
     stage = StageSpec(Careless, ("x",), ("y",), states(Careless), ("y",), segments={"body": ()})
-    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", Reduction.SUM, True))
+    spec = spec_of([stage], [], [X], Leaf("y"), LossSpec("loss", (LossTerm(Reduction.SUM),), True))
     with (
         Pipeline(spec, None, remat="segments") as pipe,
         pytest.raises(StageError, match=r"0B.*that body was given has been written to since"),

@@ -16,6 +16,7 @@ from .runtime.spec import (
     Input,
     Leaf,
     LossSpec,
+    LossTerm,
     PipelineSpec,
     Reduction,
     Relation,
@@ -71,7 +72,7 @@ SPEC = PipelineSpec(
     outputs=Leaf("lm_head"),
     loss=LossSpec(
         "loss",
-        Reduction.MEAN,
+        (LossTerm(Reduction.MEAN, counted=True),),
         separate=True,
         weight=StageSpec(
             module=loss_weight.LossWeight,
