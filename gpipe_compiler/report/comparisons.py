@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from gpipe_compiler.plan import Plan
@@ -17,7 +16,7 @@ from gpipe_compiler.plan.pareto import EQUAL, Choice, Frontier, ParetoPoint, Sea
 from gpipe_compiler.plan.plan import SweepPoint
 from gpipe_compiler.plan.stages import WholeModel
 from gpipe_compiler.report.facts import device_bytes, fullest_device
-from gpipe_compiler.report.terminal import cell, figure_table, table_of
+from gpipe_compiler.report.terminal import table_of
 from gpipe_compiler.runtime.wording import counted, printable
 from gpipe_compiler.text.units import format_bytes, format_rate, format_seconds, format_share
 
@@ -33,7 +32,8 @@ _TWICE = 1.995
 
 def show_frontier(frontier: Frontier) -> RenderableType:
     shown = frontier.shortened(MOST_ROWS)
-    table = frontier_table(shown)
+    rows = [row(point, frontier) for point in shown.points]
+    table = table_of("settings, best first", rows, words={"why not"}, what="settings")
     left = [p for p in frontier.points if p not in set(shown.points)]
     notes = ["* no other that fits is faster without being larger, or smaller without being slower"]
     if any(_is_estimated(point, frontier) for point in shown.points):
@@ -62,37 +62,24 @@ def frontier_document(frontier: Frontier) -> dict[str, Any]:
     return fields
 
 
-FRONTIER_COLUMNS = (
-    *("", "stages", "devices", "schedule", "micro-batches", "remat"),
-    *("step", "samples/s", "bubble", "peak", "why not"),
-)
-
-
-def frontier_table(frontier: Frontier) -> Table:
-    table = figure_table("settings, best first", FRONTIER_COLUMNS, words={"why not"})
-    for point in frontier.points:
-        table.add_row(*map(cell, row(point, frontier)))
-    return table
-
-
-def row(point: ParetoPoint, frontier: Frontier) -> tuple[str, ...]:
+def row(point: ParetoPoint, frontier: Frontier) -> dict[str, str]:
     choice, known = point.choice, point.status is SearchStatus.PLANNED
     bound = "≥ " if point.status in (SearchStatus.SLOWER, SearchStatus.LARGER) else ""
     figures = known or bool(bound)
     mark = "~ " if _is_estimated(point, frontier) else bound
-    return (
-        "*" if point.undominated else "",
-        str(choice.stages),
-        str(choice.devices),
-        choice.schedule.value,
-        str(choice.microbatches),
-        choice.remat.value,
-        f"{bound}{format_seconds(point.step_s)}" if figures else "",
-        format_rate(frontier.samples_per_s(point)) if known else "",
-        format_share(point.bubble) if known else "",
-        f"{mark}{format_bytes(point.told_bytes)}" if figures else "",
-        reason(point, frontier),
-    )
+    return {
+        "": "*" if point.undominated else "",
+        "stages": str(choice.stages),
+        "devices": str(choice.devices),
+        "schedule": choice.schedule.value,
+        "micro-batches": str(choice.microbatches),
+        "remat": choice.remat.value,
+        "step": f"{bound}{format_seconds(point.step_s)}" if figures else "",
+        "samples/s": format_rate(frontier.samples_per_s(point)) if known else "",
+        "bubble": format_share(point.bubble) if known else "",
+        "peak": f"{mark}{format_bytes(point.told_bytes)}" if figures else "",
+        "why not": reason(point, frontier),
+    }
 
 
 def _is_estimated(point: ParetoPoint, frontier: Frontier) -> bool:

@@ -169,11 +169,5 @@ def render(template: str, **context: object) -> str:
         keep_trailing_newline=True,
         finalize=_printable,
     )
-    environment.globals["type_of"] = units.format_type
-    environment.filters |= {
-        "bytes": units.format_bytes,
-        "seconds": units.format_seconds,
-        "share": units.format_share,
-        "source": units.format_source,
-    }
+    environment.filters |= {"bytes": units.format_bytes, "share": units.format_share}
     return environment.get_template(template).render(**context)

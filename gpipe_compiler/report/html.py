@@ -13,21 +13,23 @@ from gpipe_compiler.plan import Plan
 from gpipe_compiler.plan.memory_curve import CATEGORIES, Category, DeviceMemory, MemoryPoint
 from gpipe_compiler.plan.plan import timeline
 from gpipe_compiler.report.activations import HEIGHT, WIDTH, activations
-from gpipe_compiler.report.comparisons import FRONTIER_COLUMNS, row, verdict, way_rows
+from gpipe_compiler.report.comparisons import row, verdict, way_rows
 from gpipe_compiler.report.facts import (
-    boundaries,
     device_bytes,
     headline,
-    modules_of,
     parameter_count,
-    placed,
     render,
 )
 from gpipe_compiler.report.gantt import Gantt, gantt
 from gpipe_compiler.report.picture import draw, pipeline_drawing
-from gpipe_compiler.report.text import ValidationResult, constraint_rows, prediction_rows
+from gpipe_compiler.report.text import (
+    ValidationResult,
+    boundary_rows,
+    constraint_rows,
+    prediction_rows,
+    stage_rows,
+)
 from gpipe_compiler.runtime.schedule.actions import split_stages
-from gpipe_compiler.runtime.spec import Remat
 
 _MOST_DRAWN = 60
 """Boundary values up to which the picture of the pipeline is one that can be read."""
@@ -54,7 +56,6 @@ def write_report(plan: Plan, path: Path, validation: ValidationResult | None = N
 
 def format_report(plan: Plan, validation: ValidationResult | None = None) -> str:
     frontier = plan.frontier
-    slowest = max((s.forward_s + s.backward_s for s in plan.stages), default=0.0)
     return render(
         "report.html.jinja",
         plan=plan,
@@ -64,20 +65,16 @@ def format_report(plan: Plan, validation: ValidationResult | None = None) -> str
         parameters=parameter_count(plan),
         facts=[*constraint_rows(plan), *prediction_rows(plan)],
         gantt=_gantt(plan),
-        setting_columns=FRONTIER_COLUMNS,
         settings=[] if frontier is None else [row(point, frontier) for point in frontier.points],
         split=bool(split_stages(plan.orders)),
         updates=any(stage.update_s > 0 for stage in plan.stages),
-        placed=placed(plan),
-        stages=[(stage, modules_of(plan, stage)) for stage in plan.stages],
+        stages=stage_rows(plan),
         memory=memory_rows(plan),
         categories=categories(plan),
         curve=(CURVE_WIDTH, CURVE_HEIGHT),
         activations=activations(plan),
         activations_size=(WIDTH, HEIGHT),
-        slowest=slowest,
-        recomputes=any(stage.remat is not Remat.NONE for stage in plan.stages),
-        boundaries=boundaries(plan),
+        boundaries=boundary_rows(plan),
         picture=_picture(plan),
         validation=validation,
     )

@@ -80,9 +80,19 @@ def show_plan(plan: Plan) -> RenderableType:
 
 
 def stage_table(plan: Plan) -> Table:
+    once = "updates once a step, " if _updates(plan) else ""
+    title = f"stages (times and bytes of one micro-batch, {once}memory at its peak)"
+    return table_of(title, stage_rows(plan), words={"holds"}, what="stages")
+
+
+def _updates(plan: Plan) -> bool:
+    return any(stage.update_s > 0 for stage in plan.stages)
+
+
+def stage_rows(plan: Plan) -> list[dict[str, str]]:
     """One row for every stage: its modules, and its cost for one micro-batch."""
     recomputes = any(stage.remat is not Remat.NONE for stage in plan.stages)
-    updates = any(stage.update_s > 0 for stage in plan.stages)
+    updates = _updates(plan)
     ranks = placed(plan)
 
     def row(stage: Stage) -> dict[str, str]:
@@ -104,9 +114,7 @@ def stage_table(plan: Plan) -> Table:
             cells["remat"] = stage.remat.value
         return cells | {"peak": format_bytes(plan.prediction.peak_bytes[stage.index])}
 
-    once = "updates once a step, " if updates else ""
-    title = f"stages (times and bytes of one micro-batch, {once}memory at its peak)"
-    return table_of(title, list(map(row, plan.stages)), words={"holds"}, what="stages")
+    return list(map(row, plan.stages))
 
 
 def _stretch(plan: Plan, stage: Stage) -> str:
@@ -121,6 +129,12 @@ def _ops(count: int, duplicates: int) -> str:
 
 
 def boundary_table(plan: Plan) -> Table:
+    words = {"value", "made by", "line"}
+    title = "boundaries (of one micro-batch)"
+    return table_of(title, boundary_rows(plan), words, what="boundary values")
+
+
+def boundary_rows(plan: Plan) -> list[dict[str, str]]:
     def row(boundary: Boundary) -> dict[str, str]:
         crossing = boundary.crossing
         cells = {
@@ -134,9 +148,7 @@ def boundary_table(plan: Plan) -> Table:
         source = short_source(boundary.source) if boundary.source else ""
         return cells | {"made by": boundary.label, "line": source}
 
-    rows = list(map(row, boundaries(plan)))
-    title = "boundaries (of one micro-batch)"
-    return table_of(title, rows, words={"value", "made by", "line"}, what="boundary values")
+    return list(map(row, boundaries(plan)))
 
 
 def _several(numbers: Sequence[int]) -> str:

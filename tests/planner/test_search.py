@@ -232,13 +232,13 @@ class TestTrueMemory:
         first = found.frontier.points[0]
         peak = max(plan.prediction.device_bytes)
         assert first.told_bytes == peak
-        assert format_bytes(peak) in row(first, found.frontier)
+        assert format_bytes(peak) in row(first, found.frontier).values()
         others = [
             p
             for p in found.frontier.points
             if p.status is SearchStatus.PLANNED and not p.exact_bytes
         ]
-        assert all("~ " in "".join(row(point, found.frontier)) for point in others)
+        assert all("~ " in "".join(row(point, found.frontier).values()) for point in others)
         assert found.fits == (max(plan.prediction.device_bytes) <= memory)
         assert plan.prediction.step_s == found.frontier.points[0].step_s
 

@@ -100,7 +100,7 @@ def test_what_is_recomputed_is_drawn(without_links: Plan) -> None:
     assert (event["ts"], event["dur"]) == (12e6, 2e6)
     report = format_report(plan)
     assert "forward again, for the backward" in report
-    assert "<td>full</td>" in report
+    assert ">full</td>" in report
     assert "forward again, for the backward" not in format_report(without_links)
 
 
