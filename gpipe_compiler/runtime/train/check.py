@@ -26,7 +26,7 @@ from ..core.precision import lower_dtype
 from ..core.stored_weights import Weights
 from ..core.storing import place_text
 from ..errors import UsageError
-from ..spec import BatchNorm, Joined, Leaf, covers
+from ..spec import BatchNorm, Joined, Leaf
 from .comparison import (
     ComparedKind,
     Row,
@@ -41,7 +41,7 @@ from .comparison import (
     worst_of,
 )
 from .data import call_of
-from .plain_stages import LEARNING_RATE, LOSS_SCALE, kept_buffers, run_stages
+from .plain_stages import LOSS_SCALE, after_step, kept_buffers, run_stages
 
 INPUT = "input/"
 """What stands before the name of an input in a reference file."""
@@ -209,32 +209,7 @@ def run_pipeline(pipe: Pipeline, batch: Expected) -> Tensors:
     results[ComparedKind.LOSS] = {"loss": pipe.step(batch.inputs, batch.target)}
     if pipe.scaler.is_enabled():
         pipe.scaler.unscale_(torch.optim.SGD(pipe.parameters()))
-    gradients = {n: p.grad for n, p in pipe.named_parameters() if p.grad is not None}
-    _descend(pipe)
-    return results | {
-        ComparedKind.GRADIENT: gradients,
-        ComparedKind.BUFFER: dict(pipe.named_buffers()),
-        ComparedKind.WEIGHT: _weights(pipe),
-    }
-
-
-def _weights(pipe: Pipeline) -> Mapping[str, torch.Tensor]:
-    """Those that are trained, or that forward writes to."""
-    stages = [(pipe.spec.stages[index], module) for index, module in pipe.stages.items()]
-    return {
-        stage.named(own): parameter.detach()
-        for stage, module in stages
-        for own, parameter in module.named_parameters()
-        if parameter.requires_grad or covers(stage.writes, own)
-    }
-
-
-@torch.no_grad()
-def _descend(pipe: Pipeline) -> None:
-    """A step of `torch.optim.SGD`; to construct that imports dynamo, which takes a second."""
-    for parameter in pipe.parameters():
-        if parameter.grad is not None:
-            parameter.add_(parameter.grad, alpha=-LEARNING_RATE)
+    return {**results, **after_step(pipe.local_stages)}
 
 
 def _read(reference: Path, pipe: Pipeline, inputs: Inputs, target: object) -> Expected:

@@ -13,6 +13,7 @@ from ..core.batchnorm import DeferredStatistics
 from ..core.building import build_stage
 from ..core.full_batch import joint_stages
 from ..core.inputs import Inputs, bind_call
+from ..core.local_stages import LocalStages
 from ..core.loss_weights import LossWeigher, summed, terms_of
 from ..core.options import ExecutionOptions
 from ..core.outputs import join, rebuild
@@ -72,6 +73,33 @@ def kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         buffer.copy_(content)
 
 
+def after_step(stages: LocalStages, scale: float = 1.0) -> Tensors:
+    """Gradients, buffers, and the weights that are trained or that forward writes to, moved by the
+    gradients: a step of `torch.optim.SGD`, which to construct imports dynamo, for a second.
+
+    Args:
+        scale: of the gradients.
+    """
+    gradients = {n: p.grad for n, p in stages.parameters().items() if p.grad is not None}
+    with torch.no_grad():
+        for name, gradient in gradients.items() if scale != 1 else ():
+            gradients[name] = gradient / scale
+        for name, parameter in stages.parameters().items():
+            if name in gradients:
+                parameter.add_(gradients[name], alpha=-LEARNING_RATE)
+    weights = {
+        stages.spec.stages[index].named(own): parameter.detach()
+        for index, module in stages.modules.items()
+        for own, parameter in module.named_parameters()
+        if parameter.requires_grad or covers(stages.spec.stages[index].writes, own)
+    }
+    return {
+        ComparedKind.GRADIENT: gradients,
+        ComparedKind.BUFFER: stages.buffers(),
+        ComparedKind.WEIGHT: weights,
+    }
+
+
 @dataclass(frozen=True)
 class _Stages:
     """All the stages, on one device."""
@@ -110,6 +138,7 @@ class _Stages:
         """
         for module in self.modules:
             module.train()
+        held = LocalStages(self.spec, dict(enumerate(self.modules)))
         deferred: dict[int, DeferredStatistics] = {}
         if self.options.batchnorm is BatchNorm.DEFERRED:
             pairs = zip(self.modules, self.spec.stages, strict=True)
@@ -134,31 +163,9 @@ class _Stages:
             statistics.commit()
         # Of the type of its terms, as the pipeline gives it.
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
-        return {ComparedKind.LOSS: {"loss": total}, **self._state(scale)}
-
-    def _state(self, scale: float) -> Tensors:
-        """Gradients, buffers, and weights moved by the gradients."""
-        gradients: Values = {}
-        parameters: Values = {}
-        buffers: Values = {}
-        for stage, module in zip(self.spec.stages, self.modules, strict=True):
-            for own, parameter in module.named_parameters():
-                name = stage.named(own)
-                if parameter.requires_grad or covers(stage.writes, own):
-                    parameters[name] = parameter.detach()
-                if parameter.grad is not None:
-                    gradient = parameter.grad / scale
-                    known = gradients.get(name)
-                    gradients[name] = gradient if known is None else known + gradient
-            buffers.update({stage.named(own): b for own, b in module.named_buffers()})
-        return {
-            ComparedKind.GRADIENT: gradients,
-            ComparedKind.BUFFER: buffers,
-            ComparedKind.WEIGHT: {
-                name: tensor - LEARNING_RATE * gradients[name] if name in gradients else tensor
-                for name, tensor in parameters.items()
-            },
-        }
+        for item in held.shared:
+            item.finish()
+        return {ComparedKind.LOSS: {"loss": total}, **after_step(held, scale)}
 
     def _forward(
         self,
