@@ -63,9 +63,7 @@ def local_cluster(link: Link | None = None) -> Cluster:
 
 
 def core_count() -> int:
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def local_card() -> Card:

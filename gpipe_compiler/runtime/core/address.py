@@ -156,13 +156,7 @@ def reaching(place: Place) -> Iterator[None]:
 
 @functools.cache
 def _check_installed(kind: str, text: str) -> None:
-    try:
-        registry: Any = importlib.import_module("fsspec.registry")
-    except ImportError as error:
-        raise UsageError(
-            f"{text} is an address, and fsspec, which reads addresses, is not installed",
-            hint="pip install fsspec",
-        ) from error
+    registry: Any = importlib.import_module("fsspec.registry")  # which torch depends on
     try:
         registry.get_filesystem_class(kind)
     except ValueError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -111,7 +110,7 @@ def write_file(
 
     ordered = dict(sorted(tensors.items(), key=rank))
     kinds = {tensor.dtype for tensor in tensors.values()}
-    names = {kind: _packed(torch.empty(0, dtype=kind))[0] for kind in kinds}
+    names = {kind: _name_of(kind) for kind in kinds}
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in ordered.items():
@@ -128,25 +127,20 @@ def write_file(
         file.write(_LENGTH.pack(len(text)) + text)
         for name in (name for name, tensor in ordered.items() if tensor.numel()):
             tensor = ordered[name] if read is None else read(name).contiguous()
-            if sys.byteorder == "little":
-                file.write(memory_of(tensor.reshape(-1).view(torch.uint8)))
-            else:
-                file.write(_packed(tensor)[1])
+            file.write(memory_of(tensor.reshape(-1).view(torch.uint8)))
 
 
-def _packed(tensor: torch.Tensor) -> tuple[str, memoryview]:
-    """The type and the bytes of a tensor, as the library writes them.
+def _name_of(kind: torch.dtype) -> str:
+    """What the library calls a type.
 
     Raises:
         SafetensorError: for a type that files do not have.
     """
     try:
-        data = safetensors.torch.save({"": tensor})
+        data = safetensors.torch.save({"": torch.empty(0, dtype=kind)})
     except (KeyError, ValueError) as error:
-        raise safetensors.SafetensorError(f"there is no type for {tensor.dtype}") from error
-    start = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    header = json.loads(data[_LENGTH.size : start])
-    return str(header[""]["dtype"]), memoryview(data)[start:]
+        raise safetensors.SafetensorError(f"there is no type for {kind}") from error
+    return str(json.loads(data[_LENGTH.size :])[""]["dtype"])
 
 
 def apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

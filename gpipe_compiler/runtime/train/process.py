@@ -109,14 +109,13 @@ def _malloc(mmap_threshold: int, trim_threshold: int) -> None:
 def most_resident() -> int:
     """The most bytes of this process that were in memory.
 
-    On Linux not those of `getrusage`, which begin with what the parent had when it forked.
+    Not those of `getrusage`, which begin with what the parent had when it forked.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def return_memory() -> None:
@@ -127,7 +126,7 @@ def return_memory() -> None:
 
 
 def _of_glibc(name: str) -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
