@@ -75,7 +75,7 @@ with package.Pipeline() as pipe:
         optimizer.step()
         optimizer.zero_grad()
         print("step", time.process_time() - start)
-print("most", process.most_resident())
+print("most", process.resident())
 """
 """Trains as `run.py train` does, and tells what it took."""
 

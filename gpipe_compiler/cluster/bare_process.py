@@ -9,7 +9,6 @@ second is what each adds. Nothing of the compiler is imported.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import sys
@@ -17,15 +16,6 @@ from pathlib import Path
 
 SHAPES = 24
 """Convolutions that are trained for the second number."""
-
-
-def resident(line_of: str) -> int:
-    """Bytes of this process in memory, at most (VmHWM) or now (VmRSS); 0 where not known."""
-    with contextlib.suppress(OSError):  # of Linux
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith(line_of):
-                return 1024 * int(line.split()[1])
-    return 0
 
 
 def _main(runtime: str) -> None:
@@ -38,6 +28,7 @@ def _main(runtime: str) -> None:
     sys.modules[name] = importlib.util.module_from_spec(found)
     found.loader.exec_module(sys.modules[name])
     importlib.import_module(f"{name}.train.command")
+    resident = importlib.import_module(f"{name}.train.process").resident
     import torch
     from torch import nn
 
@@ -50,7 +41,7 @@ def _main(runtime: str) -> None:
         loss = nn.functional.cross_entropy(output, torch.zeros(4, dtype=torch.int64))
         torch.autograd.backward(loss)
         optimizer.step()
-    print(resident("VmHWM:"))
+    print(resident())
     before = resident("VmRSS:")
     for channels in range(16, 16 + SHAPES):
         convolution = nn.Conv2d(channels, 16, 3)

@@ -252,7 +252,7 @@ def draw(drawing: Drawing) -> str:
         width=round(max(layout.width, len(drawing.title) * _HEADING_LETTER + 2 * MARGIN)),
         height=round(layout.height),
         line=LINE,
-        boxes=[(drawing.boxes[name], _rounded(place)) for name, place in layout.places.items()],
+        boxes=[(drawing.boxes[name], place) for name, place in layout.places.items()],
         arrows=[(drawing.arrows[arrow], curve(points)) for arrow, points in layout.routes.items()],
     )
 
@@ -294,26 +294,26 @@ def lay_out(
     for edge in edges.values():
         edge.view = EdgeViewer()
     graph = Graph(list(vertices.values()), list(edges.values()))
-    right = MARGIN
-    height = 0.0
+    places: dict[str, BoxPosition] = {}
+    routes: dict[tuple[str, str], tuple[Point, ...]] = {}
+    right, height = MARGIN, 0.0
     for component in graph.C:
         _draw(component)
-        views = [vertex.view for vertex in component.sV]
-        routes = [edge.view for edge in component.sE]
-        points = [point for route in routes for point in route._pts]
-        left = min([view.xy[0] - view.w / 2 for view in views] + [x for x, _ in points])
-        top = min(view.xy[1] - view.h / 2 for view in views)
-        _shift(views, routes, right - left, MARGIN - top)
-        points = [point for route in routes for point in route._pts]
-        right = max([view.xy[0] + view.w / 2 for view in views] + [x for x, _ in points])
+        views = {vertex.data: vertex.view for vertex in component.sV}
+        lines = {(e.v[0].data, e.v[1].data): e.view._pts for e in component.sE}
+        points = [point for line in lines.values() for point in line]
+        left = min([view.xy[0] - view.w / 2 for view in views.values()] + [x for x, _ in points])
+        top = min(view.xy[1] - view.h / 2 for view in views.values())
+        dx, dy = right - left, MARGIN - top
+        for name, view in views.items():
+            x, y = view.xy[0] - view.w / 2 + dx, view.xy[1] - view.h / 2 + dy
+            places[name] = BoxPosition(x, y, view.w, view.h)
+        routes |= {arrow: tuple((x + dx, y + dy) for x, y in line) for arrow, line in lines.items()}
+        own = [places[name] for name in views]
+        right = max([place.x + place.width for place in own] + [x + dx for x, _ in points])
         right += 2 * GAP_X
-        height = max(height, *(view.xy[1] + view.h / 2 for view in views))
-    return PictureLayout(
-        places={name: _place(vertex.view) for name, vertex in vertices.items()},
-        routes={arrow: tuple(map(tuple, edge.view._pts)) for arrow, edge in edges.items()},
-        width=right - 2 * GAP_X + MARGIN,
-        height=height + MARGIN,
-    )
+        height = max(height, *(place.y + place.height for place in own))
+    return PictureLayout(places, routes, right - 2 * GAP_X + MARGIN, height + MARGIN)
 
 
 def _draw(component: Any) -> None:
@@ -326,23 +326,6 @@ def _draw(component: Any) -> None:
     layout.route_edge = route_with_lines
     layout.init_all(optimize=True)
     layout.draw(_SWEEPS)
-
-
-def _shift(views: Sequence[_View], routes: Sequence[Any], dx: float, dy: float) -> None:
-    for view in views:
-        view.xy = (view.xy[0] + dx, view.xy[1] + dy)
-    for route in routes:
-        route._pts = [(x + dx, y + dy) for x, y in route._pts]
-
-
-def _place(view: _View) -> BoxPosition:
-    return BoxPosition(view.xy[0] - view.w / 2, view.xy[1] - view.h / 2, view.w, view.h)
-
-
-def _rounded(place: BoxPosition) -> BoxPosition:
-    return BoxPosition(
-        *(round(number, 1) for number in (place.x, place.y, place.width, place.height))
-    )
 
 
 def curve(points: Iterable[Point]) -> str:

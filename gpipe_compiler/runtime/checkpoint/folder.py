@@ -181,34 +181,23 @@ def latest(directory: Place | str) -> Place | None:
 
 
 def make_temporary(directory: Place, step: int) -> Place:
-    """A new folder to write a checkpoint into; removes what killed runs left behind."""
+    """A new folder to write a checkpoint into, of a name that no other has had there; removes what
+    killed runs left behind."""
     directory.mkdir(parents=True, exist_ok=True)
-    if isinstance(directory, Address):
-        return _make_unfinished(directory, f"step_{step:08d}")
-    for path in directory.iterdir():
-        if _REST.fullmatch(path.name):
+    there: list[Place] = [*directory.iterdir()]
+    for path in there:
+        if isinstance(path, Address):
+            if _NAME.fullmatch(path.name) and path.is_dir() and is_unfinished(path):
+                _remove(path)
+        elif _REST.fullmatch(path.name):
             shutil.rmtree(path)
-    name = f"step_{step:08d}"
-    serial = 1
-    while (directory / name).exists():
-        serial += 1
-        name = f"step_{step:08d}_{serial}"
-    temporary = directory / f".{name}.partial"
-    temporary.mkdir()
-    return temporary
-
-
-def _make_unfinished(directory: Address, name: str) -> Address:
-    """The same at an address, under a name that no killed run has written to."""
-    taken = _named(directory)
-    for path in taken:
-        if isinstance(path, Address) and is_unfinished(path):
-            _remove(path)
-    names = {path.name for path in taken}
-    serials = (name if serial == 1 else f"{name}_{serial}" for serial in itertools.count(1))
-    folder = directory / next(free for free in serials if free not in names)
+    taken, first = {path.name for path in there}, f"step_{step:08d}"
+    names = (first if serial == 1 else f"{first}_{serial}" for serial in itertools.count(1))
+    name = next(free for free in names if free not in taken)
+    folder = directory / (name if isinstance(directory, Address) else f".{name}.partial")
     folder.mkdir(parents=True, exist_ok=True)
-    _mark(folder)
+    if isinstance(folder, Address):
+        _mark(folder)
     return folder
 
 

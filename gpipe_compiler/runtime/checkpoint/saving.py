@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -119,7 +118,7 @@ class Saving:
     permitted: Callable[[], object] | None
     copy: Callable[[Collected], Collected] = lambda collected: collected
     _metadata: Metadata = field(default_factory=lambda: Metadata({}), init=False)
-    _written: Callable[[], Written] | None = field(default=None, init=False)
+    _written: Written | BaseException | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.keep < 1:
@@ -158,14 +157,19 @@ class Saving:
     def write(self) -> None:
         """Write this rank's part, without a word to the others; on any thread."""
         try:
-            written = self._write()
-            self._written = lambda: written
+            self._written = self._write()
         except FAILURES as error:  # `finish` raises it, for all ranks to know
-            self._written = functools.partial(_raise, error)
+            self._written = error
 
     def finish(self) -> Place:
         """Let the checkpoint appear."""
-        written = self._written or functools.partial(_raise, RuntimeError("nothing was written"))
+
+        def written() -> Written:
+            if isinstance(self._written, BaseException):
+                raise self._written
+            assert self._written is not None  # by `write`
+            return self._written
+
         with self._explained(self.folder):
             return together(self.pipe.world, "the writing of the checkpoint", written, self._finish)
 
@@ -288,10 +292,6 @@ class Saving:
         final = commit(folder)
         prune(directory, self.keep)
         return final
-
-
-def _raise(error: Exception) -> Written:
-    raise error
 
 
 def _system_error(error: BaseException) -> OSError | None:

@@ -10,7 +10,6 @@ import codecs
 import contextlib
 import ctypes
 import os
-import resource
 import signal
 import sys
 import threading
@@ -106,16 +105,16 @@ def _malloc(mmap_threshold: int, trim_threshold: int) -> None:
         mallopt(_TRIM_THRESHOLD, trim_threshold)
 
 
-def most_resident() -> int:
-    """The most bytes of this process that were in memory.
+def resident(line_of: str = "VmHWM:") -> int:
+    """Bytes of this process in memory, at most or now (`VmRSS:`); 0 where it is not known.
 
     Not those of `getrusage`, which begin with what the parent had when it forked.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(line_of):
                 return 1024 * int(line.split()[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 0
 
 
 def return_memory() -> None:

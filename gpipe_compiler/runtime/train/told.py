@@ -17,7 +17,7 @@ from ..core.pipeline import Pipeline
 from ..core.topology import planned_placement
 from ..errors import UsageError
 from ..spec import PipelineSpec
-from .process import most_resident
+from .process import resident
 from .stage_times import StageSeconds
 
 CLOSE = 1.25
@@ -291,7 +291,7 @@ def memory_lines(told: Told, devices: Mapping[int, torch.device]) -> list[str]:
             most = base + sum(tensors[rank] for rank in on_host)
             words = f"told at most {most / _MB:,.0f}, {words.removeprefix('told ')}"
         lines.append(
-            f"memory of the process: {most_resident() / _MB:,.0f} MB at most, with Python and "
+            f"memory of the process: {resident() / _MB:,.0f} MB at most, with Python and "
             f"torch; {words}"
         )
     return lines
