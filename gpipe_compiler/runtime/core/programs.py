@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..errors import UsageError
-from ..schedule import forward_only, lower, orders_for, prove
+from ..schedule import forward_only, lower, orders_for
 from ..schedule.actions import Orders, parse_order, split_stages
 from ..spec import BatchNorm, Crossing, PipelineSpec, ScheduleKind
 from .full_batch import joint_stages
@@ -109,7 +109,6 @@ class ProgramCache:
         orders = self._orders(work, microbatches, joint)
         sums = self._owners if work is RunRequest.TRAIN else {}
         programs = lower(orders, placement, crossings, sums, joint)
-        prove(programs, placement, crossings, joint)
         wiring = wire(spec, placement, work, joint, split_stages(orders), wanted, held, unfrozen)
         steps = tuple(steps_of(program, wiring) for program in programs)
         return PreparedSchedule(placement, crossings, wiring, steps)

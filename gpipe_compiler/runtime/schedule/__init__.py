@@ -1,7 +1,6 @@
-"""Schedules: generators of actions, lowering to transfers, and the proof that nobody hangs."""
+"""Schedules: generators of actions, and lowering to transfers, so that nobody hangs."""
 
 from .choosing import devices_for, orders_for, placement_for, splits_backward
-from .deadlock import prove
 from .gpipe import forward_only, gpipe
 from .interleaved import interleaved
 from .joint import Joint
@@ -19,7 +18,6 @@ __all__ = [
     "one_f_one_b",
     "orders_for",
     "placement_for",
-    "prove",
     "splits_backward",
     "zb_h1",
     "zbv",

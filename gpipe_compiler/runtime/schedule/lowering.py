@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from ..errors import ScheduleError
 from .actions import (
     Action,
     Compute,
@@ -47,7 +48,9 @@ def lower(
 
     Raises:
         DeadlockError: when the orders contradict the crossings.
+        ScheduleError: when an action is missing, is there twice, or is on another device.
     """
+    _check(orders, placement)
     programs: list[list[Action]] = [[] for _ in orders]
     together = Joint.of(joint, orders)
     sums = _Sums(orders, placement, shared or {})
@@ -63,6 +66,29 @@ def lower(
             for device in sorted({placement[stage] for stage in total.stages}):
                 programs[device].append(total)
     return tuple(map(tuple, programs))
+
+
+def _check(orders: Orders, placement: Sequence[int]) -> None:
+    """Whether each stage takes the same micro-batches once, on its device, and all of them the
+    same phases."""
+    taken: dict[tuple[int, Phase], set[int]] = {}
+    for device, order in enumerate(orders):
+        for action in order:
+            stage, phase, m = action
+            if placement[stage] != device:
+                raise ScheduleError(
+                    f"device {device} has {action}, but stage {stage} is on {placement[stage]}"
+                )
+            numbers = taken.setdefault((stage, phase), set())
+            if m in numbers:
+                raise ScheduleError(f"device {device} has {action} twice")
+            numbers.add(m)
+    microbatches = set[int]().union(*taken.values())
+    for phase in {phase for _, phase in taken}:
+        for stage in range(len(placement)):
+            left = microbatches - taken.get((stage, phase), set())
+            if left:
+                raise ScheduleError(f"{Compute(stage, phase, min(left))} is missing")
 
 
 class _Sent:

@@ -1,7 +1,7 @@
 """Every schedule on any placement that it can have, against the definition and its own promises.
 
 The truth is an execution of its own of the lowered programs (`executed_programs`), the promised
-bounds on what devices hold, and programs broken on purpose, which the proof has to refuse.
+bounds on what devices hold, and orders broken on purpose, which are to be refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from gpipe_compiler.runtime.schedule import (
     lower,
     orders_for,
     placement_for,
-    prove,
     splits_backward,
     zb_h1,
     zbv,
@@ -34,7 +33,6 @@ from gpipe_compiler.runtime.schedule.actions import (
     Phase,
     Receive,
     Send,
-    SharedSum,
     format_order,
     parse_order,
 )
@@ -65,8 +63,6 @@ def test_programs_end_with_every_action_and_value_in_time(pipeline):
         )
     programs = lower(orders, placement, crossings, shared)
 
-    prove(programs, placement, crossings)
-
     execute(programs, placement, crossings, ())
     for order, program in zip(orders, programs, strict=True):
         assert order == tuple(action for action in program if isinstance(action, Compute))
@@ -77,8 +73,6 @@ def test_inference_goes_on_any_placement(pipeline):
     """Forward alone, where the stages are placed for any schedule of training."""
     _, placement, crossings, shared, microbatches = pipeline
     programs = lower(forward_only(placement, microbatches), placement, crossings, shared)
-
-    prove(programs, placement, crossings)
 
     taken = execute(programs, placement, crossings, ())
     assert {key: sorted(numbers) for key, numbers in taken.items()} == {
@@ -142,54 +136,47 @@ def test_devices_hold_no_more_than_promised(pipeline):
 
 @given(scheduled(), st.data())
 def test_any_action_left_out_is_caught(pipeline, data):
-    """Of computation and of transfers alike."""
+    """Or taken twice: its stage's device would wait, or others would wait for it."""
     kind, placement, crossings, _, microbatches = pipeline
-    programs = [
-        list(p) for p in lower(orders_for(kind, placement, microbatches), placement, crossings)
-    ]
-    assume(len(placement) > 1 or microbatches > 1)  # otherwise less is another right program
-    device = data.draw(st.integers(0, len(programs) - 1))
-    gone = programs[device].pop(data.draw(st.integers(0, len(programs[device]) - 1)))
+    orders = [list(order) for order in orders_for(kind, placement, microbatches)]
+    assume(len(placement) > 1 or microbatches > 1)  # otherwise less is another right schedule
+    order = orders[data.draw(st.integers(0, len(orders) - 1))]
+    place = data.draw(st.integers(0, len(order) - 1))
+    if data.draw(st.booleans()):
+        order.insert(data.draw(st.integers(0, len(order))), order[place])
+    else:
+        order.pop(place)
 
     with pytest.raises(ScheduleError):
-        prove(tuple(map(tuple, programs)), placement, crossings)
-    assert gone not in programs[device]
-
-
-CHAIN = chain(2)
-SPLIT = lower(zb_h1((0, 1), 2), (0, 1), CHAIN, {"tied": (0, 1)})
+        lower(tuple(map(tuple, orders)), placement, crossings)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("0B1 0W1 -> 0W1 0B1", "0W1 runs before 0B1"),
+        ("0B1 0W1 -> 0W1 0B1", "0W1, which needs 0B1"),
         ("0B1 0W1 -> 0B1", "0W1 is missing"),
         ("0B1 0W1 -> 0B1 0W1 0W1", "device 0 has 0W1 twice"),
-        ("0W1 sum -> sum 0W1", "0W1 runs after sum tied over 0,1"),
+        ("0B1 0W1 -> 0B1 0W1 1W1", "stage 1 is on 1"),
     ],
 )
-def test_second_parts_of_backwards_are_proved(change, message):
-    """Each after its first part, once, before the gradients are summed."""
-    before, after = (text.split() for text in change.split(" -> "))
-    total = SharedSum("tied", (0, 1))
-
-    def read(words):
-        return [total if word == "sum" else Compute.parse(word) for word in words]
-
-    first, second = map(list, SPLIT)
-    start = first.index(read(before)[0])
-    assert first[start : start + len(before)] == read(before)
-    first[start : start + len(before)] = read(after)
+def test_second_parts_of_backwards_are_checked(change, message):
+    """Each after its first part, once, on the device of its stage."""
+    before, after = change.split(" -> ")
+    first, second = zb_h1((0, 1), 2)
+    text = format_order(first)
+    assert before in text
 
     with pytest.raises(ScheduleError, match=message):
-        prove((tuple(first), tuple(second)), (0, 1), CHAIN)
+        lower((parse_order(text.replace(before, after)), second), (0, 1), chain(2))
 
 
 def test_shared_gradients_are_summed_after_all_parts():
     """Of the last owner; the other device may have gone on."""
-    assert list(map(str, SPLIT[0]))[-3:] == ["0B1", "0W1", "sum tied over 0,1"]
-    assert list(map(str, SPLIT[1]))[-3:] == ["1W0", "1W1", "sum tied over 0,1"]
+    programs = lower(zb_h1((0, 1), 2), (0, 1), chain(2), {"tied": (0, 1)})
+
+    assert list(map(str, programs[0]))[-3:] == ["0B1", "0W1", "sum tied over 0,1"]
+    assert list(map(str, programs[1]))[-3:] == ["1W0", "1W1", "sum tied over 0,1"]
 
 
 def test_nothing_is_sent_at_the_bottom_of_the_v():
