@@ -271,7 +271,7 @@ class Planner:
 def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool = True) -> Plan:
     """The plan with the shortest simulated step that was found.
 
-    The schedule is lowered and proved free of deadlock.
+    The schedule is lowered, in which nobody may wait for ever.
 
     Args:
         exact_memory: whether what the devices take is found out by tracing the stages, which
