@@ -102,12 +102,6 @@ def _asked(node: NodeProto, read: list[int], tensors: Mapping[str, TensorProto])
     if kind in ("Gather", "GatherElements") and 1 in read and node.input[0] in tensors:
         axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
         yield 0, tensors[node.input[0]].dims[axis]
-    elif (
-        kind == "EmbedLayerNormalization"
-    ):  # ids, segments, then the tables of words, places, segments
-        for at, table in ((0, 2), (1, 4)):
-            if at in read and node.input[table] in tensors:
-                yield 0, tensors[node.input[table]].dims[0]
     elif kind in ("OneHot", "Equal"):
         other = node.input[1 if kind == "OneHot" or 0 in read else 0]
         if 0 not in read and kind == "OneHot":

@@ -93,8 +93,6 @@ def _results(node: NodeProto, known: Mapping[str, _Known]) -> Iterable[_Known]:
     given = node.op_type in _FROM_NUMBERS and _NUMBERS in every
     if given or _SHAPE in every or _NUMBERS in _joined(sizes):
         return [_BOTH] * count
-    if node.op_type == "ConstantOfShape":
-        return [_NEITHER]
     return [_NUMBERS if _NUMBERS in every or draws(node) else _NEITHER] * count
 
 
