@@ -113,9 +113,11 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
 
     Attributes:
         guesses: how often the number of elements of a result depended on values.
+        selects: what that number is taken to be; None for as many as there can be.
     """
 
     guesses = 0
+    selects: int | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()  # type: ignore[no-untyped-call]  # torch's own base

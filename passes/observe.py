@@ -122,11 +122,13 @@ class ObservedRun:
         values: by name, inputs first; those that are made in the other mode only are left out.
         ops: by name, those that run in this mode.
         by_blocks: whether it was seen on the short graph alone.
+        guessed: whether the number of elements of a result depended on values.
     """
 
     values: Mapping[str, SeenValue]
     ops: Mapping[str, SeenOp]
     by_blocks: bool = False
+    guessed: bool = False
 
     @property
     def tensors(self) -> Iterator[tuple[str, Form, Storage]]:
@@ -233,7 +235,7 @@ def _seen(graph: Graph, samples: int, *, training: bool) -> ObservedRun:
             tuple(found.drawn),
         )
         before.update(s for name in op.outputs if name in values for s in values[name].storages)
-    return ObservedRun(values, ops)
+    return ObservedRun(values, ops, guessed=fakes.guesses > 0)
 
 
 def _value(value: Any, storage: Callable[[int], Storage]) -> SeenValue:
@@ -321,7 +323,7 @@ def _of_all_blocks(blocks: ShortenedGraph, known: ObservedRun) -> ObservedRun:
         for name, old in zip(op.outputs, blocks.short.op_of[known_as].outputs, strict=True):
             if old in known.values:
                 values[name] = _value_as(known.values[old], meaning)
-    return ObservedRun(values, ops, by_blocks=True)
+    return ObservedRun(values, ops, by_blocks=True, guessed=known.guessed)
 
 
 def _hold_alike(blocks: ShortenedGraph, known: ObservedRun) -> None:

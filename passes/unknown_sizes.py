@@ -8,13 +8,13 @@ that reads it in one stage.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_compiler.dispatching import by_identity, counts_of
+from gpipe_compiler.dispatching import QuickFakes, by_identity, counts_of
 from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.ops import called
@@ -62,19 +62,18 @@ def _by_mask(graph: Graph, op: Op) -> bool:
     return any(graph.values[name].dtype is torch.bool for name in value_names(op.call.args[1]))
 
 
-def most(tensor: torch.Tensor) -> int:
-    """How many elements are taken of a tensor when it is not known how many."""
-    return tensor.numel() + _MORE
-
-
 def of_unknown_size(
-    mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    mode: QuickFakes, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> object:
     """What an op gives on fakes of a mode; None where its sizes follow from what it is given."""
     if id(func) not in _UNKNOWN:
         return None
+
+    def selected(tensor: torch.Tensor) -> int:
+        return tensor.numel() + _MORE if mode.selects is None else mode.selects
+
     with mode:
-        return _made(func, args, kwargs)
+        return _made(func, args, kwargs, selected)
 
 
 _CTC = by_identity({_aten._ctc_loss.default, _aten._ctc_loss.Tensor})
@@ -94,29 +93,35 @@ def of_ctc_loss(
         return scores.new_empty(samples), kept
 
 
-def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+_Selected: TypeAlias = Callable[[torch.Tensor], int]
+"""How many elements are taken of a tensor when it is not known how many."""
+
+
+def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], selected: _Selected) -> object:
     match func:
         case _aten.nonzero.default:
-            return args[0].new_empty((most(args[0]), args[0].dim()), dtype=torch.long)
+            return args[0].new_empty((selected(args[0]), args[0].dim()), dtype=torch.long)
         case _aten.masked_select.default:
-            return args[0].new_empty((most(args[0].mul(args[1])),))
+            return args[0].new_empty((selected(args[0].mul(args[1])),))
         case _aten._unique2.default:
-            return _unique(args[0])
+            return _unique(args[0], selected)
         case _aten.unique_consecutive.default if (args[3:] or [kwargs.get("dim")])[0] is None:
-            return _unique(args[0])
+            return _unique(args[0], selected)
         case _aten.repeat_interleave.Tensor if kwargs.get("output_size") is None:
-            return args[0].new_empty((most(args[0]),), dtype=torch.long)
+            return args[0].new_empty((selected(args[0]),), dtype=torch.long)
         case _aten.bincount.default:
             return counts_of(func, args, kwargs)
         case _ if func in _INDEXING and any(_is_mask(index) for index in args[1]):
-            return func(args[0], _by_places(args[1]), *args[2:], **kwargs)
+            return func(args[0], _by_places(args[1], selected), *args[2:], **kwargs)
     return None
 
 
-def _unique(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _unique(
+    tensor: torch.Tensor, selected: _Selected
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The elements, which of them each one is, and how often each is there."""
     places = torch.empty_like(tensor, dtype=torch.long)
-    found = tensor.new_empty((most(tensor),))
+    found = tensor.new_empty((selected(tensor),))
     return found, places, torch.empty_like(found, dtype=torch.long)
 
 
@@ -124,12 +129,12 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _by_places(indices: Sequence[Any]) -> list[Any]:
+def _by_places(indices: Sequence[Any], selected: _Selected) -> list[Any]:
     """Indices with the places where masks are true in their stead."""
     found: list[Any] = []
     for index in indices:
         if _is_mask(index):
-            places = index.new_empty((most(index), index.dim()), dtype=torch.long)
+            places = index.new_empty((selected(index), index.dim()), dtype=torch.long)
             found.extend(places.unbind(1))
         else:
             found.append(index)

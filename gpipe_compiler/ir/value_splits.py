@@ -20,24 +20,17 @@ def split_by_values(
         return tensor.split_with_sizes(sizes.tolist(), dim)
     whole: Any = tensor.shape[dim]
     if isinstance(whole, torch.SymInt):
-        return all_in_last(tensor, sizes, dim)
+        return all_in_one(tensor, sizes, dim)
     return tensor.split_with_sizes(_even_sizes(whole, len(sizes)), dim)
 
 
-def all_in_first(
-    tensor: torch.Tensor, sizes: torch.Tensor, dim: int = 0
+def all_in_one(
+    tensor: torch.Tensor, sizes: torch.Tensor, dim: int = 0, *, place: int = -1, others: int = 0
 ) -> tuple[torch.Tensor, ...]:
-    """As `split_by_values` where all elements are in the first part."""
-    first = [tensor.shape[dim], *[0] * (len(sizes) - 1)]
-    return tensor.split_with_sizes(first, dim)
-
-
-def all_in_last(
-    tensor: torch.Tensor, sizes: torch.Tensor, dim: int = 0
-) -> tuple[torch.Tensor, ...]:
-    """As `split_by_values` where all elements are in the last part."""
-    last = [*[0] * (len(sizes) - 1), tensor.shape[dim]]
-    return tensor.split_with_sizes(last, dim)
+    """As `split_by_values` where all elements are in one part, but for so many in each other."""
+    parts: list[Any] = [others] * len(sizes)
+    parts[place] = tensor.shape[dim] - others * (len(sizes) - 1)
+    return tensor.split_with_sizes(parts, dim)
 
 
 def _even_sizes(whole: int, parts: int) -> Sequence[int]:

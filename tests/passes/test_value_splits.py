@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +11,7 @@ from torch import Tensor, nn
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.value_splits import (
-    all_in_first,
-    all_in_last,
+    all_in_one,
     is_value_split,
     split_by_values,
 )
@@ -19,7 +20,7 @@ from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.value_splits import sized_by_values
 
-WAYS = (split_by_values, all_in_first, all_in_last)
+WAYS = (split_by_values, all_in_one, partial(all_in_one, place=0))
 
 
 class Cut(nn.Module):
@@ -109,6 +110,32 @@ def test_what_is_computed_of_sizes_is_no_more_known_than_they_are() -> None:
     assert unknown.issuperset(zeros)
     assert unknown.intersection(taken)
     assert not shape_values(graph).keys() & unknown
+
+
+class Picking(nn.Module):
+    """Divides by how many elements a mask selects, in the layer after the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        count = hidden[hidden > 0].shape[0]
+        return self.last(hidden.tanh()) / (count + 1)
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 3, 4)])
+def test_how_many_elements_are_selected_follows_from_no_shape(shape: tuple[int, ...]) -> None:
+    """Be other sizes free or not."""
+    graph = trace(Picking(), torch.randn(shape), loss=LossChoice.SUM_OF_SQUARES)
+    counts = {op.outputs[0] for op in graph.ops if op.name.startswith(("size", "add"))}
+    unknown = sized_by_values(graph)
+
+    assert len(graph.sizes) == len(shape) - 2
+    assert len(counts) == 2
+    assert counts <= unknown
+    assert not shape_values(graph).keys() & counts
 
 
 def test_with_numbers_it_is_split_by_them() -> None:
