@@ -1,8 +1,9 @@
 """Drops from concatenations the parts that have no elements, such as the caches of decoders.
 
 What is left of `torch.cat([torch.tensor([], dtype=t), x])` is x, or `x.to(t)`: the type of the
-empty part counts in that of the result. The result is then no copy, and not contiguous where x is
-not, so whoever reads it must take any strides, and nobody may write to either.
+empty part counts in that of the result. The result is then no copy, so nobody may write to either.
+It is not contiguous where x is not: `x.contiguous()` stands there, unless whoever reads it takes
+any strides.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ def without_empty_parts(graph: Graph, kept: Collection[str] = ()) -> Graph:
     changed: dict[str, Op | None] = {}
     names: dict[str, str] = {}  # what is read instead of the result of an op
     for op in (op for op in graph.ops if op.name not in kept):
-        for source, dtype in _left(graph, found, op):
-            if dtype is not None:
-                call = MethodCall("to", (Ref(source), dtype))
+        for source, call in _left(graph, found, op):
+            if call is not None:
                 changed[op.name] = dataclasses.replace(op, call=call)
             else:
                 changed[op.name] = None
@@ -70,8 +70,8 @@ def _is_free(graph: Graph, op: Op) -> bool:
     return _is_empty(op) or all(graph.values[n].kind is not ValueKind.TENSOR for n in op.outputs)
 
 
-def _left(graph: Graph, found: Effects, op: Op) -> Iterator[tuple[str, torch.dtype | None]]:
-    """The part of a concatenation that alone has elements, and the type that it is cast to."""
+def _left(graph: Graph, found: Effects, op: Op) -> Iterator[tuple[str, MethodCall | None]]:
+    """The part of a concatenation that alone has elements, and what is left to do with it."""
     call = op.call
     if not isinstance(call, FunctionCall) or call.function is not torch.cat or not call.args:
         return
@@ -87,10 +87,25 @@ def _left(graph: Graph, found: Effects, op: Op) -> Iterator[tuple[str, torch.dty
     types = [_asked_type(graph, maker) for maker in empty.values()]
     if not _can_be_one(graph, found, full[0], result):
         return
+    any_strides = takes_any_strides(graph, found, result)
     if all(isinstance(item, str) and _same_type(graph, item, full[0]) for item in types):
-        yield full[0], None
-    elif types == [graph.values[result].dtype]:
-        yield full[0], graph.values[result].dtype
+        if any_strides or not _is_written_as_copy(graph, found, result):
+            yield full[0], None if any_strides else MethodCall("contiguous", (Ref(full[0]),))
+    elif any_strides and types == [graph.values[result].dtype]:
+        yield full[0], MethodCall("to", (Ref(full[0]), graph.values[result].dtype))
+
+
+def _is_written_as_copy(graph: Graph, found: Effects, name: str) -> bool:
+    """Whether something is written that, as the strides of a value are, is a copy or its memory."""
+    return any(
+        any(
+            _is_written_as_copy(graph, found, output)
+            or (does != "view" and not found.alias_set(output).isdisjoint(found.written_values))
+            for output in op.outputs
+        )
+        for op in graph.consumers.get(name, ())
+        if (does := called(op.call)) in _SAME_TYPE
+    )
 
 
 def _asked_type(graph: Graph, maker: Op) -> torch.dtype | str | None:
@@ -140,9 +155,8 @@ def _first(op: Op) -> Argument:
 
 def _can_be_one(graph: Graph, found: Effects, source: str, result: str) -> bool:
     """Whether a copy of a value may be the value itself."""
-    if not found.unwritten(source, result):
+    if source in graph.ends or not found.unwritten(source, result):
         return False
     others = [op for op in graph.consumers.get(source, ()) if result not in op.outputs]
     # With three summands of a gradient, others would be added up first.
-    alone = all(_is_free(graph, op) for op in others)
-    return alone and takes_any_strides(graph, found, result)
+    return all(_is_free(graph, op) for op in others)

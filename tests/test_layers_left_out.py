@@ -173,6 +173,30 @@ class Narrow(Encoder):
         return self.head(x)
 
 
+class Continues(Encoder):
+    """Goes on with the next layer in the line that decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            if self.training and torch.rand(()).item() < 0.5:
+                continue
+            (x,) = layer(x)
+        return self.head(x)
+
+
+def test_a_loop_over_layers_is_one(tmp_path: Path) -> None:
+    text = (compiled(Continues(0.0), tmp_path) / "stage_1.py").read_text()
+    way = """\
+        for layer in self.layers.values():
+            if self.training and torch.rand([], device="cpu") < 0.5:
+                x = passed_on(x)
+            else:
+                x = layer(x)  # (B, 8)
+"""
+    assert way in text, text
+
+
 def test_no_stage_is_sent_another_type(tmp_path: Path) -> None:
     package = compiled(Narrow(), tmp_path)
     module = load_package(package)
@@ -240,10 +264,11 @@ def test_every_rank_and_replica_draws_alike(drops: Path) -> None:
 def test_the_code_runs_a_layer_or_passes_it_over(drops: Path) -> None:
     text = (drops / "stage_1.py").read_text()
     way = """\
-        if self.training and dropout_probability < 0.5:
-            layer_out = passed_on(layer_out, 2)
-        else:
-            layer_out = self.layers["2"](layer_out)  # (B, 8)
+        for layer in self.layers.values():
+            dropout_probability = torch.rand([], device="cpu")
+            if self.training and dropout_probability < 0.5:
+                hidden_states = passed_on(hidden_states, 2)
+            else:
+                hidden_states = layer(hidden_states)  # (B, 8)
 """
     assert way in text, text
-    assert 'dropout_probability = torch.rand([], device="cpu")' in text

@@ -162,6 +162,8 @@ class Bindings:
         if not isinstance(value, str) or self.uses.count.get(value) != 1:
             return False
         reader = self.uses.reader.get(value)
+        if self.uses.is_condition(op, self.uses.count, self.uses.reader):
+            return True
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
         layer = may_leave_out(reader.call)  # which is called, again or not, where it is not
@@ -182,7 +184,8 @@ class Bindings:
         if layer:
             return reader.call.args[1] == Ref(value) and not self._outlived(op, position, value)
         run = runs[op.name]
-        spelled = run.nested and runs[reader.name] is run
+        decides = self.uses.is_condition(reader, self.uses.count, self.uses.reader)
+        spelled = (run.nested and runs[reader.name] is run) or (decides and run.statement is None)
         if spelled or not self._ends(value, position, ops):
             return spelled
         return not self._outlived(op, position, value)

@@ -127,10 +127,9 @@ class BodyWriter:
             self._flush()
             self.statements = self.loops.end(op, loop, position, self.statements)
             return
-        if isinstance(made, FunctionCall) and self._inlines(op, made):
+        drawn = {pending.op.result for pending in self.pending}.intersection(op.inputs)
+        if not drawn and isinstance(made, FunctionCall) and self._inlines(op, made):
             assert isinstance(op.result, str)
-            if {pending.op.result for pending in self.pending}.intersection(op.inputs):
-                self._flush()  # a draw in a condition is made once, where it stands
             self.writer.variables[op.result] = self.writer.call(made)
             return
         if self._statement(op, made):
@@ -160,12 +159,15 @@ class BodyWriter:
 
     def _layer(self, op: Op, position: int) -> None:
         """Writes an op that may leave out its layer, which nests in it if it can."""
+        decides = [*value_names(op.call.args[0])]
+        waits = len(self.pending) > 1 and self.pending[-2].op.result in decides
+        drawn = [self.pending.pop(-2)] if waits else []
         taken = self._take(op)
         value = op.call.args[1]
         layer = next((pending for pending in taken if Ref(str(pending.op.result)) == value), None)
         draws = layer and draws_within(op, self.ops, self.draws, layer.nested)
         if draws is None:
-            self._write_out(taken)
+            self._write_out([*drawn, *taken])
         self._flush()
         ways = Ways.of(self.graph, self.writer, op, draws or 0)
         made = self.writer.argument(value)

@@ -16,7 +16,7 @@ from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.constructors import NO_NAMES, ModuleNode
 from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
-from gpipe_compiler.codegen.sources import calls_at, is_closure, is_repeated, statement_at
+from gpipe_compiler.codegen.sources import calls_at, first_line, is_closure
 from gpipe_compiler.codegen.value_names import kind_of
 from gpipe_compiler.codegen.variables import makes_only
 from gpipe_compiler.errors import SourceLocation
@@ -298,10 +298,7 @@ def _numbered(ops: Sequence[Op], depth: int) -> Iterator[tuple[int, Op]]:
             assert op.source is not None
             frames = (*op.source.callers, op.source)
             inside = frames[frames.index(called.site) + 1] if called.site in frames else op.source
-            statement = statement_at(inside)
-            line = statement.line if statement else inside.line
-            if is_repeated(inside):
-                line = 0
+            line = first_line(inside)
         if before is not None and (called != before[0] or line < before[1]):
             number += 1
         before = called, line

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.loops import DIGITS, call_arguments, form_of
 from gpipe_compiler.codegen.rounds import LoopContext, Rounds
-from gpipe_compiler.ir import FunctionCall, Mode, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, RegionCall
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.forms import structure
 from gpipe_compiler.ir.ops import called
@@ -78,7 +78,7 @@ class LoopFinder:
     def _key(self, op: Op) -> Hashable:
         """Equal for ops that may be those of one place in different rounds."""
         made = op.call
-        if isinstance(made, RegionCall) or op.mode is not Mode.ALWAYS:
+        if isinstance(made, RegionCall):
             return op.name
         own: Hashable = called(made)
         if isinstance(made, ModuleCall):
@@ -88,6 +88,7 @@ class LoopFinder:
         arguments = call_arguments(made)
         return (
             type(made),
+            op.mode,
             own,
             structure(arguments),
             tuple(map(form_of, leaves(arguments))),

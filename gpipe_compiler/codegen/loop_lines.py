@@ -13,7 +13,7 @@ from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one, plain_name
 from gpipe_compiler.codegen.variables import Variables
-from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, Op, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +123,8 @@ class LoopLines:
         self.variables.hold(made)
         dels = self.bindings.dels
         dels.before(op, statements)
+        if op.mode is not Mode.ALWAYS:  # told by what stands around the loop
+            statements = [replace(inner, mode=Mode.ALWAYS) for inner in statements]
         statement = replace(opened.line, body=tuple(statements))
         self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
         self.bindings.loop = self.open[-1].loop if self.open else None

@@ -114,7 +114,9 @@ class Rounds:
             if (self.count > 1 and after != self.gathered) or not self._is_round(self.count):
                 break
             self.count, self.gathered = self.count + 1, after
-            if self.count == 2 and not (self.initial and self._is_users()):
+            # Rounds are given something in every mode in which they have ops.
+            modes = {self.ops[self.start + place].mode for place, _ in self.initial}
+            if self.count == 2 and not (modes == {self._mode()} and self._is_users()):
                 return False
         # The last round may make something else of it: `layers[-1]`, whose result is normed first.
         if self.gathered and not self._is_gathered():
@@ -148,8 +150,7 @@ class Rounds:
         """Whether what is read of all rounds is read in one list each, in order."""
         if self.count < 3 and not self.initial.keys().isdisjoint(self.gathered):
             return False  # what the last round is given is all that there is in the list before it
-        pairs = zip(self._values(), self.gathered.values(), strict=True)
-        return all(self._is_read_as_list(values, reader) for values, reader in pairs)
+        return all(map(self._is_read_as_list, self._values(), self.gathered.values()))
 
     def _is_read_as_list(self, values: Sequence[str], reader: int) -> bool:
         if reader == len(self.ops):
@@ -194,6 +195,11 @@ class Rounds:
         return start == min(line for _, line in known) and (
             calls_module(first[0]) is opens or not others
         )
+
+    def _mode(self) -> Mode:
+        """The mode of all ops of a round, where they are of one."""
+        first, *others = {op.mode for op in self._round(0)}
+        return Mode.ALWAYS if others else first
 
     def _is_round(self, number: int) -> bool:
         """Whether the ops after this number of rounds are one more."""
@@ -294,7 +300,7 @@ class Rounds:
         read = dict.fromkeys(value for op in last for value in op.inputs)
         outer = (value for value in read if value not in loop.own)
         label = f"{last[0].name}(loop)"
-        first = dataclasses.replace(last[0], source=None)
+        first = dataclasses.replace(last[0], source=None, mode=self._mode())
         arguments = (loop, *map(Ref, self.initial.values()))
         begins = dataclasses.replace(
             first, name=label, call=FunctionCall(begin, arguments), result=tuple(carried)

@@ -152,7 +152,14 @@ def _closures(file: str) -> frozenset[int]:
 
 def is_repeated(location: SourceLocation) -> bool:
     """Whether a line stands in a loop."""
-    return location.line in _lines_of_loops(location.file)
+    return location.line in _loops(location.file)
+
+
+def first_line(location: SourceLocation) -> int:
+    """Where the statement at a line begins, or the outermost loop that it stands in."""
+    statement = statement_at(location)
+    line = statement.line if statement else location.line
+    return _loops(location.file).get(location.line, line)
 
 
 def repeated_line(location: SourceLocation | None) -> SourceLocation | None:
@@ -188,10 +195,11 @@ def _computed(node: ast.AST) -> Iterator[ast.expr]:
 
 
 @cache
-def _lines_of_loops(file: str) -> frozenset[int]:
+def _loops(file: str) -> Mapping[int, int]:
+    """By the lines that stand in a loop, the first one of the outermost loop."""
     loops = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.For | ast.While))
-    spans = (range(node.lineno, (node.end_lineno or node.lineno) + 1) for node in loops)
-    return frozenset(line for span in spans for line in span)
+    spans = [(node.lineno, (node.end_lineno or node.lineno) + 1) for node in loops]
+    return {line: start for start, end in sorted(spans)[::-1] for line in range(start, end)}
 
 
 @cache

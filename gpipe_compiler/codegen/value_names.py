@@ -24,7 +24,9 @@ from gpipe_compiler.ir import (
     RegionCall,
     ValueKind,
 )
+from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.contents import is_under, prefixes
+from gpipe_compiler.ir.left_out import may_leave_out
 
 _NUMBER = re.compile(r"_\d+$")
 _NUMBER_PART = re.compile(r"\d+")
@@ -339,6 +341,9 @@ def called_as(graph: Graph, op: Op, value: str) -> str:
 def argument_name(graph: Graph, value: str) -> str:
     """The name for a value that a method is given."""
     op = graph.producer.get(value)
+    while op is not None and may_leave_out(op.call):
+        value = next(value_names(op.call.args[2]))  # one name, whether the layer runs or not
+        op = graph.producer.get(value)
     if op is None:  # an input, or a state from outside
         return value.rpartition(".")[2] or value
     outer = called_as(graph, op, value) or called_for(graph, op, value)

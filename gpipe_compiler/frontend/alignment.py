@@ -36,7 +36,7 @@ def aligned(ours: Sequence[Op], theirs: Sequence[Op]) -> Sequence[difflib.Match]
     Where items repeat so often that a search among all their pairs would take long, each stands
     for its own repetition only.
     """
-    left, right = list(map(_key, ours)), list(map(_key, theirs))
+    left, right = list(map(key_of, ours)), list(map(key_of, theirs))
     if left == right:
         return difflib.Match(0, 0, len(left)), difflib.Match(len(left), len(left), 0)
     counts = Counter(right)
@@ -57,9 +57,10 @@ _DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
 """Arguments of functions without a signature that depend on the mode."""
 
 
-def _key(op: Op) -> Hashable:
-    """What two ops must share to be one op in two modes."""
-    where = (op.module, op.source.file, op.source.line) if op.source else (op.module,)
+def key_of(op: Op, *, line: bool = True) -> Hashable:
+    """What two ops must share to be one op in two modes: module, line, and what is called."""
+    source = op.source if line else None
+    where = (op.module, source.file, source.line) if source else (op.module,)
     return (_call_key(op.call), where, _arity(op.result))
 
 

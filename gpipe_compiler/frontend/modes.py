@@ -12,13 +12,13 @@ import inspect
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gpipe_compiler.errors import Notice
-from gpipe_compiler.frontend.alignment import aligned, always_contiguous, passed
+from gpipe_compiler.frontend.alignment import aligned, always_contiguous, key_of, passed
 from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.frontend.state import same_constant
 from gpipe_compiler.ir import (
@@ -107,11 +107,30 @@ class _Merging:
         ours, theirs = self._train.ops, self._evaluation.ops
         i = j = 0
         for block in aligned(ours, theirs):
-            yield from (self._one_sided(op, Mode.TRAIN) for op in ours[i : block.a])
-            yield from (self._one_sided(op, Mode.EVAL) for op in theirs[j : block.b])
+            yield from self._unaligned(ours[i : block.a], theirs[j : block.b])
             i, j = block.a + block.size, block.b + block.size
             for one, other in zip(ours[block.a : i], theirs[block.b : j], strict=True):
                 yield from self._both(one, other)
+
+    def _unaligned(self, ours: Sequence[Op], theirs: Sequence[Op]) -> Iterator[Op]:
+        """Ops of other lines in each mode; one for two that do the same of the same."""
+        places: dict[Hashable, list[int]] = {}
+        for place, op in enumerate(ours if theirs else ()):
+            places.setdefault(key_of(op, line=False), []).append(place)
+        start, evaluation = 0, list[Op]()
+        for other in theirs:
+            call, same = with_arguments(other.call, self._ours), key_of(other, line=False)
+            later = (place for place in places.get(same, ()) if place >= start)
+            alike = (n for n in later if self._merged_call(ours[n].call, call) is ours[n].call)
+            if (place := next(alike, None)) is None:
+                evaluation.append(self._one_sided(other, Mode.EVAL))
+                continue
+            yield from (self._one_sided(op, Mode.TRAIN) for op in ours[start:place])
+            yield from evaluation
+            yield from self._both(ours[place], other)
+            start, evaluation = place + 1, []
+        yield from (self._one_sided(op, Mode.TRAIN) for op in ours[start:])
+        yield from evaluation
 
     def _one_sided(self, op: Op, mode: Mode) -> Op:
         self.different = True

@@ -145,6 +145,35 @@ def test_drop_path_runs_in_train_mode_only():
     assert operator.truediv in {getattr(call, "function", None) for call in guarded}
 
 
+class Branches(nn.Module):
+    """Keeps in eval mode, elsewhere in the file, what training makes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.biases = nn.Parameter(torch.randn(WIDTH, 2))
+        self.kept = {}
+
+    def forward(self, x):
+        if self.training:
+            bias = self.biases[:, 1]
+            noisy = x * 2
+        else:
+            noisy = x * 3
+            self.kept["bias"] = self.biases[:, 1]
+            bias = self.kept["bias"]
+        return noisy.relu() + bias
+
+
+def test_what_both_modes_do_at_other_lines_is_one_op():
+    model = Branches()
+    graph = merged(model)
+    x = torch.randn(2, WIDTH)
+
+    assert [op.mode for op in graph.ops].count(Mode.TRAIN) <= 1
+    for training in (True, False):
+        assert torch.equal(model.train(training)(x), run(graph, training, x))
+
+
 def test_a_graph_that_is_the_same_in_both_modes_stays_untouched():
     subject = Subject(
         "toy",

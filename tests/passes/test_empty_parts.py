@@ -49,8 +49,8 @@ def joined(graph: Graph) -> int:
 @pytest.mark.parametrize(
     ("fixed", "reads", "left"),
     [
-        *((False, "", 0), (True, "", 0), (False, "view", 1), (False, "write", 1)),
-        *((False, "twice", 1), (False, "reshape", 1), (False, "copy", 1)),
+        *((False, "", 0), (True, "", 0), (False, "view", 0), (True, "view", 1)),
+        *((False, "write", 1), (False, "twice", 0), (False, "reshape", 0), (False, "copy", 1)),
     ],
 )
 def test_what_is_left_is_the_part_in_the_type_that_it_had(fixed, reads, left):
@@ -70,3 +70,4 @@ def test_what_is_left_is_the_part_in_the_type_that_it_had(fixed, reads, left):
         (name,) = [value for value in found.ends if value != found.loss.value]
         assert ran[name].dtype is expected.dtype
         assert torch.equal(ran[name], expected)
+        assert ran[name].stride() == expected.stride()
