@@ -1,9 +1,10 @@
 """Drops ops that change nothing, whatever the batch size, the types and the precision.
 
-`x + 0` of integers, `x * 1.0` of floats, `expand` and `reshape` to the shape that is there, an
-index of the whole tensor, `contiguous()` twice, `where` and `&` of a condition on positions that
-holds everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops whose result or
-operand is written in place, unless nobody else has the operand, and those that the model returns.
+`x + 0` of integers, `x * 1.0` of floats, padding by nothing, `expand` and `reshape` to the shape
+that is there, an index of the whole tensor, `contiguous()` twice, `where` and `&` of a condition on
+positions that holds everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops
+whose result or operand is written in place, unless nobody else has the operand, and those that the
+model returns.
 Inside regions types and shapes are not known: only what follows from the ops there is dropped.
 Attention loses the scale that it would take by itself.
 """
@@ -34,7 +35,7 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.ir.arguments import renamed
+from gpipe_compiler.ir.arguments import leaves, renamed
 from gpipe_compiler.ir.ops import reading, without_unread
 from gpipe_compiler.ir.repeats import repeats
 from gpipe_compiler.passes.effects import Effects, effects
@@ -170,6 +171,9 @@ def _is_neutral(call: Call, dtype: torch.dtype | None) -> bool:
         names = ("p", "training", "inplace")
         given = {**dict(zip(names, call.args[1:], strict=False)), **call.kwargs}
         return given.get("p") == 0.0 and "inplace" not in given
+    if isinstance(call, FunctionCall) and call.function is F.pad:
+        given = {**dict(zip(("pad", "mode"), call.args[1:], strict=False)), **call.kwargs}
+        return given.get("mode", "constant") == "constant" and not any(leaves(given.get("pad")))
     if not isinstance(call, FunctionCall | MethodCall) or len(call.args) != 2 or call.kwargs:
         return False
     number = call.args[1]

@@ -23,7 +23,8 @@ from gpipe_compiler.codegen.construction import (
     class_lines,
     init_lines,
 )
-from gpipe_compiler.codegen.constructors import ModuleNode, StageState, frozen_in_part
+from gpipe_compiler.codegen.constructor_names import InnerBlocks, constructor_names
+from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, RawText, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.find_loops import LoopFinder
@@ -31,8 +32,9 @@ from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import call, lay_out
 from gpipe_compiler.codegen.method_text import MethodBody, function_text, method_text
 from gpipe_compiler.codegen.methods import Method, is_tensor
+from gpipe_compiler.codegen.module_tree import ModuleNode
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
-from gpipe_compiler.codegen.parameter_names import InnerBlocks, constructor_names, parameter_names
+from gpipe_compiler.codegen.parameter_names import parameter_names
 from gpipe_compiler.codegen.releases import Peaks
 from gpipe_compiler.codegen.rounds import LoopContext
 from gpipe_compiler.codegen.sizes import ReadSize

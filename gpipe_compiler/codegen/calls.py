@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
-from gpipe_compiler.codegen.constructors import NO_NAMES, ModuleNode
+from gpipe_compiler.codegen.constructors import NO_NAMES
 from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
 from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.module_tree import ModuleNode
 from gpipe_compiler.codegen.sources import calls_at, first_line, is_closure
 from gpipe_compiler.codegen.value_names import kind_of
 from gpipe_compiler.codegen.variables import makes_only

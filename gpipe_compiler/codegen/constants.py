@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -108,7 +109,9 @@ def _spell_float(value: float, imports: Imports) -> str:
                 imports.module("torch")
                 return f"torch.finfo({dtype}).{end}"
     if math.isfinite(value):
-        return repr(value).replace("e+", "e")  # as ruff has it
+        text, short = repr(value), f"{value:g}"
+        whole = len(text) < _LONG or float(short) != value
+        return re.sub(r"e\+?(-?)0?", r"e\1", text if whole else short)  # `1e-5`, as people have it
     imports.module("math")
     if math.isnan(value):
         return "math.nan"

@@ -12,7 +12,6 @@ from torch import nn
 
 from gpipe_compiler.codegen.constants import quote, write_literal
 from gpipe_compiler.codegen.constructors import (
-    ModuleNode,
     StageState,
     construct_module,
     dict_of_modules,
@@ -22,6 +21,7 @@ from gpipe_compiler.codegen.constructors import (
 )
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import Expression, call, comprehension, lay_out, name
+from gpipe_compiler.codegen.module_tree import ModuleNode
 from gpipe_compiler.codegen.names import Identifiers, class_name
 from gpipe_compiler.errors import EmitError
 from gpipe_compiler.frontend.own_statements import UnwritableError

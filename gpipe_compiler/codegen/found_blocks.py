@@ -22,7 +22,10 @@ def find_stage_blocks(facts: CodeFacts, stages: Iterable[StageMethods]) -> tuple
     known = tuple(stages)
     helpers: list[dict[str, HelperCall]] = [{} for _ in known]
     searched = [_methods(facts.graph, *pair) for pair in zip(known, helpers, strict=True)]
-    found = zip(known, helpers, searched, find_blocks(searched, facts.shapes), strict=True)
+    blocks = find_blocks(searched, facts.shapes)
+    for own, inside in zip(known, blocks, strict=True):
+        own.state.root.prune(inside.of_path)
+    found = zip(known, helpers, searched, blocks, strict=True)
     written: dict[int, WrittenBlock] = {}
     worth: set[int] = set()
     return tuple(

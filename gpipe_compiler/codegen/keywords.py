@@ -29,6 +29,7 @@ class _Parameter:
     Attributes:
         default: `_UNKNOWN` where it has to be given.
         flag: whether it is a bool, where that is known.
+        text: whether it is a string, which nothing else stands for.
         width: of a list of numbers that one number stands for, how many; 0 for anything else.
         named: whether it is passed by keyword alone.
     """
@@ -36,6 +37,7 @@ class _Parameter:
     name: str
     default: object
     flag: bool | None = None
+    text: bool = False
     width: int = 0
     named: bool = False
 
@@ -68,16 +70,21 @@ def by_keyword(
         key, *others = {option.name for option in options}
         if others or not _is_wanted(own, given, first, options, many=many):
             break
-        item = given.pop()
-        if key in _MISREAD or not all(_same(option.default, item) for option in options):
-            found[key] = item
+        found[key] = given.pop()
     named = {**dict(reversed(found.items())), **named}
+    named = {key: item for key, item in named.items() if not _is_usual(key, item, signatures)}
     widths: dict[str, int] = {}
     for option in itertools.chain.from_iterable(signatures):
         widths[option.name] = max(widths.get(option.name, 0), option.width)
     for place, item in enumerate(given):
         given[place] = _narrowed(item, min(one[place].width for one in signatures))
     return given, {key: _narrowed(item, widths.get(key, 0)) for key, item in named.items()}
+
+
+def _is_usual(key: str, item: Argument, signatures: Sequence[Signature]) -> bool:
+    """Whether an argument is what a function takes without it."""
+    named = [option for one in signatures for option in one if option.name == key]
+    return key not in _MISREAD and all(_same(option.default, item) for option in named)
 
 
 def _is_wanted(
@@ -120,7 +127,8 @@ def _takes(signature: Signature, args: Sequence[Argument], kwargs: Mapping[str, 
     if len(args) > len(by_position) or not kwargs.keys() <= {item.name for item in signature}:
         return False
     return all(
-        parameter.flag is None or parameter.flag is _is_flag(item)
+        (parameter.flag is None or parameter.flag is _is_flag(item))
+        and (isinstance(item, str) or not parameter.text)
         for parameter, item in zip(by_position, args, strict=False)
         if not isinstance(item, Ref | StateRef)
     )
@@ -163,6 +171,7 @@ def _of_operator(own: str) -> list[Signature]:
                     item.name,
                     item.default_value if item.has_default_value() else _UNKNOWN,
                     str(item.type) == "bool",
+                    str(item.type) == "str",
                     getattr(item, "N", None) or 0,  # not in torch's stubs
                     item.kwarg_only,
                 )

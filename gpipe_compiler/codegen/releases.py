@@ -246,6 +246,7 @@ class Peaks:
             first: the storages of the content as the first call of its block numbers them.
         """
         curve = self._curve(content, saves=saves)
+        tiny = limit // SMALL // max(len(content.parts), 1)  # bytes: all of them are no more
         longer = [0] * (len(content.parts) + 1)  # bytes, by the part after which they still live
         room = math.inf
         for place in reversed(range(len(content.parts))):
@@ -253,7 +254,7 @@ class Peaks:
                 if size <= room:
                     room -= size
                     longer[place + 1] += size
-                else:
+                elif size > tiny:
                     self.worth.add(first.get(storage, storage))
             room = min(room, limit - curve.before[place] - curve.needs[place].peak)
         held = 0

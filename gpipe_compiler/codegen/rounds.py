@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpipe_compiler.codegen.constructors import ModuleNode
 from gpipe_compiler.codegen.expressions import Counted, OwnModule
 from gpipe_compiler.codegen.loops import (
     Growing,
@@ -24,6 +23,7 @@ from gpipe_compiler.codegen.loops import (
     parts_of,
     stand_in_list,
 )
+from gpipe_compiler.codegen.module_tree import ModuleNode
 from gpipe_compiler.codegen.sources import (
     begins_with_module,
     is_repeated,

@@ -6,9 +6,11 @@ import ast
 import linecache
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+
+from torch import nn
 
 from gpipe_compiler.codegen.size_questions import first_asked, is_size, size_asked
 from gpipe_compiler.errors import SourceLocation
@@ -101,11 +103,26 @@ class UserStatement:
 
 def method_at(files: Iterable[str], owner: str, own: str) -> ast.FunctionDef | None:
     """A method that a class of some files of the user's defines itself; None where none does."""
+    node = _class_of(files, owner)
+    methods = (item for item in (node.body if node else ()) if isinstance(item, ast.FunctionDef))
+    return next((item for item in methods if item.name == own), None)
+
+
+def _class_of(files: Iterable[str], own: str) -> ast.ClassDef | None:
     nodes = (node for file in dict.fromkeys(files) for node in parsed(file).body)
-    for node in nodes:
-        if isinstance(node, ast.ClassDef) and node.name == owner:
-            methods = (item for item in node.body if isinstance(item, ast.FunctionDef))
-            return next((item for item in methods if item.name == own), None)
+    return next((n for n in nodes if isinstance(n, ast.ClassDef) and n.name == own), None)
+
+
+def torch_base(files: Sequence[str], own: str) -> type[nn.Module] | None:
+    """The layer of torch.nn that a class of the user's derives from; None for any other."""
+    node = _class_of(files, own)
+    for base in node.bases if node else ():
+        known = getattr(base, "attr", "") or getattr(base, "id", "")
+        found: type[nn.Module] | None = getattr(nn, known, None)
+        if found is None and known != own:
+            found = torch_base(files, known)
+        if found not in (None, nn.Module):
+            return found
     return None
 
 

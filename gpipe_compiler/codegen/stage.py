@@ -9,7 +9,7 @@ from gpipe_compiler.codegen.blocks import StageBlocks, StageMethods
 from gpipe_compiler.codegen.body import write_body
 from gpipe_compiler.codegen.constants import quote
 from gpipe_compiler.codegen.construction import buffer_types
-from gpipe_compiler.codegen.constructors import OF_STAGE, outermost, renamed_table, state_of
+from gpipe_compiler.codegen.constructors import outermost, renamed_table, state_of
 from gpipe_compiler.codegen.expressions import ExpressionWriter, grouped
 from gpipe_compiler.codegen.facts import CodeFacts, Randoms
 from gpipe_compiler.codegen.found_blocks import find_stage_blocks, write_blocks
@@ -24,6 +24,7 @@ from gpipe_compiler.codegen.methods import (
     segments_lines,
     split_off,
 )
+from gpipe_compiler.codegen.module_tree import OF_STAGE
 from gpipe_compiler.codegen.parameter_names import loss_names
 from gpipe_compiler.codegen.statements import call_path, value_text, where
 from gpipe_compiler.codegen.templating import render

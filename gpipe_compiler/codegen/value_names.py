@@ -27,6 +27,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.contents import is_under, prefixes
 from gpipe_compiler.ir.left_out import may_leave_out
+from gpipe_compiler.ir.ops import Bound
 
 _NUMBER = re.compile(r"_\d+$")
 _NUMBER_PART = re.compile(r"\d+")
@@ -355,10 +356,26 @@ def argument_name(graph: Graph, value: str) -> str:
     statement = statement_at(op.source)
     inside = isinstance(op.call, RegionCall)
     if statement is None or inside or is_operand(graph, op, value):
-        return plain_name(op, value)
+        return held_as(graph, op, value) or plain_name(op, value)
     run = StatementRun(statement, False, (op.name,))
-    wish = wishes(op, run)[op.outputs.index(value)]
+    wish = wishes(op, run)[op.outputs.index(value)] or held_as(graph, op, value)
     return wish or _name_of_chain(graph, op, value) or plain_name(op, value, statement)
+
+
+def held_as(graph: Graph, op: Op, value: str) -> str:
+    """What the outermost `forward` that goes on with a value calls it; "" where it has no name
+    there, or several."""
+    names: dict[int, set[str]] = {}
+    for reader in graph.consumers.get(value, ()):
+        for seen in reader.seen:
+            own = seen.place < len(reader.inputs) and reader.inputs[seen.place] == value
+            if not own or seen.path or not isinstance(seen.scope, int):
+                continue
+            around = reader.module.split(".")[: seen.scope]
+            if seen.bound is not Bound.PARAMETER and is_under(f"{op.module}.", ".".join(around)):
+                names.setdefault(seen.scope, set()).add(seen.name)
+    found = names[min(names)] if names else set()
+    return found.pop() if len(found) == 1 else ""
 
 
 def _name_of_chain(graph: Graph, op: Op, value: str) -> str:

@@ -313,10 +313,12 @@ def _in_order(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments by position where they can be, without those that repeat a default at the end.
 
-    The list of a single dimension becomes the dimension.
+    The list of a single dimension becomes the dimension. Convolutions keep all: layers are often
+    alike but for their strides or dilations.
     """
     positional: list[Any] = []
     last, named = 0, dict(kwargs)
+    convolves = {"stride", "groups"}.issubset(item.name for item in overload._schema.arguments)
     for index, argument in enumerate(overload._schema.arguments):
         default = argument.default_value if argument.has_default_value() else _MISSING
         if argument.kwarg_only:
@@ -329,7 +331,7 @@ def _in_order(
         if argument.name == "dim" and isinstance(value, list) and len(value) == 1:
             (value,) = value
         positional.append(value)
-        if not _repeats(value, default):
+        if convolves or not _repeats(value, default):
             last = len(positional)
     return positional[:last], named
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from gpipe_compiler.frontend.locate import frames_running, is_users
+from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.ir.ops import Bound
 
 
@@ -40,7 +41,7 @@ def names_here(users: Sequence[str]) -> Iterator[HeldName]:
     paths = iter(reversed(users))
     for frame in frames:
         name = frame.f_code.co_name
-        scope = next(paths).count(".") + 1 if name == "forward" else name
+        scope = len([*prefixes(next(paths))]) if name == "forward" else name
         for own, path, bound, tensor in _held(frame):
             yield HeldName(scope, own, path, bound, tensor)
 

@@ -115,20 +115,21 @@ class _Merging:
     def _unaligned(self, ours: Sequence[Op], theirs: Sequence[Op]) -> Iterator[Op]:
         """Ops of other lines in each mode; one for two that do the same of the same."""
         places: dict[Hashable, list[int]] = {}
-        for place, op in enumerate(ours if theirs else ()):
-            places.setdefault(key_of(op, line=False), []).append(place)
+        for number, op in enumerate(ours if theirs else ()):
+            places.setdefault(key_of(op, line=False), []).append(number)
         start, evaluation = 0, list[Op]()
         for other in theirs:
             call, same = with_arguments(other.call, self._ours), key_of(other, line=False)
             later = (place for place in places.get(same, ()) if place >= start)
             alike = (n for n in later if self._merged_call(ours[n].call, call) is ours[n].call)
-            if (place := next(alike, None)) is None:
+            for place in alike:
+                yield from (self._one_sided(op, Mode.TRAIN) for op in ours[start:place])
+                yield from evaluation
+                yield from self._both(ours[place], other)
+                start, evaluation = place + 1, []
+                break
+            else:
                 evaluation.append(self._one_sided(other, Mode.EVAL))
-                continue
-            yield from (self._one_sided(op, Mode.TRAIN) for op in ours[start:place])
-            yield from evaluation
-            yield from self._both(ours[place], other)
-            start, evaluation = place + 1, []
         yield from (self._one_sided(op, Mode.TRAIN) for op in ours[start:])
         yield from evaluation
 

@@ -261,7 +261,7 @@ def is_chain(contents: Contents, call: BlockCall, shapes: ShapeReads) -> bool:
     held = {
         name[len(call.path) + 1 :].split(".")[0] for name in chain(*contents.own(call.path, ()))
     }
-    if held != set(map(str, range(len(call.parts)))):
+    if not held <= set(map(str, range(len(call.parts)))):
         return False
     carried: str | None = None
     for number, part in enumerate(call.parts):

@@ -33,6 +33,8 @@ from gpipe_compiler.ir.values import ValueKind
 MOST_PARAMETERS = 8
 """Calls whose numbers differ in more ways are taken to be those of different blocks."""
 
+_CHAIN = nn.Sequential.__name__
+
 SMALL = 2
 """A module without state that runs so few ops is no block: they are as short as a call of it."""
 
@@ -131,14 +133,17 @@ class _Check:
             return False  # torch's own: it is constructed as such, and has no other class
         if is_chain(self._contents, call, self._shapes):
             return True
-        if self._contents.user(call.path) == nn.Sequential.__name__:
+        if self._contents.user(call.path) == _CHAIN:
             return False
         stateful = any(self._is_local(name, call.path) for op in own for name in states_read(op))
         inner = len(own) < len(call.parts)
-        layer = call.path.rpartition(".")[2].isdecimal()
+        around, _, last = call.path.rpartition(".")
+        layer = last.isdecimal()
         parted = (call.path, call.turn) in self._parted
         if inner and parted and not layer:
             return False  # its parts are read better without it; those of a layer go together
+        if layer and not parted and self._graph.module_classes.get(around) == _CHAIN:
+            return True  # the nn.Sequential calls it like any other
         calls = inner or any(True for op in own for _ in _modules_called(op))
         if len(call.parts) == 1 and not stateful:
             return calls and (layer or not parted)

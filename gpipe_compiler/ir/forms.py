@@ -229,12 +229,17 @@ class LocalSizes:
         return dim
 
 
+_TAKE_SIZES = frozenset({"expand", "repeat", "reshape", "unflatten", "view"})
+"""Methods that are given sizes."""
+
+
 def _named_leaves(call: FunctionCall | MethodCall | ModuleCall) -> Iterator[tuple[object, str]]:
     """Every leaf of a call's arguments, and what a parameter in its place would be called."""
     function = getattr(call, "function", None)
     own = getattr(call, "method", None) or getattr(function, "__name__", None) or "call"
+    wanted = "size" if own in _TAKE_SIZES else f"{str(own).strip('_')}_number"
     for leaf in leaves(call.args):
-        yield leaf, f"{str(own).strip('_')}_number"
+        yield leaf, wanted
     for key, argument in call.kwargs.items():
         for leaf in leaves(argument):
             yield leaf, key

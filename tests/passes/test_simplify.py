@@ -53,6 +53,7 @@ def after(builder, given: Tensor, add: Callable) -> tuple[int, Tensor, Tensor]:
         (FLOATS, lambda b, x: b.method("reshape", x, -1, 3)),
         (FLOATS, lambda b, x: b.call(operator.getitem, x, (WHOLE, WHOLE))),
         (FLOATS, lambda b, x: b.call(F.dropout, x, 0.0, True)),
+        (FLOATS, lambda b, x: b.call(F.pad, x, (0, 0))),
     ],
 )
 def test_what_changes_nothing_goes(builder, given, add):
@@ -75,6 +76,7 @@ def test_what_changes_nothing_goes(builder, given, add):
         (FLOATS, lambda b, x: b.method("to", x, torch.float32)),  # it may come in 16 bits
         (FLOATS, lambda b, x: b.call(operator.getitem, x, (WHOLE, slice(0, 2)))),
         (FLOATS, lambda b, x: b.call(F.dropout, x, 0.5, False)),
+        (FLOATS, lambda b, x: b.call(F.pad, x, (0, 0), "reflect")),  # other strides
     ],
 )
 def test_what_may_change_something_stays(builder, given, add):
