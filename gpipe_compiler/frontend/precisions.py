@@ -11,7 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,7 @@ def account(entry: Entry, *, gradients: bool = True) -> Account:
         else:
             runs[precision] = run
     follows: list[Follow] = []
+    ways: dict[tuple[object, int], int] = {}
     for number, event in enumerate(base):
         for place, constant in enumerate(event.constants):
             others = {p: run[number].constants[place] for p, run in runs.items()}
@@ -114,10 +115,12 @@ def account(entry: Entry, *, gradients: bool = True) -> Account:
             follow = _source(number, place, base, tuple(runs.values()))
             if follow is not None:
                 follows.append(follow)
+                ways[event.key, place] = number - follow.read
                 continue
             for precision in differing:
                 unlike[precision] = f"it passes {others[precision]} at {_where(event)}"
                 del runs[precision]
+    follows += _alike(base, tuple(runs.values()), ways, {item.event for item in follows})
     return Account(unlike, tuple(follows), asked, tuple(event.key for event in base))
 
 
@@ -207,6 +210,26 @@ def _source(
             if all(map(_same, wanted, (_field(dtype, name) for dtype in types))):
                 return Follow(number, wanted[0], read, name)
     return None
+
+
+def _alike(
+    base: Sequence[TorchCall],
+    others: Sequence[Sequence[TorchCall]],
+    ways: Mapping[tuple[object, int], int],
+    known: Collection[int],
+) -> Iterator[Follow]:
+    """Constants that no precision changes, at lines that read them elsewhere: layers are alike.
+
+    Args:
+        ways: the constants that follow a type, by their lines, and how many events before it is
+            read.
+    """
+    for number, event in enumerate(base):
+        for place in range(0 if number in known else len(event.constants)):
+            before = ways.get((event.key, place))
+            found = _source(number, place, base, others) if before is not None else None
+            if found is not None and number - found.read == before:
+                yield found
 
 
 def _field(dtype: torch.dtype | None, name: str) -> object:

@@ -18,7 +18,7 @@ from gpipe_compiler.compile import CompileOptions, trace
 from gpipe_compiler.compile import compile as compile_
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import FunctionCall, MethodCall
+from gpipe_compiler.ir import FunctionCall, MethodCall, Ref
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.runtime.spec import Precision
 
@@ -184,11 +184,11 @@ def package(model, tmp_path, precision, **options):
     return module
 
 
-def run(graph, precision, x):
+def run(graph, precision, x, name="x"):
     """The graph op by op, in eval mode."""
     dtype = TYPES[precision]
     around = torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext()
-    inputs = {"x": x, "target": torch.zeros(len(x), 4)}
+    inputs = {name: x, "target": torch.zeros(len(x), 4)}
     with torch.no_grad(), around:
         values = Interpreter(graph, graph.tensors, training=False).run(inputs)
     return values[graph.outputs.name]
@@ -243,6 +243,21 @@ def test_a_type_that_is_the_same_in_every_precision_is_a_constant():
     assert not any(
         isinstance(op.call, FunctionCall) and op.call.function is getattr for op in graph.ops
     )
+
+
+def test_layers_that_are_alike_read_a_type_alike():
+    """One norm is given 16 bits under autocast, the other 32 in every precision."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), Llama(), Llama())
+    graph = trace(model, torch.randn(4, DIM), training=False)
+    casts = {1: [], 2: []}
+    for op in graph.ops:
+        if isinstance(op.call, MethodCall) and op.call.method == "to":
+            casts[int(op.module)].append(isinstance(op.call.args[1], Ref))
+
+    assert casts[1] == casts[2] == [False, True]
+    x = torch.randn(6, DIM)
+    for precision in Precision:
+        assert torch.equal(run(graph, precision, x, "input_"), truth(model, x, precision))
 
 
 @pytest.mark.parametrize("compiled", [Precision.FP32, Precision.FP16])
