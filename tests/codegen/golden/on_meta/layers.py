@@ -32,7 +32,7 @@ class Attention(nn.Module):
         matmul = turn(query, self.cos, self.sin) @ turn(key, self.cos, self.sin).transpose(-1, -2)
         scores = matmul / scale
         del matmul
-        scores.masked_fill_(~self.mask, -1000000000.0)
+        scores.masked_fill_(~self.mask, -1e9)
         softmax = torch.softmax(scores, dim=-1)
         del scores
         mixed = softmax @ value  # (B, 2, 8, 16)

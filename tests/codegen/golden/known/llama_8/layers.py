@@ -33,7 +33,7 @@ class LlamaRMSNorm(nn.Module):
         # modeling_llama.py:63-66
         hidden_states = hidden_states.to(torch.float32)  # (B, input_ids.1, 32)
         hidden_states = hidden_states * torch.rsqrt(
-            (hidden_states**2).mean(-1, keepdim=True) + 1e-06
+            (hidden_states**2).mean(-1, keepdim=True) + 1e-6
         )
         return self.weight * hidden_states.to(torch.float32)
 

@@ -34,7 +34,7 @@ class MixtralRMSNorm(nn.Module):
         # modeling_mixtral.py:144-147
         hidden_states = hidden_states.to(torch.float32)  # (B, input_ids.1, 32)
         variance = (hidden_states**2).mean(-1, keepdim=True)  # (B, input_ids.1, 1)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-05)  # (B, input_ids.1, 32)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-5)  # (B, input_ids.1, 32)
         return self.weight * hidden_states.to(torch.float32)
 
 

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def window_partition(input_feature: Tensor, view_number: int, num_channels: int) -> Tensor:
+def window_partition(input_feature: Tensor, size: int, num_channels: int) -> Tensor:
     # modeling_swin.py:491-494
     batch = input_feature.shape[0]
-    input_feature = input_feature.view(batch, view_number, 4, view_number, 4, num_channels)
+    input_feature = input_feature.view(batch, size, 4, size, 4, num_channels)
     return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, num_channels)
 
 
@@ -39,9 +39,9 @@ def sdpa_attention_forward(
     return attn_output.transpose(1, 2).contiguous()
 
 
-def window_reverse(windows: Tensor, view_number: int, num_channels: int, height: int) -> Tensor:
+def window_reverse(windows: Tensor, size: int, num_channels: int, height: int) -> Tensor:
     # modeling_swin.py:503-504
-    windows = windows.view(-1, view_number, view_number, 4, 4, num_channels)
+    windows = windows.view(-1, size, size, 4, 4, num_channels)
     return windows.transpose(2, 3).contiguous().view(-1, height, height, num_channels)
 
 
@@ -59,9 +59,9 @@ class SwinMLP(nn.Module):
         return hidden_states
 
 
-def window_partition_2(input_feature: Tensor, view_number: int) -> Tensor:
+def window_partition_2(input_feature: Tensor, size: int) -> Tensor:
     # modeling_swin.py:491-494
-    input_feature = input_feature.view(1, view_number, 4, view_number, 4, 1)
+    input_feature = input_feature.view(1, size, 4, size, 4, 1)
     return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, 1)
 
 
@@ -106,12 +106,10 @@ def sdpa_attention_forward_2(
 
 
 class SwinAttention(nn.Module):
-    def __init__(
-        self, hidden_size: int, num_attention_heads: int, scale: float, view_number: int
-    ) -> None:
+    def __init__(self, hidden_size: int, num_attention_heads: int, scale: float, size: int) -> None:
         super().__init__()
         self.scale = scale
-        self.view_number = view_number
+        self.size = size
         self.q_proj = nn.Linear(hidden_size, hidden_size)
         self.k_proj = nn.Linear(hidden_size, hidden_size)
         self.v_proj = nn.Linear(hidden_size, hidden_size)
@@ -121,13 +119,9 @@ class SwinAttention(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
         rows = hidden_states.shape[0]
-        query_states = (
-            self.q_proj(hidden_states).view(rows, 16, -1, self.view_number).transpose(1, 2)
-        )
-        key_states = self.k_proj(hidden_states).view(rows, 16, -1, self.view_number).transpose(1, 2)
-        value_states = (
-            self.v_proj(hidden_states).view(rows, 16, -1, self.view_number).transpose(1, 2)
-        )
+        query_states = self.q_proj(hidden_states).view(rows, 16, -1, self.size).transpose(1, 2)
+        key_states = self.k_proj(hidden_states).view(rows, 16, -1, self.size).transpose(1, 2)
+        value_states = self.v_proj(hidden_states).view(rows, 16, -1, self.size).transpose(1, 2)
         relative_position_bias = self.relative_position_bias()
         attn_output: Tensor = sdpa_attention_forward(
             query_states, key_states, value_states, relative_position_bias, scale=self.scale
@@ -138,7 +132,7 @@ class SwinAttention(nn.Module):
 
 
 def get_attn_mask(
-    device: torch.device, view_number: int, height: int, ge_number: int, ge_number_2: int
+    device: torch.device, size: int, height: int, ge_number: int, ge_number_2: int
 ) -> Tensor:
     # modeling_swin.py:598-606
     h_idx = torch.arange(height, device=device)
@@ -147,7 +141,7 @@ def get_attn_mask(
     w_region = (w_idx >= ge_number).long() + (w_idx >= ge_number_2).long()
     add = h_region[None, :, None, None] * 3 + w_region[None, None, :, None]
     img_mask = add.to(torch.float32)
-    mask_windows = window_partition_2(img_mask, view_number=view_number)
+    mask_windows = window_partition_2(img_mask, size=size)
     mask_windows = mask_windows.view(-1, 16)
     attn_mask = mask_windows.unsqueeze(1) - mask_windows.unsqueeze(2)
     return attn_mask.masked_fill(attn_mask != 0, -100.0).masked_fill(attn_mask == 0, 0.0)
@@ -158,48 +152,42 @@ class SwinLayer(nn.Module):
         self,
         channels: int,
         out_features: int,
-        view_number: int,
+        size: int,
         num_heads: int,
         height: int,
-        view_number_2: int,
+        size_2: int,
         keep_prob: float,
     ) -> None:
         super().__init__()
         self.channels = channels
-        self.view_number = view_number
+        self.size = size
         self.height = height
-        self.view_number_2 = view_number_2
+        self.size_2 = size_2
         self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(channels)
-        self.attention = SwinAttention(
-            channels, num_attention_heads=num_heads, scale=0.25, view_number=16
-        )
+        self.attention = SwinAttention(channels, num_attention_heads=num_heads, scale=0.25, size=16)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(channels)
         self.mlp = SwinMLP(channels, out_features)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:542-614
+        # modeling_swin.py:542-566
         batch = hidden_states.shape[0]
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)
         hidden_states = hidden_states.view(batch, self.height, self.height, self.channels)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states_windows = window_partition(
-            hidden_states, view_number=self.view_number, num_channels=self.channels
+            hidden_states, size=self.size, num_channels=self.channels
         )
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, self.channels)
         attention_output = self.dropout(self.attention(hidden_states_windows))
         attention_windows = attention_output.view(-1, 4, 4, self.channels)
         attention_windows = window_reverse(
-            attention_windows,
-            view_number=self.view_number,
-            num_channels=self.channels,
-            height=self.height,
+            attention_windows, size=self.size, num_channels=self.channels, height=self.height
         )
         del attention_output
-        attention_windows = attention_windows.view(batch, self.view_number_2, self.channels)
+        attention_windows = attention_windows.view(batch, self.size_2, self.channels)
 
         # drop_path (modeling_swin.py:58-60)
         if self.training:
@@ -224,10 +212,10 @@ class SwinStagePart(nn.Module):
         self,
         channels: int,
         out_features: int,
-        view_number: int,
+        size: int,
         num_heads: int,
         height: int,
-        view_number_2: int,
+        size_2: int,
         keep_prob: float,
     ) -> None:
         super().__init__()
@@ -236,10 +224,10 @@ class SwinStagePart(nn.Module):
                 "0": SwinLayer(
                     channels,
                     out_features,
-                    view_number=view_number,
+                    size=size,
                     num_heads=num_heads,
                     height=height,
-                    view_number_2=view_number_2,
+                    size_2=size_2,
                     keep_prob=keep_prob,
                 ),
             },

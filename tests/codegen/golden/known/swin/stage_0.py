@@ -48,27 +48,24 @@ class SwinLayer2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(16)
-        self.attention = SwinAttention(16, num_attention_heads=2, scale=8**-0.5, view_number=8)
+        self.attention = SwinAttention(16, num_attention_heads=2, scale=8**-0.5, size=8)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        # modeling_swin.py:542-614
+        # modeling_swin.py:542-572
         batch = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)  # (B, 1024, 16)
         hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
-        hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
+        hidden_states_windows = window_partition(hidden_states, size=8, num_channels=16)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
         attn_output = self.attention(hidden_states_windows)
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
-        attention_windows = window_reverse(
-            attention_windows, view_number=8, num_channels=16, height=32
-        )
+        attention_windows = window_reverse(attention_windows, size=8, num_channels=16, height=32)
         attention_windows = attention_windows.view(*shape)  # (B, 1024, 16)
         hidden_states = shortcut + attention_windows
         residual = hidden_states
@@ -97,13 +94,12 @@ class SwinLayerPart(nn.Module):
         # modeling_swin.py:542-621
         batch = hidden_states.shape[0]
         hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, view_number=8, num_channels=16)
+        hidden_states_windows = window_partition(hidden_states, size=8, num_channels=16)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
         attn_mask = get_attn_mask(
-            hidden_states_windows.device, view_number=8, height=32, ge_number=28, ge_number_2=30
+            hidden_states_windows.device, size=8, height=32, ge_number=28, ge_number_2=30
         )
 
         # attention (modeling_swin.py:425-446, sdpa_attention.py:193)

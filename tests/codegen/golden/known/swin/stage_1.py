@@ -32,9 +32,7 @@ class SwinLayerPart(nn.Module):
         # modeling_swin.py:556-621
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
-        attention_windows = window_reverse(
-            attention_windows, view_number=8, num_channels=16, height=32
-        )
+        attention_windows = window_reverse(attention_windows, size=8, num_channels=16, height=32)
         hidden_states: Tensor = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shortcut.shape)  # (B, 1024, 16)
 
@@ -77,10 +75,10 @@ class SwinEncoderPart(nn.Module):
                 "1": SwinStagePart(
                     32,
                     128,
-                    view_number=4,
+                    size=4,
                     num_heads=2,
                     height=16,
-                    view_number_2=256,
+                    size_2=256,
                     keep_prob=0.9714285714285714,
                 ),
             },

@@ -4,7 +4,6 @@ From swin.encoder.layers.1.blocks.1.layernorm_before to swin.encoder.layers.2.bl
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
@@ -63,19 +62,14 @@ class SwinLayer2(nn.Module):
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)  # (B, 256, 32)
         hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, view_number=4, num_channels=32)
+        hidden_states_windows = window_partition(hidden_states, size=4, num_channels=32)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)
-        attn_mask = get_attn_mask(
-            shortcut.device, view_number=4, height=16, ge_number=12, ge_number_2=14
-        )
+        attn_mask = get_attn_mask(shortcut.device, size=4, height=16, ge_number=12, ge_number_2=14)
         attn_output = self.attention(hidden_states_windows, attn_mask)  # (16*B, 16, 32)
         attention_output = self.dropout(attn_output)
         attention_windows = attention_output.view(-1, 4, 4, 32)  # (16*B, 4, 4, 32)
-        attention_windows = window_reverse(
-            attention_windows, view_number=4, num_channels=32, height=16
-        )
+        attention_windows = window_reverse(attention_windows, size=4, num_channels=32, height=16)
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 256, 32)
 
@@ -114,13 +108,7 @@ class SwinEncoderPart(nn.Module):
             {
                 "1": SwinStagePart2(),
                 "2": SwinStagePart(
-                    64,
-                    256,
-                    view_number=2,
-                    num_heads=4,
-                    height=8,
-                    view_number_2=64,
-                    keep_prob=0.9428571428571428,
+                    64, 256, size=2, num_heads=4, height=8, size_2=64, keep_prob=0.9428571428571428
                 ),
             },
         )

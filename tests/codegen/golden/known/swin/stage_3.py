@@ -63,20 +63,15 @@ class SwinLayer2(nn.Module):
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
-        hidden_states = F.pad(hidden_states, (0, 0, 0, 0, 0, 0))
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
-        hidden_states_windows = window_partition(hidden_states, view_number=2, num_channels=64)
+        hidden_states_windows = window_partition(hidden_states, size=2, num_channels=64)
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
-        attn_mask = get_attn_mask(
-            shortcut.device, view_number=2, height=8, ge_number=4, ge_number_2=6
-        )
+        attn_mask = get_attn_mask(shortcut.device, size=2, height=8, ge_number=4, ge_number_2=6)
         attn_output = self.attention(hidden_states_windows, attn_mask)  # (4*B, 16, 64)
         del attn_mask
         attention_windows = self.dropout(attn_output).view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
-        attention_windows = window_reverse(
-            attention_windows, view_number=2, num_channels=64, height=8
-        )
+        attention_windows = window_reverse(attention_windows, size=2, num_channels=64, height=8)
         del attn_output
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         del attention_windows
@@ -107,13 +102,7 @@ class SwinStagePart2(nn.Module):
             {
                 "1": SwinLayer2(keep_prob=0.9285714285714286),
                 "2": SwinLayer(
-                    64,
-                    256,
-                    view_number=2,
-                    num_heads=4,
-                    height=8,
-                    view_number_2=64,
-                    keep_prob=0.9142857142857143,
+                    64, 256, size=2, num_heads=4, height=8, size_2=64, keep_prob=0.9142857142857143
                 ),
                 "3": SwinLayer2(keep_prob=0.9),
             },

@@ -21,7 +21,7 @@ class T5LayerNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:65-72
         variance = (hidden_states.to(torch.float32) ** 2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + 1e-06)
+        hidden_states = hidden_states * torch.rsqrt(variance + 1e-6)
         return self.weight * hidden_states
 
 
