@@ -9,7 +9,7 @@ from gpipe_compiler.codegen.bindings import returned
 from gpipe_compiler.codegen.body_writer import BodyWriter
 from gpipe_compiler.codegen.expressions import ExpressionWriter, grouped
 from gpipe_compiler.codegen.layout import name
-from gpipe_compiler.codegen.method_text import MethodBody, with_type
+from gpipe_compiler.codegen.method_text import MethodBody, with_type, without_names
 from gpipe_compiler.codegen.methods import Method, is_tensor, value_kind
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
 from gpipe_compiler.codegen.releases import Releases
@@ -80,6 +80,8 @@ def write_body(
         for group in grouped(method.returns, writer.lists)
     )
     body = MethodBody(arguments, tuple(writing.statements), returns, writer.lists)
+    if len(method.returns) > 1 and direct:
+        return without_names(body)
     if len(method.returns) > 1 or not all(is_tensor(graph, v) for v in method.returns):
         return body
     return with_type(body, tuple(writer.modules.values()), direct=direct)

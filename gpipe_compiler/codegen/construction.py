@@ -210,6 +210,8 @@ class Construction:
             yield from self._frozen_apart(root, holder, holder.spec)
         for own, item in holder.members.items():
             if isinstance(item, State):
+                if self._is_dict(holder):
+                    continue  # made with what holds it
                 if root.prefix[:-1] not in self.of_path or item.name not in self.state.unread:
                     yield from self._bare_state(root, item, holder, own, given)
                 continue
@@ -267,9 +269,27 @@ class Construction:
             return self._container(item, given)
         if item.spec is None:
             inside = [(own, self._module(inner, given)) for own, inner in item.keyed.items()]
+            if self._is_dict(item):
+                inside = [(own, self._parameter(one, given)) for own, one in item.tensors()]
             called = f"nn.{item.cls.__name__}"
             return call(called, [dict_of_modules(inside)] if inside else [])
         return construct_module(self.graph, item.spec, self.file.imports, given.names)
+
+    def _is_dict(self, item: ModuleNode) -> bool:
+        """Whether a module is an nn.ParameterDict whose parameters are all read."""
+        read = all(state.name not in self.state.unread for _, state in item.tensors())
+        return (
+            read
+            and bool(item.members)
+            and all(map(item.is_keyed, item.members))
+            and not [*item.modules()]
+        )
+
+    def _parameter(self, state: State, given: Arguments) -> Expression:
+        self.file.imports.module("torch")
+        self.file.imports.name("torch", "nn")
+        flag = [] if state.requires_grad else [name("requires_grad=False")]
+        return call("nn.Parameter", [memory_for("torch.empty", state, given.names), *flag])
 
     def _frozen_apart(
         self, root: ModuleNode, holder: ModuleNode, spec: ModuleSpec
@@ -289,10 +309,7 @@ class Construction:
         place = _below(root, holder.place_of(own))
         tensor = self.graph.tensors.get(state.name)
         if state.kind is StateKind.PARAMETER:
-            imports.name("torch", "nn")
-            memory = memory_for("torch.empty", state, given.names)
-            flag = [] if state.requires_grad else [name("requires_grad=False")]
-            return lay_out(call("nn.Parameter", [memory, *flag]), prefix=f"{place} = ", indent=2)
+            return lay_out(self._parameter(state, given), prefix=f"{place} = ", indent=2)
         # Weights that are not loaded are initialised; of a buffer nobody can know its values.
         unknown = tensor is None or tensor.is_meta
         made = memory_for("torch.zeros" if unknown else "torch.empty", state, given.names)

@@ -79,13 +79,11 @@ class StageState:
 
     @property
     def displaced(self) -> Iterator[str]:
-        """The paths of what stands elsewhere than in the model, or in a class of its own kind."""
+        """The paths of what stands elsewhere than in the model."""
         for holder in self.root.all():
             path = holder.prefix[:-1]
             if holder.spec is not None and (holder.spec.path != path or holder.members):
                 yield from (holder.spec.path, path)
-            if holder.spec is None and holder.cls not in (nn.Module, nn.ModuleDict):
-                yield path
             for own, state in holder.tensors():
                 if f"{holder.prefix}{own}" != state.name:
                     yield state.name

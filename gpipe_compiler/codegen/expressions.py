@@ -120,8 +120,9 @@ class ExpressionWriter:
             self.anchor = new
 
     def move(self, places: Mapping[str, str]) -> None:
-        """Reaches some modules, and all in them, by other expressions from here on."""
-        moved = {self.modules[path]: own for path, own in places.items()}
+        """Reaches some modules or states, and all in them, by other expressions from here on."""
+        known = {**self.states, **self.modules}
+        moved = {known[path]: own for path, own in places.items()}
 
         def place(text: str) -> str:
             old = next((old for old in moved if f"{text}.".startswith((f"{old}.", f"{old}["))), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.layout import INDENT, WIDTH, call, lay_out, name
 from gpipe_compiler.codegen.methods import Method, is_tensor, value_kind
+from gpipe_compiler.codegen.sources import statement_at
 from gpipe_compiler.codegen.statements import Statement, write_statements
 from gpipe_compiler.ir import Graph, Mode, ValueKind
 from gpipe_compiler.text import escaping
@@ -58,6 +60,21 @@ def with_type(body: MethodBody, modules: Collection[str], *, direct: bool) -> Me
     if variable in body.arguments or typed.variables.get(variable, True):
         return body
     return dataclasses.replace(body, statements=_declared(body.statements, variable))
+
+
+def without_names(body: MethodBody) -> MethodBody:
+    """A method that returns several things where the user names none: `return x + y, z`."""
+    last = body.statements[-len(body.returns) :]
+    targets = [item.target.removesuffix(" = ") for item in last]
+    texts = tuple(item.expression.flat for item in last)
+    users = {statement_at(item.sources[-1]) if item.sources else None for item in last}
+    unnamed = all(one is not None and one.function for one in users) and len(users) == 1
+    plain = all(item.mode is Mode.ALWAYS and not item.body for item in last)
+    reads = any(re.search(rf"\b{own}\b", text) for own in targets for text in texts)
+    fits = len(_return(texts, 2)) == 1
+    if not (unnamed and plain and fits and targets == [*body.returns]) or reads:
+        return body
+    return dataclasses.replace(body, statements=body.statements[: -len(last)], returns=texts)
 
 
 def _declared(statements: tuple[Statement, ...], variable: str) -> tuple[Statement, ...]:

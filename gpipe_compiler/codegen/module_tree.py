@@ -59,12 +59,12 @@ class ModuleNode:
         return {own: item for own, item in self.modules() if self.is_keyed(own)}
 
     def is_keyed(self, own: str) -> bool:
-        """Whether it holds a module of this name as an nn.ModuleDict does."""
-        return (
-            self.cls is nn.ModuleDict
-            and isinstance(self.members.get(own), ModuleNode)
-            and not _is_attribute(own)
-        )
+        """Whether it holds a member of this name as an nn.ModuleDict or nn.ParameterDict does."""
+        item = self.members.get(own)
+        if isinstance(item, ModuleNode):
+            return self.cls is nn.ModuleDict and not _is_attribute(own)
+        kept = item is not None and item.kind is StateKind.PARAMETER and not _is_attribute(own)
+        return kept and self.cls is nn.ParameterDict and not self.means_something_else(own)
 
     def modules(self) -> Iterator[tuple[str, ModuleNode]]:
         for own, item in self.members.items():

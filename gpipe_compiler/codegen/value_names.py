@@ -220,8 +220,9 @@ def list_name(graph: Graph, value: str) -> str:
 
 def name_of_one(path: str) -> str:
     """The name of one module of a list: `layer` for `model.layers`."""
-    one = path.rpartition(".")[2].removesuffix("s")
-    return one if one.isidentifier() and len(one) > 1 else "layer"
+    last = path.rpartition(".")[2]
+    one = last.removesuffix("s")
+    return one if one.isidentifier() and (len(one) > 1 or one == last) else "layer"
 
 
 def name_of_result(graph: Graph, value: str, path: str) -> str:
