@@ -130,8 +130,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]
         (4, 3, 8),
         (
             "        pad = F.pad(x, (self.left_pad, 0))\n",
-            "                Causal(in_channels=3, left_pad=1),\n"
-            "                Causal(in_channels=6, left_pad=2),\n",
+            "    Causal(in_channels=3, left_pad=1),\n",
+            "    Causal(in_channels=6, left_pad=2),\n",
         ),
     ),
     "gated": (
