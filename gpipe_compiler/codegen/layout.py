@@ -190,6 +190,11 @@ def lay_out(
     line = f"{margin}{prefix}{expression.flat}{suffix}"
     if len(line) <= WIDTH and not expression.exploded:
         return [line]
+    *targets, last = prefix.removesuffix(" = ").split(", ")
+    if targets and prefix.endswith(" = ") and len(f"{margin}{prefix}(") > WIDTH:
+        lines = [f"{margin}{INDENT}{own}," for own in (*targets, last)]
+        rest = lay_out(expression, prefix=") = ", suffix=suffix, indent=indent)
+        return [f"{margin}(", *lines, *rest]  # more targets than a line holds
     if not expression.items:
         return _parenthesized(expression, prefix, suffix, indent) or [line]
     if not expression.exploded:
@@ -202,11 +207,6 @@ def lay_out(
         whole = _parenthesized(expression, prefix, suffix, indent)
         if whole is not None and len(whole[0]) <= WIDTH:
             return whole
-        *targets, last = prefix.removesuffix(" = ").split(", ")
-        if targets and prefix.endswith(" = "):  # more targets than a line holds
-            lines = [f"{margin}{INDENT}{own}," for own in (*targets, last)]
-            rest = lay_out(expression, prefix=") = ", suffix=suffix, indent=indent)
-            return [f"{margin}(", *lines, *rest]
     inner = INDENT * (indent + 1)
     together = inner + f"{expression.comma} ".join(item.flat for item in expression.items)
     if expression.fills and not expression.exploded and len(together) <= WIDTH:

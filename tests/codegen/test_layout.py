@@ -382,3 +382,11 @@ def test_a_keyword_that_is_longer_than_a_line_breaks_too() -> None:
     lines = lay_out(call("Spec", [value.prefixed("outputs=")]), prefix="SPEC = ")
     assert [line.strip() for line in lines[:2]] == ["SPEC = Spec(", "outputs={"]
     ast.parse("\n".join(lines))
+
+
+@pytest.mark.parametrize("made", [name("x.unbind()"), call("f", [name("a"), name("b")])])
+def test_more_targets_than_a_line_holds_have_a_line_each(made: Expression) -> None:
+    targets = [f"unbind_number_{number}" for number in range(9)]
+    lines = lay_out(made, prefix=f"{', '.join(targets)} = ", indent=1)
+
+    assert lines == ["    (", *(f"        {own}," for own in targets), f"    ) = {made.flat}"]
