@@ -98,8 +98,7 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
     Raises:
         EmitError: naming the user's line, when something in it has no spelling.
     """
-    groups = (values for one in plan.stages for values in (one.inputs, one.outputs))
-    names = names_apart(facts.graph, groups)
+    names = names_apart(facts.graph, ((one.inputs, one.outputs) for one in plan.stages))
     chosen = stages or plan.stages
     again: dict[int, frozenset[str] | None] = dict.fromkeys(stage.index for stage in chosen)
     found: tuple[StageBlocks, ...] = ()

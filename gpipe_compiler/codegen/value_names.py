@@ -231,19 +231,26 @@ def name_of_result(graph: Graph, value: str, path: str) -> str:
     return name_of_module(next((own for own in called if is_result(graph, value, own)), path))
 
 
-def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]:
+def names_apart(
+    graph: Graph, stages: Iterable[tuple[Sequence[str], Sequence[str]]]
+) -> dict[str, str]:
     """Names of values that the user calls alike: their other ones, or those of the modules that
     make them.
 
     Args:
-        groups: the values that are given or returned together.
+        stages: the values that each is given and that it returns.
     """
     found: dict[str, str] = {}
-    for group in groups:
+    for given, returned in stages:
         alike: dict[str, list[str]] = {}
-        for value in dict.fromkeys(group):
+        for value in dict.fromkeys((*given, *returned)):
             alike.setdefault(argument_name(graph, value), []).append(value)
-        pairs = [(own, value) for own, values in alike.items() for value in values if values[1:]]
+        pairs = [
+            (own, value)
+            for own, values in alike.items()
+            if values[1:] and not _is_changed(graph, own, values, given)
+            for value in values
+        ]
         for own, value in pairs:
             maker = graph.producer.get(value)
             other = alias_after(maker.source, own) if maker is not None else ""
@@ -254,6 +261,13 @@ def names_apart(graph: Graph, groups: Iterable[Iterable[str]]) -> dict[str, str]
                     other = ""
             found[value] = other
     return {value: own for value, own in found.items() if own}
+
+
+def _is_changed(graph: Graph, own: str, values: Sequence[str], given: Collection[str]) -> bool:
+    """Whether the user gives a name to a value that a stage makes in place of one it is given."""
+    made = [value for value in values if value not in given]
+    names = [held_as(graph, graph.producer[value], value) for value in made]
+    return len(values) == 2 and names == [own]
 
 
 def cast_by(call: Call) -> str | None:
