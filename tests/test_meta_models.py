@@ -468,3 +468,44 @@ def test_code_that_asks_for_the_device_is_told_of_the_host(tmp_path: Path) -> No
     assert made.validation is not None
     assert made.validation.passed
     assert ".float()" in "".join(path.read_text() for path in (tmp_path / "p").glob("*.py"))
+
+
+CHECKED = """
+import torch
+from torch import nn
+
+class Checked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(10, 8), nn.Linear(8, 4)
+
+    def forward(self, words):
+        if words.max() >= self.table.num_embeddings:
+            raise ValueError("no such word")
+        return self.last(self.table(words).mean(1))
+
+def build_model():
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        return Checked()
+
+def example_inputs():
+    return (torch.randint(10, (8, 5)),)
+
+def example_target():
+    return torch.randn(8, 4)
+
+def loss_fn(output, target):
+    return nn.functional.mse_loss(output, target)
+"""
+
+
+def test_a_small_model_whose_code_reads_numbers_is_filled_with_some(tmp_path: Path) -> None:
+    file = tmp_path / "checked.py"
+    file.write_text(CHECKED)
+
+    made = compiled(file, tmp_path / "p")
+
+    assert made.validation is not None
+    assert made.validation.passed
+    assert [path.name for path in (tmp_path / "p" / "weights").iterdir()] == ["example.safetensors"]

@@ -260,7 +260,7 @@ def way_out(raised: str) -> str:
             "output.requires_grad"
         )
     if "out of meta tensor" in raised or "called on meta tensors" in raised:
-        return "the line reads numbers, and a model on meta has none: build it on the CPU"
+        return NEEDS_NUMBERS
     if "could not create a primitive" in raised:
         return (
             "PyTorch has no kernel for this layer in this type on this processor, and does not "
@@ -269,6 +269,8 @@ def way_out(raised: str) -> str:
         )
     return ""
 
+
+NEEDS_NUMBERS = "the line reads numbers, and a model on meta has none: build it on the CPU"
 
 RUNS_ALONE = "it must run by itself before it can be compiled"
 

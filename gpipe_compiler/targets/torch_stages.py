@@ -18,9 +18,11 @@ from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
 from gpipe_compiler.frontend.carried import with_state
 from gpipe_compiler.frontend.comparable_runs import settles_in_eval
-from gpipe_compiler.frontend.materialise import real_example
+from gpipe_compiler.frontend.materialise import materialised, real_example
+from gpipe_compiler.frontend.probing import on_meta
 from gpipe_compiler.frontend.signature import resized
 from gpipe_compiler.frontend.subject import Hooks, Pretrained, Subject
+from gpipe_compiler.frontend.user_code import NEEDS_NUMBERS
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.options import CompileOptions
@@ -37,10 +39,14 @@ from gpipe_compiler.planner.batch_outputs import in_one_piece, refuse_apart
 from gpipe_compiler.planner.measured import clocked
 from gpipe_compiler.planner.planner import Planner
 from gpipe_compiler.report.html import write_report
-from gpipe_compiler.runtime.spec import OptimizerKind, WeightSharding
+from gpipe_compiler.runtime.spec import OptimizerKind, Precision, WeightSharding
 from gpipe_compiler.targets.planning import plan_as_asked, planner_of
 from gpipe_compiler.validate.cross_sample import refuse_mixing
-from gpipe_compiler.validate.large_models import validate_shortened, why_not_materialised
+from gpipe_compiler.validate.large_models import (
+    too_large_to_fill,
+    validate_shortened,
+    why_not_materialised,
+)
 from gpipe_compiler.validate.launching import Launch
 from gpipe_compiler.validate.loss_splitting import refuse_listed, refuse_unsplit
 from gpipe_compiler.validate.package import Validation, validate
@@ -73,10 +79,10 @@ class TorchStages:
         """Traces a model; an `OpenTarget`."""
         progress("tracing")
         found = find_batch_dims(subject)
-        graph = tracing.trace(found.subject, options.precision)
+        graph = _traced(found.subject, options.precision)
         if subject.free.at:
             found = dataclasses.replace(found, subject=resized(found.subject, graph))
-            graph = tracing.trace(found.subject, options.precision)
+            graph = _traced(found.subject, options.precision)
         if options.microbatches != 1:
             refuse_listed(graph)
         if graph.loss is not None:
@@ -242,3 +248,19 @@ def write_reported(
     """Writes the files of a package, its report among them, into an empty folder; see `emit`."""
     write_package(plan, folder, hooks, tell, example, pretrained)
     write_report(plan, folder / "report.html")
+
+
+def _traced(subject: Subject, precision: Precision) -> Graph:
+    """The graph of a model.
+
+    One on meta whose code reads numbers, as a check of labels does, is filled with some, if it is
+    not too large.
+    """
+    try:
+        return tracing.trace(subject, precision)
+    except ModelError as error:
+        if error.hint != NEEDS_NUMBERS or too_large_to_fill(subject.model):
+            raise
+    graph = tracing.trace(materialised(subject, seed=0), precision)
+    bare = {name: on_meta(tensor) for name, tensor in graph.tensors.items()}
+    return graph.replace(tensors=bare)

@@ -67,6 +67,11 @@ def _shorter(subject: Subject) -> tuple[Subject, str] | None:
     return None
 
 
+def too_large_to_fill(model: nn.Module) -> bool:
+    """Whether a model on meta takes more memory than is filled with numbers here."""
+    return _bytes(model) > LARGEST_MATERIALISED
+
+
 def _bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
