@@ -98,7 +98,7 @@ def load_folder(
     pretrained = names.pretrained(adapter, config.to_json_string())
     model, initial = on_meta_throughout(built, initial)
     labels = training and loss is LossChoice.MODEL and offered(module, "loss_fn") is None
-    call = _call(spec, module, input_specs)
+    call = _call(spec, module, input_specs, config)
     with _of_library("making an example call"):
         call = completed(task, call, config, cls.main_input_name, labels=labels)
     check_call(base, call, "the example call")
@@ -207,10 +207,15 @@ def _built(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     return built
 
 
-def _call(spec: ModelSpec, module: ModuleType, specs: Sequence[str]) -> Call:
-    """What the user says of the example call; nothing, where he says nothing."""
+def _call(spec: ModelSpec, module: ModuleType, specs: Sequence[str], config: Any) -> Call:
+    """What the user says of the example call; nothing, where he says nothing.
+
+    Of inputs whose sizes alone are said, words are those of the vocabulary, and masks leave the
+    ends of some texts out.
+    """
     if specs:
-        return parse_inputs(specs)
+        args, kwargs = parse_inputs(specs)
+        return args, {name: _filled(name, item, config) for name, item in kwargs.items()}
     if offered(module, "example_inputs") is not None:
         return example_call(spec, module)
     return (), {}
@@ -298,8 +303,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def completed(task: Task, call: Call, config: Any, main: str, *, labels: bool) -> Call:
-    """An example call with all that a model for a task needs; what is given stays, but for numbers
-    that are made up: words are those of the vocabulary, and masks leave the ends of some texts out.
+    """An example call with all that a model for a task needs; what is given stays.
 
     Args:
         main: the input that the model cannot do without.
@@ -311,9 +315,7 @@ def completed(task: Task, call: Call, config: Any, main: str, *, labels: bool) -
     args, kwargs = call
     if args:
         return call
-    if main not in kwargs and not kwargs:
-        kwargs = {main: _main_input(main, task, config)}
-    given = {name: _filled(name, item, config) for name, item in kwargs.items()}
+    given = dict(kwargs) or {main: _filled(main, _main_input(main, task, config), config)}
     example = given.get(main)
     labelled = any(name == "labels" or name.endswith("_positions") for name in given)
     if labels and not labelled and task.labels is not None and isinstance(example, torch.Tensor):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 from gpipe_compiler.errors import UsageError
-from gpipe_compiler.frontend.hugging_face import TASKS, completed
+from gpipe_compiler.frontend.hugging_face import TASKS, FolderOptions, completed, load_folder
 
 ENCODER = {
     "hidden_size": 16,
@@ -84,3 +85,19 @@ def test_what_a_configuration_does_not_tell_is_asked_for() -> None:
     with pytest.raises(UsageError, match="input_features, whose sizes") as told:
         completed(TASKS["ctc"], ((), {}), config, "input_features", labels=True)
     assert "--input input_features=" in told.value.hint
+
+
+def test_the_examples_of_the_users_file_stay_as_they_are(llama: Path, tmp_path: Path) -> None:
+    hooks = tmp_path / "hooks.py"
+    hooks.write_text(
+        "import torch\n"
+        "def example_inputs():\n"
+        "    return {'input_ids': torch.arange(24).reshape(4, 6)}\n"
+    )
+    subject = load_folder(llama, FolderOptions(hooks=hooks))
+    assert torch.equal(subject.kwargs["input_ids"], torch.arange(24).reshape(4, 6))
+    assert torch.equal(subject.kwargs["labels"], subject.kwargs["input_ids"])
+    specs = ["input_ids=4x6:int64", "attention_mask=4x8:int64"]
+    subject = load_folder(llama, FolderOptions(), input_specs=specs)
+    assert subject.kwargs["input_ids"].max() > 1
+    assert subject.kwargs["attention_mask"].sum(1).tolist() == [8, 6, 8, 6]
