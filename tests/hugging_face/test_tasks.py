@@ -12,6 +12,7 @@ import transformers
 
 from gpipe_compiler.errors import UsageError
 from gpipe_compiler.frontend.hugging_face import TASKS, FolderOptions, completed, load_folder
+from gpipe_compiler.frontend.materialise import real_example
 
 ENCODER = {
     "hidden_size": 16,
@@ -94,10 +95,10 @@ def test_the_examples_of_the_users_file_stay_as_they_are(llama: Path, tmp_path: 
         "def example_inputs():\n"
         "    return {'input_ids': torch.arange(24).reshape(4, 6)}\n"
     )
-    subject = load_folder(llama, FolderOptions(hooks=hooks))
-    assert torch.equal(subject.kwargs["input_ids"], torch.arange(24).reshape(4, 6))
-    assert torch.equal(subject.kwargs["labels"], subject.kwargs["input_ids"])
+    given = real_example(load_folder(llama, FolderOptions(hooks=hooks)))
+    assert torch.equal(given["input_ids"], torch.arange(24).reshape(4, 6))
+    assert torch.equal(given["labels"], given["input_ids"])
     specs = ["input_ids=4x6:int64", "attention_mask=4x8:int64"]
-    subject = load_folder(llama, FolderOptions(), input_specs=specs)
-    assert subject.kwargs["input_ids"].max() > 1
-    assert subject.kwargs["attention_mask"].sum(1).tolist() == [8, 6, 8, 6]
+    made = real_example(load_folder(llama, FolderOptions(), input_specs=specs))
+    assert made["input_ids"].max() > 1
+    assert made["attention_mask"].sum(1).tolist() == [8, 6, 8, 6]
