@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings
@@ -67,6 +67,7 @@ class LoopLines:
         dels = self.bindings.dels
         dels.before(op, statements)
         dels.after(op, position, statements)
+        self._keep_device(given, self.bindings.uses.until(position + 1))
         line, places = self._line(op, loop)
         self.open.append(_OpenLoop(loop, line, statements, replace(self.writer), given, lists))
         names = {loop.carried[value]: own for value, own in given.items()}
@@ -74,6 +75,21 @@ class LoopLines:
         self.bindings.loop = loop
         self.writer.move(places)
         return []
+
+    def _keep_device(self, given: Mapping[str, str], end: int) -> None:
+        """Reads the device off a tensor that every round has: rounds may bind what holds nothing
+        of use any more to something else, and delete that."""
+        anchor, modes = self.writer.anchor, self.bindings.dels.modes
+        if anchor in given.values() or not self.variables.held(anchor):
+            return
+        if not self.variables.free(anchor, end):
+            return
+        for variable, held in self.variables.tensors():
+            carried = variable in given.values()
+            always = all(modes.get(value, Mode.ALWAYS) is Mode.ALWAYS for value in held)
+            if always and (carried or not self.variables.free(variable, end)):
+                self.writer.follow(variable)
+                return
 
     def _list(self, op: Op, loop: Loop, values: Sequence[str], statements: list[Statement]) -> str:
         """Writes an empty list for values of the rounds; returns its variable."""

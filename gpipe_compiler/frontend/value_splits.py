@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from gpipe_compiler.frontend.growing_graph import WRITES
 from gpipe_compiler.ir.value_splits import split_by_values
 
 
@@ -23,9 +24,10 @@ def write_value_splits(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_method" or node.target not in ("split", "split_with_sizes"):
             continue
-        source = _tensor_of(node.args[1]) if len(node.args) > 1 else None
-        if source is None:
+        whole = _unbound(node.args[1]) if len(node.args) > 1 else None
+        if whole is None:
             continue
+        source = _as_read(graph, whole, node)
         found.append((node, node.args[1]))
         dim: Any = node.kwargs.get("dim", node.args[2] if len(node.args) > 2 else 0)
         node.op, node.target = "call_function", split_by_values
@@ -38,23 +40,44 @@ def write_value_splits(graph: fx.Graph) -> None:
                 _ask_part(graph, number, parts[place], dim)
 
 
-def _tensor_of(sizes: Any) -> fx.Node | None:
-    """The tensor of one dimension whose numbers, all and in order, these are."""
+def _unbound(sizes: Any) -> fx.Node | None:
+    """What takes apart the tensor of one dimension whose numbers, all and in order, these are."""
     if not isinstance(sizes, Sequence) or not sizes:
         return None
     read = [_element(size) for size in sizes]
-    sources = {source for source, _ in read}
-    if len(sources) != 1 or [place for _, place in read] != list(range(len(sizes))):
+    taken = {whole for whole, _ in read}
+    if len(taken) != 1 or [place for _, place in read] != list(range(len(sizes))):
         return None
-    (source,) = sources
-    value = source.meta["val"] if source is not None else None
+    (whole,) = taken
+    value = _taken_apart(whole).meta["val"] if whole is not None else None
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != (len(sizes),):
         return None
+    return whole
+
+
+def _taken_apart(whole: fx.Node) -> fx.Node:
+    (source, *_) = whole.args
+    assert isinstance(source, fx.Node)
     return source
 
 
+def _as_read(graph: fx.Graph, whole: fx.Node, split: fx.Node) -> fx.Node:
+    """The tensor that was taken apart; a copy where it is written to before the split."""
+    source = _taken_apart(whole)
+    memory = source.meta["val"].untyped_storage()._cdata
+    between = itertools.takewhile(lambda node: node is not split, _nodes_from(whole))
+    written = (tensor for node in between for tensor in node.meta.get(WRITES, ()))
+    if all(tensor.untyped_storage()._cdata != memory for tensor in written):
+        return source
+    with graph.inserting_before(whole):
+        copy = graph.create_node("call_method", "clone", (source,))
+    with torch._C.DisableTorchFunction():
+        copy.meta = {**whole.meta, "val": source.meta["val"].clone()}
+    return copy
+
+
 def _element(number: Any) -> tuple[fx.Node | None, int]:
-    """The tensor that a number is read from, and the place there; None for any other number."""
+    """What takes apart the tensor that a number is of, and its place; None for any other number."""
     if not isinstance(number, fx.Node) or number.target not in ("item", torch.Tensor.item):
         return None, 0
     part = number.args[0]
@@ -63,8 +86,7 @@ def _element(number: Any) -> tuple[fx.Node | None, int]:
     whole, place = part.args
     if not isinstance(whole, fx.Node) or whole.target not in ("unbind", torch.Tensor.unbind):
         return None, 0
-    source = whole.args[0]
-    return (source, place) if isinstance(source, fx.Node) and isinstance(place, int) else (None, 0)
+    return (whole, place) if isinstance(place, int) else (None, 0)
 
 
 def _ask_part(graph: fx.Graph, number: fx.Node, part: fx.Node, dim: int) -> None:

@@ -376,3 +376,34 @@ def test_a_shared_layer_is_written_once_where_a_cut_goes_through_a_call(
     texts = [source.text for source in sources]
     assert any("class Feed(nn.Module)" in text and "self.feed.up(" in text for text in texts)
     assert all("FeedPart" not in text for text in texts)
+
+
+class Noisy(nn.Module):
+    """Adds what it is given, and in every round what it makes itself under the same name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, noise: Tensor, x: Tensor) -> Tensor:
+        x = noise + x
+        for layer in self.layers:
+            noise = torch.ones(DIM)
+            x = layer(x * noise + noise)
+        return x
+
+
+def test_rounds_read_the_device_off_what_every_round_has(planned: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    model, given = Noisy(), (torch.rand(4, DIM), torch.rand(4, DIM))
+    plan = planned(copy.deepcopy(model), *given, count=1)
+    assert plan.graph is not None
+    text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
+    assert "for layer in self.layers.values():" in text, text
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    stage = namespace["Stage0"]()
+    stage.load_state_dict(model.state_dict())
+
+    assert "noise = torch.ones(" in text, text
+    torch.testing.assert_close(stage(*given), model(*given), rtol=0, atol=0)

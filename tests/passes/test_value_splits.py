@@ -142,3 +142,29 @@ def test_with_numbers_it_is_split_by_them() -> None:
     parts = split_by_values(torch.arange(6), torch.tensor([1, 0, 5]))
 
     assert [part.tolist() for part in parts] == [[0], [], [1, 2, 3, 4, 5]]
+
+
+class Capped(nn.Module):
+    """Writes to how many rows each part has once they are cut by it: what exceeds a bound."""
+
+    def __init__(self, bound: int) -> None:
+        super().__init__()
+        self.bound = bound
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = nn.functional.one_hot((x[:, 0] > 0).long(), 2).sum(0)
+        sizes = counts.view(2).tolist()
+        counts.clamp_(max=self.bound)
+        one, other = self.layer(x).split(sizes)
+        return torch.cat([one, other * 2])
+
+
+@pytest.mark.parametrize("bound", [0, 1, 10_000])
+def test_sizes_are_those_that_were_read(bound: int) -> None:
+    """Not those that are written in their place, for whatever batch that makes a difference."""
+    graph = trace(Capped(bound), torch.randn(4, 4), loss=LossChoice.SUM_OF_SQUARES)
+    (split,) = filter(is_value_split, graph.ops)
+    copies = [op for op in graph.ops if op.name.startswith("clone")]
+
+    assert [copy.outputs[0] for copy in copies] == [split.inputs[1]]

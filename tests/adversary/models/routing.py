@@ -53,6 +53,20 @@ class Counted(Experts):
         return torch.cat([part.reshape(part.shape[0], 6) for part in found])
 
 
+class Capped(Experts):
+    """Writes to the counts after their numbers are read."""
+
+    def mixed(self, x: Tensor) -> Tensor:
+        chosen = self.gate(x).argmax(-1)
+        order = chosen.argsort(stable=True)
+        counts = F.one_hot(chosen, 3).sum(0)
+        sizes = counts.tolist()
+        counts.clamp_(max=6)
+        parts = zip(self.experts, x[order].split(sizes), strict=True)
+        made = torch.cat([expert(part) for expert, part in parts])
+        return torch.zeros_like(made).index_copy(0, order, made)
+
+
 class Layers(nn.Module):
     """Several of them, so that a cut lies between."""
 
@@ -274,6 +288,7 @@ CASES = (
     layers("layers", Experts),
     simple("counted", Counted, manners=FP32_ONLY),
     layers("counted_layers", Counted),
+    simple("capped", Capped, manners=FP32_ONLY),
     simple("selected", Selected, manners=FP32_ONLY),
     simple("nonzero", NonZero, manners=FP32_ONLY),
     simple("early", Early, manners=FP32_ONLY),
