@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,12 +16,13 @@ import onnx
 import onnx.inliner
 import onnxruntime
 from google.protobuf.message import DecodeError
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto
 from onnx.external_data_helper import uses_external_data
 from onnx.helper import make_tensor_value_info
+from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
 from gpipe_compiler.errors import ModelError, SourceLocation, UsageError
-from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title
+from gpipe_compiler.onnx.frontend.nodes import captured, subgraphs, title, with_inner
 from gpipe_compiler.onnx.runtime.stage import SessionChoice, Whole
 from gpipe_compiler.runtime.errors import StageError
 
@@ -91,7 +92,7 @@ def read_model(path: Path, custom_ops: Sequence[Path] = ()) -> OnnxModel:
 
 def _without_functions(proto: ModelProto) -> ModelProto:
     """A legal model with the nodes of its own functions in place of their calls, as ONNX Runtime
-    has it."""
+    has it: where it knows an operator of that name itself, it takes that."""
     versions = {opset.domain: opset.version for opset in proto.opset_import}
     for function in proto.functions:
         for opset in function.opset_import:
@@ -99,7 +100,32 @@ def _without_functions(proto: ModelProto) -> ModelProto:
                 proto.opset_import.append(opset)
             # Where versions differ, their operators do not: the checker has seen to that.
             opset.version = versions.setdefault(opset.domain, opset.version)
-    return onnx.inliner.inline_local_functions(proto)
+    known = {
+        (item.domain, item.name)
+        for item in get_all_operator_schema()
+        if item.since_version <= versions.get(item.domain, 0)
+    }
+    own = [each for each in proto.functions if (each.domain, each.name) not in known]
+    del proto.functions[:]
+    proto.functions.extend(own)
+    while proto.functions:
+        inner = [node for each in proto.functions for node in with_inner(each.node)]
+        _give_defaults(proto.functions, (*inner, *with_inner(proto.graph.node)))
+        called = {(node.domain, node.op_type, node.overload) for node in inner}
+        functions = ((each, (each.domain, each.name, each.overload)) for each in proto.functions)
+        # Those that no other calls: what they pass on to others is known once they are written out.
+        outer = [(each.domain, each.name) for each, key in functions if key not in called]
+        proto = onnx.inliner.inline_selected_functions(proto, outer)
+    return proto
+
+
+def _give_defaults(functions: Iterable[FunctionProto], nodes: Iterable[NodeProto]) -> None:
+    """Writes attributes that calls of functions leave out, which the inliner does not know of."""
+    of = {(each.domain, each.name, each.overload): each.attribute_proto for each in functions}
+    for node in nodes:
+        given = {attribute.name for attribute in node.attribute}
+        defaults = of.get((node.domain, node.op_type, node.overload), ())
+        node.attribute.extend(item for item in defaults if item.name not in given)
 
 
 def _sort(graph: GraphProto) -> None:
