@@ -111,6 +111,9 @@ def test_a_mixture_is_trained_and_exported_as_in_plain_pytorch(
     torch.save(stored(tmp_path / "out"), tmp_path / "given.pt")
     run(package, "infer", "--load", tmp_path / "given.pt", "--output", tmp_path / "o.safetensors")
     assert torch.equal(load_file(tmp_path / "o.safetensors")["logits"], given)
+    run(package, "infer", "--output", plain)
+    run(package, "infer", "--load", package / "weights", "--output", tmp_path / "o.safetensors")
+    assert torch.equal(load_file(tmp_path / "o.safetensors")["logits"], load_file(plain)["logits"])
 
 
 def test_a_piece_that_is_gone_is_named(mixtral: Path, package: Path, tmp_path: Path) -> None:
