@@ -124,8 +124,7 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
             return
         raise drawn_apart(work.graph, problem) from problem
     if not alike:
-        draws = Draws.of(work.graph, seed, training=True)
-        raise departure(work.graph, work.entry(training=True), batch, draws)
+        raise departure(work.graph, work.entry(training=True), batch)
 
 
 class _Work(ComparedRuns):
@@ -175,7 +174,7 @@ class _Work(ComparedRuns):
             found = self.both(draws)
             alike = found.alike
             if not alike and not self.in_double(ComparedRuns.evaluates_alike):
-                error = self._unlike(found, draws)
+                error = self._unlike(found)
             else:
                 error = self._evaluates_otherwise_later(draws) or self._loss_departs(training=False)
         except ApartError as problem:
@@ -199,7 +198,7 @@ class _Work(ComparedRuns):
         """The error for outputs that are those of micro-batches in the first state alone."""
         for later in self.later():
             if not later.holds(ComparedRuns.evaluates_alike):
-                return later._unlike(later.both(draws), draws)
+                return later._unlike(later.both(draws))
         return None
 
     def trained(self, *, noted: bool) -> tuple[Tensors, tuple[str, ...]]:
@@ -228,7 +227,7 @@ class _Work(ComparedRuns):
             for whole, flat in self.wholes(draws):
                 plain = not (flat or touchy or self.rounds or self.accepted)
                 if plain or self.steps_alike(self.loop(draws, Precision.FP32), whole):
-                    later = self._departs_later(draws) or self._loss_departs(training=True)
+                    later = self._departs_later() or self._loss_departs(training=True)
                     notes = self._accept(later)
                     apart = self.rounds or notes
                     return self.loop(draws, self.plan.precision) if apart else whole, notes
@@ -240,7 +239,7 @@ class _Work(ComparedRuns):
         else:
             error = None
             if not self.in_double(ComparedRuns.trains_alike):
-                error = departure(self.graph, self.entry(training=True), self.batch, draws)
+                error = departure(self.graph, self.entry(training=True), self.batch)
         return self.loop(draws, self.plan.precision), self._accept(error)
 
     def refuse_beside(self, others: Collection[str], layers: Collection[str]) -> None:
@@ -264,9 +263,7 @@ class _Work(ComparedRuns):
             raise drawn_apart(self.graph, problem) from problem
         op = next((op for op in self.graph.ops if op.name in others), None)
         if op is None:
-            draws = Draws.of(self.graph, self.seed, training=True)
-            entry = self.entry(training=True)
-            op = where_parted(self.graph, entry, self.batch, draws, beside=layers)
+            op = where_parted(self.graph, self.entry(training=True), self.batch, layers)
         what = "something" if op is None else op.name
         raise UnsplittableError(
             f"what the model makes of the mini-batch in training is not what its "
@@ -276,7 +273,7 @@ class _Work(ComparedRuns):
             hint=HINT,
         )
 
-    def _departs_later(self, draws: Draws) -> UnsplittableError | None:
+    def _departs_later(self) -> UnsplittableError | None:
         """The error for a step that is that of its micro-batches in the first state alone.
 
         Such as where a power iteration, which goes on with every call, has converged; or at the
@@ -284,7 +281,7 @@ class _Work(ComparedRuns):
         """
         for later in (*self.moved(), *self.later()):
             if not later.holds(ComparedRuns.trains_alike):
-                return departure(self.graph, later.entry(training=True), self.batch, draws)
+                return departure(self.graph, later.entry(training=True), self.batch)
         return None
 
     def _loss_departs(self, *, training: bool) -> UnsplittableError | None:
@@ -324,12 +321,11 @@ class _Work(ComparedRuns):
                 return None
         return None
 
-    def _unlike(self, found: Both, draws: Draws) -> UnsplittableError:
+    def _unlike(self, found: Both) -> UnsplittableError:
         losses, outputs = None if self.compares_outputs_alone else found.losses, found.unlike
         if losses is not None and not losses.equal and (not outputs or cause_of(self.graph)):
             return explain(self.graph, losses)
-        entry = self.entry(training=False)
-        return departure(self.graph, entry, self.batch, draws, outputs)
+        return departure(self.graph, self.entry(training=False), self.batch, outputs)
 
     def _normalises(self, layers: Collection[str]) -> str:
         first = next(op for op in self.graph.ops if op.name in layers)
