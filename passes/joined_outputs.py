@@ -22,16 +22,17 @@ from gpipe_compiler.ir import (
     Graph,
     ModuleCall,
     Op,
+    Reduction,
     Ref,
     RegionCall,
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.graph import found_once
-from gpipe_compiler.ir.sizes import BATCH, asked
+from gpipe_compiler.ir.sizes import BATCH, asked, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
-from gpipe_compiler.passes.loss_functions import is_of_classes, loss_arguments
+from gpipe_compiler.passes.loss_functions import loss_arguments, mean_over_targets, reduction_of
 from gpipe_compiler.passes.verbs import MOVES, number_of, verb
 from gpipe_compiler.runtime.sizes import sizes_in
 from gpipe_compiler.runtime.spec import Joined
@@ -116,6 +117,16 @@ def apart_outputs(graph: Graph) -> list[str]:
     return [name for name, way in joined_outputs(graph).items() if way is Joined.APART]
 
 
+_KINDS = {Joined.SUM: Reduction.SUM, Joined.MEAN: Reduction.MEAN}
+
+
+def kind_of(graph: Graph, value: str) -> Reduction | None:
+    """Whether a value of an annotated graph is a sum over samples or their mean, as far as that is
+    known."""
+    way = ways_of(graph)[value]
+    return _KINDS.get(way) if isinstance(way, Joined) else None
+
+
 @found_once
 def ways_of(graph: Graph) -> Mapping[str, Way]:
     """Of every value of an annotated graph, how it depends on the samples."""
@@ -163,7 +174,8 @@ class _Walk:
 
     def _op(self, op: Op, found: Mapping[str, Way]) -> Way:
         """What an op makes, if it has no batch dimension; of one that has, whether it mixes."""
-        ways = {found[name] for name in op.inputs} - {Joined.SAME}
+        read = op.inputs[:1] if verb(op) == "clone" else op.inputs  # a hook may read others
+        ways = {found[name] for name in read} - {Joined.SAME}
         if not ways or verb(op).startswith("new_") or _asks_type(op):
             return Joined.SAME
         if self._makes_rows(op):
@@ -190,12 +202,11 @@ class _Walk:
     def _reduced(self, op: Op, found: Mapping[str, Way]) -> Way:
         """Rows that become something without a batch dimension."""
         call, name = op.call, verb(op)
-        options = loss_arguments(self.graph, op)
-        if options is not None:
+        if loss_arguments(self.graph, op) is not None:
             # A mean over class numbers is one over those that are not ignored.
-            mean = Joined.APART if is_of_classes(self.graph, op) else Joined.MEAN
-            ways = {"mean": mean, "sum": Joined.SUM}
-            return ways.get(options["reduction"], Joined.APART)
+            counted = mean_over_targets(self.graph, op) is not None
+            kind = None if counted else reduction_of(self.graph, op)
+            return Joined.APART if kind is None else Joined(kind.value)
         rows = [item for item in call.args if Unjoined.ROWS is self._argument(item, found)]
         several = name in ("matmul", "mm", "dot")
         if name not in _REDUCTIONS or len(rows) != (2 if several else 1) or rows[0] != call.args[0]:
@@ -224,7 +235,8 @@ class _Walk:
         if isinstance(source, tuple | list):  # what all micro-batches have would be summed, too
             alike = all(self._argument(item, found) is way for item in source)
             return way if alike or way is not Joined.SUM else Joined.APART
-        assert isinstance(source, Ref)
+        if not isinstance(source, Ref):
+            return Joined.APART
         if self.graph.values[source.name].kind is not ValueKind.TENSOR:
             # Of the pair of a maximum and its indices the first.
             return way if name == "getitem" and op.call.args[1] == 0 else Joined.APART
@@ -272,8 +284,11 @@ class _Walk:
         """A sum divided by the samples, a mean times them."""
         match verb(op), *args:
             case "div", Joined.SUM, Unjoined.COUNT if not op.call.kwargs:
-                return Joined.MEAN
-            case ("mul", Joined.MEAN, Unjoined.COUNT) | ("mul", Unjoined.COUNT, Joined.MEAN):
-                return Joined.SUM
+                way, factor = Joined.MEAN, op.call.args[1]
+            case "mul", Joined.MEAN, Unjoined.COUNT:
+                way, factor = Joined.SUM, op.call.args[1]
+            case "mul", Unjoined.COUNT, Joined.MEAN:
+                way, factor = Joined.SUM, op.call.args[0]
             case _:
                 return Joined.APART
+        return way if grows_with_batch(self._numbers[factor.name]) else Joined.APART

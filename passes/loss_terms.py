@@ -33,9 +33,9 @@ from gpipe_compiler.ir import (
     called,
 )
 from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.own_functions import own_functions_of
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
+from gpipe_compiler.passes.joined_outputs import kind_of
 from gpipe_compiler.passes.loss_functions import (
     LAST,
     ConstantTerm,
@@ -47,7 +47,6 @@ from gpipe_compiler.passes.loss_functions import (
     Summand,
     mask_of_mean,
     mean_over_targets,
-    reduction_of,
 )
 from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb
 from gpipe_compiler.runtime.sizes import Expression
@@ -103,8 +102,7 @@ class Terms:
     def keeps(self, op: Op) -> bool:
         """Whether an op makes a scalar of a scalar that differs in no more than type and shape, or
         in what a hook makes of its gradient."""
-        hooked = any(function.text for function in own_functions_of(op))
-        return (hooked or verb(op) in SAME) and self.is_scalar(op.call.args[0])
+        return verb(op) in SAME and self.is_scalar(op.call.args[0])
 
     def is_scalar(self, argument: Argument) -> bool:
         """Whether an argument is a tensor of one element, however many samples there are."""
@@ -119,29 +117,7 @@ class Terms:
 
     def kind(self, value: str) -> Reduction | None:
         """Whether a scalar is a sum over samples or their mean; None where that is not known."""
-        op = self.graph.producer.get(value)
-        if op is None:
-            return None
-        name, args = verb(op), op.call.args
-        match name:
-            case _ if self.keeps(op):
-                return self.kind(args[0].name)
-            case "neg" if self.is_scalar(args[0]):
-                return self.kind(args[0].name)
-            case "mul" | "div" if len(args) == 2:
-                scaled, factor = args if self.is_scalar(args[0]) else args[::-1]
-                if not self.is_scalar(scaled) or (name == "div" and scaled is not args[0]):
-                    return None
-                return self._times(self.kind(scaled.name), name, factor)
-            case "sum" | "mean" if isinstance(args[0], Ref):
-                if self.is_scalar(args[0]):
-                    return self.kind(args[0].name)
-                known = self.value(args[0])
-                if known is None or known.batch_dim is None or not known.splittable:
-                    return None
-                return Reduction.SUM if name == "sum" else Reduction.MEAN
-            case _:
-                return reduction_of(self.graph, op)
+        return kind_of(self.graph, value)
 
     def _times(self, kind: Reduction | None, name: str, factor: Argument) -> Reduction | None:
         """The kind of a scalar of some kind times a factor, or divided by it."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from gpipe_compiler.ir import Graph, Loss, Op, Reduction
+from gpipe_compiler.ir import Graph, Loss, Op
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.graph import found_once
-from gpipe_compiler.passes.joined_outputs import Unjoined, Way, ways_of
+from gpipe_compiler.passes.joined_outputs import Unjoined, Way, kind_of, ways_of
 from gpipe_compiler.passes.loss_functions import (
     ConstantTerm,
     Division,
@@ -26,9 +26,6 @@ from gpipe_compiler.passes.loss_weight import terms_of_loss
 from gpipe_compiler.passes.split_loss import TermGroup
 from gpipe_compiler.passes.verbs import AND, COMPARING, MOVES, NOT, OR, verb
 from gpipe_compiler.runtime.spec import Joined
-
-_KINDS = {Reduction.SUM: Joined.SUM, Reduction.MEAN: Joined.MEAN}
-
 
 _BY_ELEMENT = frozenset(
     {
@@ -85,7 +82,7 @@ def is_proven(graph: Graph, group: TermGroup, summand: Summand) -> bool:
         case Division(op=op):
             return group.weight is not None and _divides(graph, op, ways)
         case Other() if isinstance(summand.value, str) and group.reduction is not None:
-            return ways[summand.value] is _KINDS[group.reduction]
+            return kind_of(graph, summand.value) is group.reduction
         case _:
             return False
 

@@ -22,6 +22,7 @@ from gpipe_compiler.ir import (
     called,
     ops_within,
 )
+from gpipe_compiler.ir.own_functions import OwnFunction
 
 _SYNONYMS = {
     "iadd": "add",
@@ -115,6 +116,8 @@ def verb(op: Op) -> str:
     match op.call:
         case FunctionCall(function=torch.linalg.norm | torch.linalg.vector_norm):
             return "norm"
+        case FunctionCall(function=OwnFunction(text=text)) if text:
+            return "clone"  # whose gradient goes through a hook
         case FunctionCall(function=function):
             name = getattr(function, "__name__", "")
             own = function in [getattr(home, name, None) for home in (torch, F, operator)]
