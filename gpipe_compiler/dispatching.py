@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -65,20 +65,17 @@ def is_within(shape: Sequence[Any], whole: Sequence[Any]) -> bool:
     return len(shape) <= len(whole) and all(one in (1, other) for one, other in pairs)
 
 
-def counts_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """What a `bincount` makes of numbers that are all below its `minlength`; None for all else."""
-    if func is not torch.ops.aten.bincount.default:
-        return None
-    names = ("input", "weights", "minlength")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    if not given.get("minlength"):
-        return None
-    weights = given.get("weights")
+_BINCOUNT = torch.ops.aten.bincount.default
+
+
+def _counts(
+    numbers: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor | None:
+    """What a `bincount` makes of numbers that are all below its `minlength`; None without one."""
     dtype = torch.long if weights is None else torch.double
     if weights is not None and weights.dtype is torch.float:
         dtype = torch.float
-    made: torch.Tensor = args[0].new_empty((given["minlength"],), dtype=dtype)
-    return made
+    return numbers.new_empty((minlength,), dtype=dtype) if minlength else None
 
 
 _LIKE_ARGUMENTS: Mapping[int, tuple[int, ...]] = {
@@ -111,6 +108,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
     Like `PlainDispatchMode`, it is not wrapped for dynamo. Torch's own handler goes a long way, and
     its kernels for tensors without numbers are mostly decompositions in Python.
 
+    Args:
+        environment: of the sizes that are symbols; None where all are numbers.
+
     Attributes:
         guesses: how often the number of elements of a result depended on values.
         selects: what that number is taken to be; None for as many as there can be.
@@ -126,21 +126,29 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_non_fake_inputs=True, **options)
+    def __init__(self, environment: ShapeEnv | None = None, *, export: bool = False) -> None:
+        super().__init__(allow_non_fake_inputs=True, shape_env=environment, export=export)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.dispatch(func, types, args, kwargs or {})
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _SLICE:
             _rely_on_signs(args[2:4])
         if _GROUPED is not None and func is _GROUPED.default:
             return self._grouped(func, types, args, kwargs or {})
+        if func is _BINCOUNT:
+            with self:
+                made = _counts(*args, **(kwargs or {}))
+            if made is not None:
+                return made
         places = _LIKE_ARGUMENTS.get(id(func))
         if places is None:
             return super().dispatch(func, types, args, kwargs)
         with self:
-            made = tuple(torch.empty_like(args[place]) for place in places)
-        return made if len(made) > 1 else made[0]
+            like = tuple(torch.empty_like(args[place]) for place in places)
+        return like if len(like) > 1 else like[0]
 
     def _grouped(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         dtype = args[0].dtype

@@ -217,7 +217,7 @@ class _Run:
         self._training = training
         self._sizes = graph.sizes
         self._environment = ShapeEnv()
-        self._mode = _SymbolicFakes(shape_env=self._environment)
+        self._mode = _SymbolicFakes(self._environment)
         self._lines: dict[Any, SourceLocation] = {}
         self._ran: dict[str, _Ran] = {}
         self._relied = 0, 0

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpipe_compiler.dispatching import QuickFakes, by_identity, counts_of
+from gpipe_compiler.dispatching import QuickFakes, by_identity
 from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.ops import called
@@ -29,7 +29,6 @@ _UNKNOWN = by_identity(
     | {
         *(_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default),
         *(_aten.unique_consecutive.default, _aten.repeat_interleave.Tensor),
-        _aten.bincount.default,
     }
 )
 """The ops that may be such."""
@@ -109,8 +108,6 @@ def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], selected: _
             return _unique(args[0], selected)
         case _aten.repeat_interleave.Tensor if kwargs.get("output_size") is None:
             return args[0].new_empty((selected(args[0]),), dtype=torch.long)
-        case _aten.bincount.default:
-            return counts_of(func, args, kwargs)
         case _ if func in _INDEXING and any(_is_mask(index) for index in args[1]):
             return func(args[0], _by_places(args[1], selected), *args[2:], **kwargs)
     return None

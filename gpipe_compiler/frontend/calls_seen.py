@@ -28,6 +28,7 @@ from gpipe_compiler.frontend.locate import line_around
 from gpipe_compiler.frontend.nests import has_tensors
 from gpipe_compiler.frontend.position import Region
 from gpipe_compiler.frontend.recorder import Recorder, recording
+from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.ir import Autocast
 from gpipe_compiler.ir.arguments import tensors_in
@@ -84,14 +85,22 @@ _DETACH, _EMPTY, _NUMBERS = (
 _CONSTRUCTORS = by_identity({_DETACH, _EMPTY, _NUMBERS})
 
 
-def saw_constructor(kernel: Any, args: Sequence[Any], made: Any) -> None:
+class RecordingFakes(TraceFakes):
+    """Those of a trace, which records what constructors make."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = self.dispatch(func, types, args, kwargs or {})
+        recorder = recording() if id(func) in _CONSTRUCTORS else None
+        if recorder is not None:
+            _record_constructor(recorder, func, args, made)
+        return made
+
+
+def _record_constructor(recorder: Recorder, kernel: Any, args: Sequence[Any], made: Any) -> None:
     """Records what `torch.FloatTensor(2, 3)`, `torch.Tensor([0.5])` or `Variable(x)` has made.
 
     No function of torch is called, so that of all that the model does its kernel alone is seen.
     """
-    recorder = recording() if id(kernel) in _CONSTRUCTORS else None
-    if recorder is None:
-        return
     with torch._C.DisableTorchFunction():  # what is made is recorded, and not how
         if kernel is _NUMBERS:
             recorder.from_numbers(args[0], made)

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
 from gpipe_compiler.errors import SourceLocation, TraceError, at_code
 from gpipe_compiler.frontend.calls import Written
 from gpipe_compiler.frontend.held_names import HeldName, names_here
 from gpipe_compiler.frontend.locate import calling_line
-from gpipe_compiler.frontend.nests import has_tensors, is_literal, map_tensors
+from gpipe_compiler.frontend.nests import has_tensors, is_literal
 from gpipe_compiler.frontend.position import Position, local_path
 from gpipe_compiler.frontend.size_nodes import SizeNodes
 from gpipe_compiler.ir.arguments import map_argument, tensors_in
@@ -175,7 +176,7 @@ def apart(made: Any, arguments: Any, changed: Sequence[torch.Tensor]) -> Any:
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.alias.default(tensor) if id(tensor) in given else tensor
 
-    return map_tensors(own, made)
+    return tree_map_only(torch.Tensor, own, made)
 
 
 class AskingWeights:

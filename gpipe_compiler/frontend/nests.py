@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,6 @@ _LITERAL_ELEMENTS = 16
 def has_tensors(item: Any) -> bool:
     """Whether there is a tensor in a nest."""
     return bool(tensors_in(item))
-
-
-def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:
-    """A nest with other tensors, itself where none changes."""
-    if isinstance(item, torch.Tensor):
-        return change(item)
-    if isinstance(item, tuple | list):
-        parts = [map_tensors(change, part) for part in item]
-        if all(new is old for new, old in zip(parts, item, strict=True)):
-            return item
-        if isinstance(item, list):
-            return parts
-        named = hasattr(item, "_fields")
-        return type(item)(*parts) if named else type(item)(parts)
-    return item
 
 
 def is_literal(tensor: torch.Tensor) -> bool:

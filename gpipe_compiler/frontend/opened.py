@@ -34,7 +34,7 @@ def _bincount(
     weights: torch.Tensor | None = None,
     minlength: int = 0,
 ) -> torch.Tensor:
-    """Of numbers below `minlength` there are so many counts; see `TraceFakes`."""
+    """Of numbers below `minlength` there are so many counts; see `QuickFakes`."""
     if minlength and not bool((input < minlength).all()):
         minlength = 0
     return torch.ops.aten.bincount.default(input, weights, minlength)  # type: ignore[no-any-return]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from types import SimpleNamespace
 from typing import TypeAlias
 from unittest import mock
@@ -16,7 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from gpipe_compiler.errors import GPipeCompilerError, ModelError, SourceLocation
+from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.comparable_runs import GRADIENT, Results, different, is_noise
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.recorder import recording
@@ -54,15 +53,8 @@ def activations_kept(
 
     Raises:
         ModelError: for such a one, with its line.
-        GPipeCompilerError: where this version of torch runs them twice all the same.
     """
-    _check()
-    with _kept(_refusing if trains else _directly, but) as lines:
-        yield lines
-
-
-@contextlib.contextmanager
-def _kept(reentrant: _Function, but: _Recomputed = _nowhere) -> Iterator[Sequence[_Line]]:
+    reentrant: _Function = _refusing if trains else _directly
     lines: list[_Line] = []
     open_: list[contextlib.ExitStack | None] = []
 
@@ -179,25 +171,3 @@ def _refusing(function: _Function, _preserve: bool, *args: object) -> object:
             hint="use checkpoint(..., use_reentrant=False)",
         )
     return function(*args)
-
-
-@cache
-def _check() -> None:
-    """Holds this version of torch to what is replaced in it: a checkpointed function runs once."""
-    calls: list[bool] = []
-
-    def counted(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
-        calls.append(reentrant)
-        return x.sin()
-
-    with torch.enable_grad(), _kept(_directly):
-        for reentrant in (False, True):
-            x = torch.ones(1, requires_grad=True)
-            y = checkpoint.checkpoint(counted, x, reentrant, use_reentrant=reentrant)
-            torch.autograd.grad(y, x)
-    if calls != [False, True]:
-        raise GPipeCompilerError(
-            f"torch {torch.__version__} runs what torch.utils.checkpoint wraps twice, in a way "
-            "that this compiler does not know: a comparison with the model would be wrong",
-            hint="use a version of torch that gpipe-compiler is tested with (its README names it)",
-        )

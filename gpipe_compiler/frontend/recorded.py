@@ -27,7 +27,7 @@ from gpipe_compiler.frontend.branches_taken import (
     refuse_gradient_branches,
     without_branches,
 )
-from gpipe_compiler.frontend.calls_seen import calls_seen, saw_constructor, vmap_followed
+from gpipe_compiler.frontend.calls_seen import RecordingFakes, calls_seen, vmap_followed
 from gpipe_compiler.frontend.casts import CastWatch
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.free_sizes import (
@@ -61,7 +61,6 @@ from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
 from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
-from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.frontend.trace_settings import tracing_settings
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.frontend.without_numbers import (
@@ -319,7 +318,7 @@ def _record(
         TraceError: for what no graph can hold.
     """
     environment = ShapeEnv()
-    mode = TraceFakes(environment, saw_constructor)
+    mode = RecordingFakes(environment, export=True)
     try:
         with (
             _of_any_size() if free else contextlib.nullcontext(),

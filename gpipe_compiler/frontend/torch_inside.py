@@ -76,6 +76,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     "torch.nn.modules.dropout": ("_DropoutNd",),
     "torch.nn.modules.transformer": ("_detect_is_causal_mask",),
     "torch.utils": ("_device",),
+    "torch.utils.checkpoint": ("CheckpointFunction",),
     "torch.utils._python_dispatch": ("TorchDispatchMode", "_disable_current_modes"),
     "torch.utils._pytree": (
         "TreeSpec",
@@ -91,8 +92,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }
-"""Names by what holds them. Beside them stand checkpoints, which are looked for where they are used
-(`frontend/recompute.py`)."""
+"""Names by what holds them."""
 
 
 def check_torch(used: Mapping[str, tuple[str, ...]] = USED) -> None:
