@@ -36,8 +36,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.graph import found_once
-from gpipe_compiler.ir.interpret import bind
-from gpipe_compiler.ir.recurrent import recurrent_forms
+from gpipe_compiler.ir.interpret import bind, recurrent_forms
 from gpipe_compiler.ir.repeats import ShortenedGraph
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST, UNKNOWN_LINE, is_free
 from gpipe_compiler.ir.symbolic import (

@@ -29,12 +29,6 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.ir.ops import with_arguments
-from gpipe_compiler.passes.bare_divisors import (
-    are_returned,
-    bare_terms,
-    copies_of_parts,
-    never_by_zero,
-)
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import (
@@ -49,7 +43,14 @@ from gpipe_compiler.passes.loss_functions import (
 from gpipe_compiler.passes.loss_terms import Terms
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.shapes import annotate
-from gpipe_compiler.passes.split_loss import TermGroup, with_terms
+from gpipe_compiler.passes.split_loss import (
+    TermGroup,
+    are_returned,
+    bare_terms,
+    copies_of_parts,
+    never_by_zero,
+    with_terms,
+)
 
 
 def weigh_loss(graph: Graph) -> Graph:

@@ -30,7 +30,7 @@ from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES
 from gpipe_compiler.frontend.locate import asking_frame, calling_line, is_users, location
-from gpipe_compiler.frontend.opened import asking
+from gpipe_compiler.frontend.nests import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.recorder import Recorder, recording

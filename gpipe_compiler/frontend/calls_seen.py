@@ -28,8 +28,8 @@ from gpipe_compiler.frontend.locate import line_around
 from gpipe_compiler.frontend.nests import has_tensors
 from gpipe_compiler.frontend.position import Region
 from gpipe_compiler.frontend.recorder import Recorder, recording
+from gpipe_compiler.frontend.trace_errors import transformed
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
-from gpipe_compiler.frontend.untraced import transformed
 from gpipe_compiler.ir import Autocast
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.symbolic import same_shape

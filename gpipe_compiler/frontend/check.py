@@ -31,6 +31,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     larger_batch,
     may_be_rounding,
     may_be_tried,
+    widening,
     with_other_weights,
 )
 from gpipe_compiler.frontend.entry import Entry, make_entry
@@ -51,7 +52,6 @@ from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
 from gpipe_compiler.frontend.user_code import RUNS_ALONE, raised
-from gpipe_compiler.frontend.widening import widening
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, least_sizes, other_sizes

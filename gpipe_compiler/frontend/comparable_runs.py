@@ -8,13 +8,14 @@ batch. What differs between two runs, and is no rounding, is told in words.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.dispatching import PlainDispatchMode
 from gpipe_compiler.frontend.probing import DISTINCT, repeated
@@ -284,3 +285,31 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one.double() - other.double()).abs().max().item() if one.numel() else 0.0
+
+
+# --- in 64 bits -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def widening(narrow: Collection[torch.dtype]) -> Iterator[None]:
+    """Around a model in 64 bits: what it casts to these types stays in 64, and autocast is off."""
+    with torch._C._DisableAutocast(), _Widened(narrow):
+        yield
+
+
+class _Widened(PlainDispatchMode):
+    """Every op that is to make one of some types makes 64 bits."""
+
+    def __init__(self, narrow: Collection[torch.dtype]) -> None:
+        super().__init__()
+        self._narrow = narrow
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        wide, named = tree_map(self._widened, (tuple(args), kwargs or {}))
+        return func(*wide, **named)
+
+    def _widened(self, argument: Any) -> Any:
+        is_narrow = isinstance(argument, torch.dtype) and argument in self._narrow
+        return torch.float64 if is_narrow else argument

@@ -22,7 +22,6 @@ from gpipe_compiler.frontend.deciding import deciding
 from gpipe_compiler.frontend.missing_loss import no_loss
 from gpipe_compiler.frontend.modules import turned_into_batchnorm
 from gpipe_compiler.frontend.noted_sizes import NotedSizes
-from gpipe_compiler.frontend.plain_types import plain_types
 from gpipe_compiler.frontend.probing import (
     Dims,
     check_scalar,
@@ -50,9 +49,10 @@ from gpipe_compiler.frontend.structure import (
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
+from gpipe_compiler.frontend.trace_settings import plain_types
 from gpipe_compiler.frontend.user_code import RUNS_ALONE, line_of_forward, raised
 from gpipe_compiler.ir import Argument, Reduction
-from gpipe_compiler.ir.recurrent import recurrent_forms
+from gpipe_compiler.ir.interpret import recurrent_forms
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.nest import items_of

@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, ModelError, UsageError, summary
-from gpipe_compiler.frontend.adapters import adapted
 from gpipe_compiler.frontend.examples import Call, check_call, parse_inputs
 from gpipe_compiler.frontend.initial import catch_up, on_meta_throughout, recording
 from gpipe_compiler.frontend.source import described, example_call, offered
-from gpipe_compiler.frontend.stored_names import FolderNames
+from gpipe_compiler.frontend.stored_names import FolderNames, adapted
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.user_code import ModelSpec, import_user_code
 from gpipe_compiler.options import LossChoice

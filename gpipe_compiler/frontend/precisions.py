@@ -27,7 +27,7 @@ from gpipe_compiler.frontend.position import CHECKPOINT, REGIONS
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.surroundings import Place, ambient, as_exported, kind_of
-from gpipe_compiler.ir.recurrent import recurrent_forms
+from gpipe_compiler.ir.interpret import recurrent_forms
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision

@@ -46,22 +46,21 @@ from gpipe_compiler.frontend.lower import lower
 from gpipe_compiler.frontend.modules import is_leaf
 from gpipe_compiler.frontend.noted_sizes import (
     NotedSizes,
+    SampleLists,
     batch_sizes,
     noting_sizes,
     sample_rules,
 )
 from gpipe_compiler.frontend.own_functions import own_functions_carried
-from gpipe_compiler.frontend.plain_types import plain_types
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.recorder import Recorder
-from gpipe_compiler.frontend.sample_lists import SampleLists
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
 from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
-from gpipe_compiler.frontend.trace_settings import tracing_settings
+from gpipe_compiler.frontend.trace_settings import plain_types, tracing_settings
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.frontend.without_numbers import (
     SMALLEST_BATCH,
@@ -69,8 +68,7 @@ from gpipe_compiler.frontend.without_numbers import (
     state_without_numbers,
 )
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.ir.interpret import STAND_IN, with_a_momentum
-from gpipe_compiler.ir.recurrent import recurrent_forms
+from gpipe_compiler.ir.interpret import STAND_IN, recurrent_forms, with_a_momentum
 from gpipe_compiler.ir.symbolic import general
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision

@@ -23,12 +23,10 @@ from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_devic
 from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
-from gpipe_compiler.frontend.nests import at_number, has_tensors, numbered, widened
-from gpipe_compiler.frontend.noted_sizes import NotedSizes
-from gpipe_compiler.frontend.opened import OPENED
-from gpipe_compiler.frontend.sample_lists import SampleLists
+from gpipe_compiler.frontend.nests import OPENED, at_number, has_tensors, numbered, widened
+from gpipe_compiler.frontend.noted_sizes import NotedSizes, SampleLists
 from gpipe_compiler.frontend.state import named_state
-from gpipe_compiler.frontend.untraced import own_gradients, transformed
+from gpipe_compiler.frontend.trace_errors import own_gradients, transformed
 from gpipe_compiler.frontend.value_splits import write_value_splits
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape

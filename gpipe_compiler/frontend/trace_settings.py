@@ -5,22 +5,25 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import TraceError, at_code
-from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.locate import calling_line, is_installed_file, is_users
 from gpipe_compiler.quiet import quiet
 
 
@@ -128,7 +131,6 @@ def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
 def _while_loop(cond_fn: Any, body_fn: Any, carried_inputs: Any) -> Any:
     while cond_fn(*carried_inputs):
         carried_inputs = body_fn(*carried_inputs)
-    from gpipe_compiler.frontend.trace_settings import refuse_gradients
 
     refuse_gradients(carried_inputs)
     return carried_inputs
@@ -204,3 +206,57 @@ def control_flow_of_python() -> Iterator[None]:
     finally:
         for own, code in changed:
             own.__code__ = code
+
+
+# --- types of fake tensors ------------------------------------------------------------------------
+
+
+class _Asked(type):
+    """What `type` is but for what it says of a fake tensor."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and builtins.type(args[0]) is FakeTensor:
+            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
+        return builtins.type(*args, **kwargs)
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, builtins.type)
+
+    def __subclasscheck__(cls, item: type) -> bool:
+        return issubclass(item, builtins.type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return builtins.type[item]
+
+
+class _Type(type, metaclass=_Asked):
+    """In the place of `type`."""
+
+
+@contextlib.contextmanager
+def plain_types(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Lets what asks for the type of a fake tensor be told that of a tensor with numbers.
+
+    Args:
+        modules: whose own code may ask, beside the user's files.
+    """
+    asking = {id(names): names for names in _names_of(modules) if "type" not in names}
+    try:
+        for names in asking.values():
+            names["type"] = _Type
+        yield
+    finally:
+        for names in asking.values():
+            del names["type"]
+
+
+def _names_of(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
+    """The global names of the code of modules, and of all that is in no installed library."""
+    for cls in {cls for module in modules for cls in type(module).__mro__}:
+        for function in vars(cls).values():
+            if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
+                yield function.__globals__
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and is_users(file) and not is_installed_file(file):
+            yield vars(module)

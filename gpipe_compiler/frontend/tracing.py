@@ -24,8 +24,8 @@ from gpipe_compiler.frontend.recorded import RecordedMode, record_mode
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.state import named_state, state_table
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.trace_errors import DECIDES_BY_VALUES
-from gpipe_compiler.frontend.untraced import (
+from gpipe_compiler.frontend.trace_errors import (
+    DECIDES_BY_VALUES,
     refuse_default_type,
     refuse_gradient_hooks,
     refuse_writing_switches,

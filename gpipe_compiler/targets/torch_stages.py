@@ -16,11 +16,10 @@ from gpipe_compiler.codegen.package import Progress, place, write_package
 from gpipe_compiler.errors import EmitError, ModelError, Notice
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
-from gpipe_compiler.frontend.carried import with_state
 from gpipe_compiler.frontend.comparable_runs import settles_in_eval
 from gpipe_compiler.frontend.materialise import materialised, real_example
 from gpipe_compiler.frontend.probing import on_meta
-from gpipe_compiler.frontend.signature import resized
+from gpipe_compiler.frontend.signature import resized, with_state
 from gpipe_compiler.frontend.subject import Hooks, Pretrained, Subject
 from gpipe_compiler.frontend.user_code import NEEDS_NUMBERS
 from gpipe_compiler.ir import Graph

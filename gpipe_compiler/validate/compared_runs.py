@@ -12,11 +12,10 @@ from typing import Self
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gpipe_compiler.frontend.comparable_runs import double, with_other_weights
+from gpipe_compiler.frontend.comparable_runs import double, widening, with_other_weights
 from gpipe_compiler.frontend.entry import Entry, make_entry
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.widening import widening
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects

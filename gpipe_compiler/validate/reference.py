@@ -22,7 +22,7 @@ from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
 from gpipe_compiler.passes.joined_outputs import apart_outputs
-from gpipe_compiler.passes.proven_terms import loss_is_proven
+from gpipe_compiler.passes.output_terms import loss_is_proven
 from gpipe_compiler.passes.random_ops import random_ops
 from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.plan import Plan

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
-from gpipe_compiler.ir.recurrent import recurrent_forms
+from gpipe_compiler.ir.interpret import recurrent_forms
 
 STEPS = 7
 LAYERS = [
