@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import Notice
-from gpipe_compiler.frontend.alignment import aligned, always_contiguous, key_of, passed
+from gpipe_compiler.frontend.alignment import aligned, key_of, passed
 from gpipe_compiler.frontend.naming import UniqueNames
 from gpipe_compiler.frontend.state import same_constant
 from gpipe_compiler.ir import (
@@ -68,7 +68,7 @@ def merge(train: Graph, evaluation: Graph) -> Graph:
             return train
         return train.replace(unlike=unlike, requires=requires, sample_rules=rules)
     merged = train.replace(
-        ops=always_contiguous((*ops, *merging.selections)),
+        ops=(*ops, *merging.selections),
         outputs=outputs,
         loss=loss,
         modules={**evaluation.modules, **train.modules},
