@@ -34,7 +34,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     widening,
     with_other_weights,
 )
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, refuse_seeding
 from gpipe_compiler.frontend.python_state import buffer_assigned, refuse_remembered
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
@@ -91,7 +91,7 @@ def compared(graph: Graph, subject: Subject) -> tuple[list[str], Graph]:
     others = other_sizes(graph.sizes, graph.requires)
     slow, untried = False, None
     modes = (True, False) if subject.training else (False,)
-    entries = [make_entry(subject, mode, reduces=False) for mode in modes]
+    entries = [Entry(subject, mode, reduces=False) for mode in modes]
     for entry in entries:
         training = entry.training
         # Auxiliary outputs of train mode are no outputs of the graph: only the loss uses them.

@@ -105,7 +105,18 @@ class Entry(nn.Module):
     notes: Callable[[torch.Tensor], None] | None = None
     left_out: Collection[int] = ()
 
-    def __init__(self, subject: Subject, training: bool, reduces: bool) -> None:
+    def __init__(self, subject: Subject, training: bool, *, reduces: bool = True) -> None:
+        """The module to trace, in train or eval mode; the subject's model stays as it is.
+
+        Args:
+            reduces: whether to try the loss function, to know how losses combine. That takes
+                seconds where there are many classes, and is known once a subject with that
+                function is traced.
+
+        Raises:
+            ModelError: when the model or its loss function raises on the example inputs.
+            TraceError: when the model cannot be copied.
+        """
         super().__init__()
         states = state_table(subject.model, subject.initial)
         signature = read_signature(subject, on_meta=states.on_meta)
@@ -377,17 +388,3 @@ def _refuse_weights(loss_fn: nn.Module) -> None:
             hint="make it part of the model, whose forward takes the target too and returns a dict "
             "with the loss under 'loss'",
         )
-
-
-def make_entry(subject: Subject, training: bool, *, reduces: bool = True) -> Entry:
-    """The module to trace, in train or eval mode; the subject's model stays as it is.
-
-    Args:
-        reduces: whether to try the loss function, to know how losses combine. That takes seconds
-            where there are many classes, and is known once a subject with that function is traced.
-
-    Raises:
-        ModelError: when the model or its loss function raises on the example inputs.
-        TraceError: when the model cannot be copied.
-    """
-    return Entry(subject, training, reduces)

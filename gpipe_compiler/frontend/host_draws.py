@@ -15,7 +15,7 @@ from torch import nn
 from gpipe_compiler.errors import ModelError, SourceLocation, TraceError
 from gpipe_compiler.frontend.both_ways import decided_by_draws
 from gpipe_compiler.frontend.deciding import Decisions
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, location
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import isolated
@@ -146,7 +146,7 @@ def keeps_layers(subject: Subject) -> tuple[TraceError, bool | None] | None:
         return None
     ways: dict[bool, Decisions] = {}
     for keeps in (False, True):
-        entry = make_entry(subject, training=True)
+        entry = Entry(subject, training=True)
         way = ways[keeps] = Decisions(lambda _, keeps=keeps: keeps)  # type: ignore[misc]  # bound at once
         followed = True
         with entry.on_a_copy():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.dispatching import PlainDispatchMode
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.recompute import activations_kept
 from gpipe_compiler.frontend.state import named_state, state_table
@@ -62,7 +62,7 @@ def same_kernels(graph: Graph, whole: Subject, short: Subject, *, exported: bool
         ModelError: when the short model raises.
     """
     modes = (True, False) if whole.training else (False,)
-    entries = [make_entry(short, mode, reduces=False) for mode in modes]
+    entries = [Entry(short, mode, reduces=False) for mode in modes]
     precisions = [precision for precision in Precision if precision not in graph.unlike]
     return all(
         _same_in(precision, graph, whole.model, entries, exported=exported)

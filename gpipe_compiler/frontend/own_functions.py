@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend.calls import Written
-from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.own_code import written
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.frontend.recorder import recording
@@ -61,7 +61,7 @@ def own_functions_met() -> Iterator[list[type]]:
 def own_backward(subject: Subject) -> TraceError | None:
     """Why a training step of this model cannot be traced right: a torch.autograd.Function of the
     user's; None where it is differentiated through none."""
-    entry = make_entry(subject, training=True)
+    entry = Entry(subject, training=True)
     if not subject.training or entry.states.on_meta:
         return None
     with torch.enable_grad(), own_functions_met() as met:

@@ -29,7 +29,7 @@ from gpipe_compiler.frontend.branches_taken import (
 )
 from gpipe_compiler.frontend.calls_seen import RecordingFakes, calls_seen, vmap_followed
 from gpipe_compiler.frontend.casts import CastWatch
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.free_sizes import (
     FoundSizes,
     FreePlaces,
@@ -97,7 +97,7 @@ def record_mode(
         TraceError: with the construct that cannot be traced, its line, and what to do about it.
         ModelError: when the model raises on its example inputs.
     """
-    entry = make_entry(subject, training)
+    entry = Entry(subject, training)
     free = wanted(subject.free, entry.signature) if free is None else free
     if precision is not Precision.FP32:
         if entry.states.on_meta:

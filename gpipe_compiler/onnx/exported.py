@@ -14,7 +14,7 @@ from gpipe_compiler.codegen.package import Progress
 from gpipe_compiler.errors import ModelError, UsageError, ValidationError, summary
 from gpipe_compiler.frontend import tracing
 from gpipe_compiler.frontend.batch_dims import FoundBatch, find_batch_dims
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import by_values
@@ -213,7 +213,7 @@ def validate_exported(subject: Subject, plan: Plan, directory: Path) -> Validati
         ModelError: when samples of a batch meet in the model.
     """
     graph = plan.known_graph
-    entry = make_entry(subject, training=False)
+    entry = Entry(subject, training=False)
     names = [source.name for source in graph.inputs]
     calls = {
         samples: dict(zip(names, map(array_of, entry.signature.samples(samples)), strict=True))

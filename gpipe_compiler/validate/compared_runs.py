@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_compiler.frontend.comparable_runs import double, widening, with_other_weights
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph, StateKind
@@ -103,7 +103,7 @@ class ComparedRuns:
             # An entry has the parameters of the model itself, which stays as it is.
             model = isolated(subject.model)
             subject = dataclasses.replace(subject, model=model)
-        entry = make_entry(subject, training, reduces=False)
+        entry = Entry(subject, training, reduces=False)
         for module in entry.model.modules() if self.frozen else ():
             if isinstance(module, _BatchNorm):
                 module.eval()

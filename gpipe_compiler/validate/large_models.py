@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import GPipeCompilerError, UnsplittableError, ValidationError
-from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.materialise import materialised, with_real_example
 from gpipe_compiler.frontend.shorten import shortened
 from gpipe_compiler.frontend.signature import read_signature
@@ -130,7 +130,7 @@ def _with_samples(subject: Subject, count: int) -> Subject:
 
 
 def _is_slow(subject: Subject, seed: int) -> bool:
-    entry = make_entry(materialised(subject, seed), training=False)
+    entry = Entry(materialised(subject, seed), training=False)
     started = time.process_time()
     with torch.no_grad():
         entry(*entry.signature.samples(1))

@@ -22,7 +22,7 @@ from torch import nn
 
 from gpipe_compiler.errors import UnsplittableError, ValidationError, summary
 from gpipe_compiler.frontend.check import refuse_late_checkpoints
-from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.materialise import known, materialised
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.state import state_table
@@ -105,7 +105,7 @@ def validate(
     on_meta = state_table(subject.model).on_meta
     subject, weights = _with_numbers(subject, plan, seed)
     if on_meta and plan.training:
-        entry = make_entry(subject, training=True, reduces=False)
+        entry = Entry(subject, training=True, reduces=False)
         refuse_late_checkpoints(plan.known_graph, subject, entry, 2)
     threads = max(1, torch.get_num_threads() // len(plan.orders))
     with intra_op_threads(threads):
@@ -228,7 +228,7 @@ def _second_reference(
         One reference, or none where plain PyTorch takes no such batch; and what is compared, or why
         nothing is.
     """
-    entry, graph = make_entry(subject, training=False), plan.known_graph
+    entry, graph = Entry(subject, training=False), plan.known_graph
     group = taken_together(graph).samples
     least = max(1, least_samples(plan) // group)
     numbers = [

@@ -17,7 +17,7 @@ import dataclasses
 from collections.abc import Collection
 
 from gpipe_compiler.errors import GPipeCompilerError, UnsplittableError
-from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import line_of
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, made_in_batchnorm, mixing_ops
@@ -75,7 +75,7 @@ def reference_of(
         UnsplittableError: when micro-batches do not give the model's results for the mini-batch,
             unless that is accepted.
     """
-    entry = make_entry(subject, training=False)
+    entry = Entry(subject, training=False)
     batch = batch_of(plan, entry.signature, other)
     shares = shares_of(entry, plan, batch) if plan.training else ()
     work = _Work(subject, plan, batch, shares, seed, per_microbatch)
@@ -95,7 +95,7 @@ def refuse_unlike_parts(subject: Subject, plan: Plan, seed: int) -> None:
     Raises:
         UnsplittableError: naming the line where they part.
     """
-    entry = make_entry(subject, training=False)
+    entry = Entry(subject, training=False)
     batch = batch_of(plan, entry.signature)
     if len(batch.sizes) == 1:
         return
@@ -308,7 +308,7 @@ class _Work(ComparedRuns):
         alone; what plain PyTorch rejects shows nothing."""
         for place, batch in enumerate(other_targets(self.graph, self.batch, self.seed + training)):
             try:
-                entry = make_entry(self.subject, training=False)
+                entry = Entry(self.subject, training=False)
                 shares = shares_of(entry, self.plan, batch)
                 other = dataclasses.replace(self, batch=batch, shares=shares)
                 with CheckedClasses():

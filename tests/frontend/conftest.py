@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
@@ -39,7 +39,7 @@ def _samples(entry: Entry, count: int) -> list[torch.Tensor]:
 
 def run_eager(subject: Subject, training: bool, inputs: Sequence[torch.Tensor]) -> Tensors:
     """Outputs, loss, gradients and buffers of the model itself."""
-    entry = make_entry(subject, training)
+    entry = Entry(subject, training)
     entry.model = isolated(subject.model, share_parameters=False).train(training)
     torch.manual_seed(7)
     returned = entry(*(tensor.clone() for tensor in inputs))
@@ -92,7 +92,7 @@ def same_as_eager() -> SameAsEager:
     def compare(
         graph: Graph, subject: Subject, training: bool, *, tolerance: float = 0, sizes: Any = (2, 5)
     ) -> None:
-        entry = make_entry(subject, training)
+        entry = Entry(subject, training)
         for size in sizes:
             inputs = _samples(entry, size)
             expected = run_eager(subject, training, inputs)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.frontend.entry import make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.state import isolated, state_table
 from gpipe_compiler.frontend.structure import describe, fill, pick, slots
 from gpipe_compiler.frontend.subject import Subject
@@ -49,7 +49,7 @@ SQUARES = LossChoice.SUM_OF_SQUARES
 def entry(model, *args, target=None, loss_fn=None, training=True, loss=SQUARES, **kwargs):
     loss = loss if loss_fn is None else LossChoice.MODEL
     subject = Subject("toy", model, args, kwargs, target, loss_fn, training, loss)
-    return make_entry(subject, training)
+    return Entry(subject, training)
 
 
 def names(made):

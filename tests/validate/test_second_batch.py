@@ -13,7 +13,7 @@ from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import Compiled, CompileOptions
 from gpipe_compiler.compile import compile as compile_subject
 from gpipe_compiler.errors import ModelError, UnsplittableError
-from gpipe_compiler.frontend.entry import Entry, make_entry
+from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.validate.package import validate
 from gpipe_compiler.validate.second_batch import (
@@ -70,7 +70,7 @@ def named(entry: Entry, batch: object) -> dict[str, torch.Tensor]:
 
 def test_use_of_integers_is_seen_through_views_and_casts() -> None:
     """Rows of a table and classes of a loss; what arithmetic is done on has no known use."""
-    entry = make_entry(tagger(), training=False)
+    entry = Entry(tagger(), training=False)
 
     assert integer_uses(entry, entry.signature.samples(4)) == {
         "ids": Use(ROWS),
@@ -80,7 +80,7 @@ def test_use_of_integers_is_seen_through_views_and_casts() -> None:
 
 
 def test_integers_cover_the_range_of_their_use() -> None:
-    entry = make_entry(tagger(64), training=False)
+    entry = Entry(tagger(64), training=False)
     batch = named(entry, next(other_batches(entry, [(63, 2), (64, 2)], seed=0)))
 
     assert set(batch["kinds"].flatten().tolist()) == {0, 1, 2}
@@ -92,7 +92,7 @@ def test_integers_cover_the_range_of_their_use() -> None:
 
 def test_mask_of_ones_is_padded_at_the_end() -> None:
     """Each sample keeps its first entries, and one at least."""
-    entry = make_entry(tagger(64), training=False)
+    entry = Entry(tagger(64), training=False)
     mask = named(entry, next(other_batches(entry, [(63, 2), (64, 2)], seed=0)))["mask"]
 
     assert mask.shape == (63, LENGTH)
@@ -121,7 +121,7 @@ def test_other_numbers(
 
 
 def test_few_targets_are_ignored_in_part() -> None:
-    entry = make_entry(tagger(3), training=False)
+    entry = Entry(tagger(3), training=False)
     target = named(entry, next(other_batches(entry, [(2, 2), (3, 2)], seed=0)))["target"]
 
     assert int(target.flatten()[0]) >= 0
@@ -141,7 +141,7 @@ def test_floats_are_other_numbers_of_the_same_domain() -> None:
 
     shares = torch.rand(8, 5).softmax(1)
     args = (shares, (torch.rand(8, 5) > 0.5).float(), torch.zeros(8, 5))
-    entry = make_entry(Subject("three", Three(), args=args, training=False), training=False)
+    entry = Entry(Subject("three", Three(), args=args, training=False), training=False)
     batch = named(entry, next(other_batches(entry, [(7, 2), (8, 2)], seed=0)))
 
     torch.testing.assert_close(batch["p"].sum(1), torch.ones(7))
@@ -153,7 +153,7 @@ def test_floats_are_other_numbers_of_the_same_domain() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_every_floating_type_is_changed(dtype: torch.dtype) -> None:
     args = (torch.randn(8, 3).to(dtype),)
-    entry = make_entry(Subject("x", nn.Flatten(), args=args, training=False), training=False)
+    entry = Entry(Subject("x", nn.Flatten(), args=args, training=False), training=False)
     (changed,) = next(other_batches(entry, [(7, 2), (8, 2)], seed=0)).inputs
 
     assert (changed.dtype, changed.shape) == (dtype, (7, 3))
