@@ -24,7 +24,6 @@ from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SMALLEST, SampleRule, 
 from gpipe_compiler.passes.verbs import BOUNDING, ORDER
 
 _COMPARING = ORDER | BOUNDING | {"eq", "ne", "min", "max", "sym_min", "sym_max"}
-_COMPARING |= {"less", "less_equal", "greater", "greater_equal"}
 
 _NUMBERING = frozenset({"arange", "cumsum", "linspace"})
 """What gives samples numbers."""

@@ -76,7 +76,7 @@ _AGAIN: Mapping[Joined, frozenset[str]] = {
 }
 """Reductions over further dimensions that change nothing."""
 
-_SAME = MOVES | {"unflatten", "narrow", "concat", "concatenate", "movedim", "alias", "type_convert"}
+_SAME = MOVES | {"unflatten", "narrow", "movedim"}
 """What moves elements, or changes their type."""
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "div", "pow"})
@@ -265,11 +265,11 @@ class _Walk:
                 return Joined.APART
 
     def _ordered(self, op: Op, name: str, way: Joined, args: Sequence[Way]) -> Way:
-        if op.call.kwargs and name not in ("clamp", "clip"):
+        if op.call.kwargs and name != "clamp":
             return Joined.APART
         if name in ("neg", "logical_not"):
             return _FLIPPED[way]
-        if name in _RISING or name in ("clamp", "clip") or (name == "add" and args.count(way) == 1):
+        if name in _RISING | {"clamp"} or (name == "add" and args.count(way) == 1):
             return way
         if name == "sub" and args.count(way) == 1:
             return way if args[0] is way else _FLIPPED[way]

@@ -81,8 +81,8 @@ _CURVED = frozenset(
 
 KINKED = frozenset(
     {
-        *("clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum", "max", "min"),
-        *("relu", "relu6", "leaky_relu", "hardtanh", "abs", "absolute", "fabs"),
+        *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "max", "min"),
+        *("relu", "relu6", "leaky_relu", "hardtanh", "abs"),
     }
 )
 """Functions that are straight but for a bend."""
@@ -286,9 +286,9 @@ def _never_turns(graph: Graph, op: Op, name: str) -> bool:
     value, *bounds = op.call.args
     bounds.extend(op.call.kwargs.values())
     match name, [bound for bound in bounds if bound is not None]:
-        case (("relu" | "abs" | "absolute" | "fabs"), _):
+        case (("relu" | "abs"), _):
             return _is_never_negative(graph, value)
-        case (("clamp" | "clamp_min" | "clip"), [int() | float() as bound]):
+        case (("clamp" | "clamp_min"), [int() | float() as bound]):
             lower = name == "clamp_min" or len(op.call.args) == 2 or "min" in op.call.kwargs
             return lower and bound <= _NEAR_ZERO and _is_never_negative(graph, value)
         case _:
@@ -339,7 +339,7 @@ def _is_probability(graph: Graph, value: Argument) -> bool:
     if op is None:
         return False
     name, args = name_of(graph, op), op.call.args
-    if name in ("clamp", "clip"):
+    if name == "clamp":
         bounds = [*args[1:], *op.call.kwargs.values()]
         return len(bounds) == 2 and all(type(b) in (int, float) and 0 <= b <= 1 for b in bounds)
     if name in ("mul", "where"):

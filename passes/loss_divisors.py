@@ -203,7 +203,7 @@ def _guard_step(terms: Terms, op: Op) -> tuple[str, str, float] | None:
             return source, "mul", 1 / number
         case "maximum" | "max" | "fmax", (other,) if number_of(terms.graph, other) is not None:
             return source, "max", number_of(terms.graph, other) or 0.0
-        case "clamp" | "clip" | "clamp_min", rest:
+        case "clamp" | "clamp_min", rest:
             options = dict(zip(("min", "max"), rest, strict=False)) | kwargs
             least = number_of(terms.graph, options.pop("min", None))
             if least is not None and set(options.values()) <= {None}:

@@ -1,4 +1,7 @@
-"""What ops do, however they are written, and what is done alike."""
+"""What ops do, and what is done alike.
+
+Of several names that a function of torch has, graphs have one (`frontend/calls.py`).
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,6 @@ _SYNONYMS = {
     "itruediv": "div",
     "truediv": "div",
     "true_divide": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
     "pos": "clone",
 }
 
@@ -55,7 +55,7 @@ COMPARING = ORDER | {"eq", "ne", "sign", "round", "floor", "ceil"}
 
 BOUNDING = frozenset(
     {
-        *("clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
+        *("clamp", "clamp_min", "clamp_max", "minimum", "maximum"),
         *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize"),
     }
 )
@@ -64,7 +64,7 @@ BOUNDING = frozenset(
 STEPPED = frozenset(
     {
         *("floordiv", "floor_divide", "mod", "remainder", "fmod", "bucketize", "searchsorted"),
-        *("trunc", "fix", "heaviside", "hardshrink", "softshrink", "threshold", "_threshold"),
+        *("trunc", "heaviside", "hardshrink", "softshrink", "threshold", "_threshold"),
     }
 )
 """Others that are flat, or another line, from some number on."""
@@ -80,9 +80,9 @@ SATURATING = frozenset(
 
 FINITE = frozenset({"isfinite", "isinf", "isnan"})
 
-AND = frozenset({"and_", "__and__", "bitwise_and", "logical_and"})
-OR = frozenset({"or_", "__or__", "bitwise_or", "logical_or"})
-NOT = frozenset({"invert", "inv", "__invert__", "bitwise_not", "logical_not"})
+AND = frozenset({"and_", "bitwise_and", "logical_and"})
+OR = frozenset({"or_", "bitwise_or", "logical_or"})
+NOT = frozenset({"invert", "bitwise_not", "logical_not"})
 """Of booleans; all but the logical ones are others of integers."""
 
 FILLED = frozenset(
@@ -97,7 +97,7 @@ FILLED = frozenset(
 
 _RESHAPING = frozenset(
     {
-        *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapaxes_", "swapdims_"),
+        *("unsqueeze_", "squeeze_", "t_", "transpose_"),
         *("resize_", "resize_as_", "set_", "as_strided_"),
     }
 )
@@ -151,7 +151,7 @@ def name_of(graph: Graph, op: Op) -> str:
 _REARRANGED = frozenset(
     {
         *("view", "reshape", "flatten", "contiguous", "detach", "squeeze", "unsqueeze"),
-        *("transpose", "permute", "movedim", "swapaxes", "swapdims", "t", "to", "long", "int"),
+        *("transpose", "permute", "movedim", "t", "to", "long", "int"),
     }
 )
 """What keeps all elements of a tensor, as long as it keeps their type and their memory."""

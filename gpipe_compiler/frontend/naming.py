@@ -161,8 +161,6 @@ _FUNCTION_NAMES: Mapping[str, str] = {
     "floordiv": "floor_div",
     "unless": "layer_out",
     "split_by_values": "split",
-    **{f"i{name}": name for name in ("add", "sub", "mul", "pow", "and", "or", "xor", "mod")},
-    "itruediv": "div",
 }
 
 
