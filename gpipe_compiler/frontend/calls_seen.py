@@ -28,7 +28,7 @@ from gpipe_compiler.frontend.locate import line_around
 from gpipe_compiler.frontend.nests import has_tensors
 from gpipe_compiler.frontend.position import Region
 from gpipe_compiler.frontend.recorder import Recorder, recording
-from gpipe_compiler.frontend.trace_errors import transformed
+from gpipe_compiler.frontend.trace_errors import TRANSFORMED
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
 from gpipe_compiler.ir import Autocast
 from gpipe_compiler.ir.arguments import tensors_in
@@ -231,7 +231,7 @@ class _Kernels(PlainDispatchMode):
         )
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if follows or draws or func._schema.is_mutable:
-            raise transformed(line_around(_FUNCTORCH))
+            raise TRANSFORMED.at(line_around(_FUNCTORCH))
         return self._recorder.record(_public(func, args, kwargs, made), made, ())
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from gpipe_compiler.errors import SourceLocation, TraceError, at_code
+from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
 from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
@@ -26,7 +26,7 @@ from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import OPENED, at_number, has_tensors, numbered, widened
 from gpipe_compiler.frontend.noted_sizes import NotedSizes, SampleLists
 from gpipe_compiler.frontend.state import named_state
-from gpipe_compiler.frontend.trace_errors import own_gradients, transformed
+from gpipe_compiler.frontend.trace_errors import PACKED, TRANSFORMED, own_gradients
 from gpipe_compiler.frontend.value_splits import write_value_splits
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
@@ -121,8 +121,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             args[1][id(args[0])] = made = self._call(torch.clone, args[:1], {})
             return made
         if func is torch._VF._pack_padded_sequence:
-            where = calling_line()
-            raise TraceError(f"no graph holds packed sequences{at_code(where)}", location=where)
+            raise PACKED.at(calling_line())
         if name in ("__getitem__", "__setitem__"):
             with self:  # what is asked of a tensor in brackets is asked of it by itself
                 args = args[0], numbered(args[1]), *args[2:]
@@ -200,7 +199,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise transformed(line_around("torch/_functorch/"))
+            raise TRANSFORMED.at(line_around("torch/_functorch/"))
         if func is torch.autograd.grad:
             raise own_gradients(calling_line())
         if func is torch.Tensor.requires_grad_:

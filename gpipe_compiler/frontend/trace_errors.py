@@ -29,8 +29,33 @@ class _Cause:
     problem: str
     hint: str
 
+    def at(self, where: SourceLocation | None) -> TraceError:
+        """The error for a line of the user's."""
+        return TraceError(f"{self.problem}{at_code(where)}", location=where, hint=self.hint)
+
+
+TRANSFORMED = _Cause(
+    r"torch\.func\b|torch\.vmap|functorch",
+    "the model applies a transform of torch.func, such as torch.vmap, and what is computed inside "
+    "cannot be told apart from it, to be cut or to run elsewhere",
+    "compute on the whole batch at once: torch's ops take batches; write derivatives with torch's "
+    "operators",
+)
+PACKED = _Cause(
+    r"pack(ed|_padded)_sequence|PackedSequence",
+    "the model packs sequences, which no graph holds",
+    "pass padded sequences to the layer, and mask what lies behind their ends: how many rows a "
+    "packed sequence has depends on the values of the lengths",
+)
 
 _CAUSES = (
+    TRANSFORMED,
+    PACKED,
+    _Cause(
+        r"nested_tensor|torch\.jagged",
+        "the model makes nested tensors",
+        "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
+    ),
     _Cause(
         r"DynamicCache|EncoderDecoderCache|StaticCache",
         "the model returns or takes a cache object",
@@ -97,7 +122,7 @@ def explained(error: Exception) -> TraceError:
     haystack = f"{where.code if where else ''}\n{text}\n{called}"
     for cause in _CAUSES:
         if re.search(cause.pattern, haystack):
-            return TraceError(f"{cause.problem}{at_code(where)}", location=where, hint=cause.hint)
+            return cause.at(where)
     if isinstance(error, GuardOnDataDependentSymNode):
         for pattern, refusal in _OF_SELECTIONS:
             if where is not None and pattern.search(where.code):
@@ -255,16 +280,6 @@ def refuse_writing_switches(model: nn.Module, *, training: bool) -> None:
                 "their own when training is over (merge_weights=False in loralib); for --mode "
                 "infer, call eval() in build_model()",
             )
-
-
-def transformed(where: SourceLocation | None) -> TraceError:
-    """Of a model that applies torch.vmap or another transform of torch.func in forward."""
-    return TraceError(
-        "the model applies a transform of torch.func, such as torch.vmap: what is computed inside "
-        "cannot be told apart from the transform, to be cut or to run elsewhere",
-        location=where,
-        hint="compute on the whole batch at once: torch's ops take batches",
-    )
 
 
 def own_gradients(where: SourceLocation | None) -> TraceError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -214,45 +213,16 @@ def _by_fewer_layers(subject: Subject, precision: Precision) -> Graph | None:
     return None if wrong else graph
 
 
-_KNOWN: tuple[tuple[str, str, str], ...] = (
-    (
-        r"torch\.func\b|torch\.vmap|functorch",
-        "it applies a transform of torch.func",
-        "compute on the whole batch at once: torch's ops take batches; write derivatives with "
-        "torch's operators",
-    ),
-    (
-        r"pack(ed|_padded)_sequence|PackedSequence",
-        "it packs sequences",
-        "pass padded sequences to the layer, and mask what lies behind their ends: how many rows a "
-        "packed sequence has depends on the values of the lengths",
-    ),
-    (
-        r"torch\.jit\.script|ScriptModule",
-        "torch.jit has compiled it, or a part of it",
-        "build the model from the modules that were scripted or traced: what torch.jit has "
-        "compiled cannot be taken apart",
-    ),
-    (
-        r"nested_tensor|torch\.jagged",
-        "it makes nested tensors",
-        "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
-    ),
-)
-"""What is not followed: how what it says of the user's line reads; in words; the way
-out."""
-
-
 def _untraceable(error: GPipeCompilerError, model: nn.Module) -> TraceError:
-    """Why a model cannot be traced, in the words of whoever knows what it uses."""
+    """Why a model cannot be traced, and what to do about it."""
     cause = ""
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())
-    used = f"{error.problem} {'ScriptModule' if scripted else ''}"
     hint = error.hint or "write what the line does with torch's operators on tensors alone"
-    for pattern, words, way_out in _KNOWN:
-        if re.search(pattern, used):
-            cause, hint = f", as {words}", way_out
-            break
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        cause = ", as torch.jit has compiled it, or a part of it"
+        hint = (
+            "build the model from the modules that were scripted or traced: what torch.jit has "
+            "compiled cannot be taken apart"
+        )
     return TraceError(
         f"the model cannot be traced{cause}: {error.problem}",
         location=error.location or line_of_forward(model),
