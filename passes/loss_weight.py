@@ -261,11 +261,8 @@ def _reading_no_forms(graph: Graph) -> Graph:
     counts may be given those of an output, and depends on the inputs alone for all that."""
 
     def plain(op: Op) -> Op:
-        given, options = op.call.args, op.call.kwargs
-        if called(op.call) == "to" and options.keys() == {"dtype"}:
-            given, options = (*given, options["dtype"]), {}
-        args = [item.name if isinstance(item, Ref) else "" for item in given]
-        if op.name not in graph.loss_only or len(args) != 2 or options:
+        args = [item.name if isinstance(item, Ref) else "" for item in op.call.args]
+        if op.name not in graph.loss_only or len(args) != 2 or op.call.kwargs:
             return op
         asked = graph.producer.get(args[1])
         if asked is not None and called(asked.call) == "getattr" and asked.call.args[1] == "dtype":

@@ -143,9 +143,6 @@ class CastWatch(TorchFunctionMode):
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):
             # Torch itself goes on with the other's device and type as they are.
             args = (args[0], args[1].device, self._read(args[1]), *args[2:])
-        if func is torch.Tensor.to and "other" in kwargs:
-            args = (args[0], kwargs["other"].device, self._read(kwargs["other"]))
-            kwargs = {key: item for key, item in kwargs.items() if key != "other"}
         number = self._note(func, constants=tuple(_constants((args, kwargs))))
         recorder = recording()
         if recorder is None:

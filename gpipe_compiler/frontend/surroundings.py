@@ -43,8 +43,7 @@ def as_exported() -> Iterator[None]:
     with contextlib.ExitStack() as around:
         around.enter_context(unpacked())
         for flag in ("_is_compiling_flag", "_is_exporting_flag"):
-            if hasattr(torch.compiler, flag):
-                around.enter_context(mock.patch.object(torch.compiler, flag, True))
+            around.enter_context(mock.patch.object(torch.compiler, flag, True))
         yield
 
 
