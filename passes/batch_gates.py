@@ -31,6 +31,7 @@ from gpipe_compiler.passes.verbs import (
     counted_above_zero,
     name_of,
     number_of,
+    origin,
     verb,
 )
 
@@ -183,12 +184,7 @@ def _below(graph: Graph, value: str) -> tuple[bool, str, str] | None:
 
 def _moved(graph: Graph, value: str) -> str:
     """The value whose elements these are, before they were moved or cast."""
-    while (op := graph.producer.get(value)) is not None and verb(op) in MOVES:
-        source = op.call.args[0] if op.call.args else None
-        if not isinstance(source, Ref):
-            break
-        value = source.name
-    return value
+    return origin(graph, value, lambda op: verb(op) in MOVES)
 
 
 def _made(graph: Graph, value: str) -> object:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator
 import torch
 
 from gpipe_compiler.ir import (
-    Argument,
     FunctionCall,
     Graph,
     MethodCall,
@@ -27,6 +26,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.simplify import VIEWS, takes_any_strides, without_idle
+from gpipe_compiler.passes.verbs import origin
 
 _SAME_TYPE = VIEWS | {"view", "reshape", "split", "chunk", "unbind", "contiguous", "squeeze"}
 
@@ -138,19 +138,7 @@ def _same_type(graph: Graph, left: str, right: str) -> bool:
 
 def _origin(graph: Graph, name: str) -> str:
     """The value that a value is a view of, through ops that keep its type."""
-    while True:
-        maker = graph.producer.get(name)
-        if maker is None or called(maker.call) not in _SAME_TYPE:
-            return name
-        source = _first(maker)
-        if not isinstance(source, Ref):
-            return name
-        name = source.name
-
-
-def _first(op: Op) -> Argument:
-    call = op.call
-    return call.args[0] if isinstance(call, FunctionCall | MethodCall) and call.args else None
+    return origin(graph, name, lambda op: called(op.call) in _SAME_TYPE)
 
 
 def _can_be_one(graph: Graph, found: Effects, source: str, result: str) -> bool:

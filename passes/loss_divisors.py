@@ -29,6 +29,7 @@ from gpipe_compiler.passes.verbs import (
     elements_of,
     is_number_of,
     number_of,
+    origin,
     verb,
 )
 from gpipe_compiler.runtime.sizes import Dim
@@ -71,9 +72,7 @@ def count_of(terms: Terms, term: Term) -> Count | None:
 
 def guard_of(terms: Terms, term: Guarded) -> Count | None:
     """What has to be above zero for a term to count; None where that is no sum over samples."""
-    value = term.counted or ""
-    while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
-        value = op.call.args[0].name
+    op = terms.graph.producer.get(_apart_from_type(terms, term.counted or ""))
     if op is None or not _is_over_samples(terms, op, "any"):
         return None
     base, *options = op.call.args
@@ -231,9 +230,7 @@ def _counted_or(
 
 def _apart_from_type(terms: Terms, value: str) -> str:
     """The scalar that a scalar is, in any type."""
-    while (op := terms.graph.producer.get(value)) is not None and terms.keeps(op):
-        value = op.call.args[0].name
-    return value
+    return origin(terms.graph, value, terms.keeps)
 
 
 def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:

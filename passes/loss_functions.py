@@ -28,7 +28,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import construct
 from gpipe_compiler.passes.unknown_sizes import selection_behind
-from gpipe_compiler.passes.verbs import MOVES, ORDER, elements_of, verb
+from gpipe_compiler.passes.verbs import MOVES, ORDER, elements_of, origin, verb
 
 _LINEAR_LOSS = getattr(F, "linear_cross_entropy", None)
 """Cross entropy fused with the head; torch 2.11 does not have it."""
@@ -344,10 +344,5 @@ def _alike(graph: Graph, one: Argument, other: Argument) -> bool:
 
 def _plain(graph: Graph, value: Argument) -> str:
     """The name of a value before it was given another type or shape; "" for none."""
-    name = getattr(value, "name", "")
-    while (op := graph.producer.get(name)) is not None and verb(op) in MOVES:
-        first = op.call.args[0]
-        if not isinstance(first, Ref) or verb(op) in ("getitem", "select"):
-            return name
-        name = first.name
-    return name
+    moves = MOVES - {"getitem", "select"}
+    return origin(graph, getattr(value, "name", ""), lambda op: verb(op) in moves)

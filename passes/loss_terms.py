@@ -375,20 +375,11 @@ _FUNCTIONS: Mapping[str, Callable[..., object]] = {"mul": operator.mul, "div": o
 _NEGATED = FunctionCall(operator.neg, (LAST,))
 
 
-_OUT_OF_PLACE: Mapping[Callable[..., object], Callable[..., object]] = {
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-
-
 def _elsewhere(op: Op, factor: Ref) -> Step:
     """The call of an op, done to another value than the scalar that it is done to, in no place."""
     call = op.call
     assert isinstance(call, FunctionCall | MethodCall)
     args = map_argument(lambda leaf: LAST if leaf == factor else leaf, call.args)
-    match call:
-        case MethodCall(method=method):
-            return dataclasses.replace(call, method=method.removesuffix("_"), args=args)
-        case FunctionCall(function=function):
-            plain = _OUT_OF_PLACE.get(function, function)
-            return dataclasses.replace(call, function=plain, args=args)
+    if isinstance(call, MethodCall):
+        return dataclasses.replace(call, method=call.method.removesuffix("_"), args=args)
+    return dataclasses.replace(call, args=args)

@@ -6,7 +6,7 @@ Of several names that a function of torch has, graphs have one (`frontend/calls.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -157,17 +157,26 @@ _REARRANGED = frozenset(
 """What keeps all elements of a tensor, as long as it keeps their type and their memory."""
 
 
+def origin(graph: Graph, value: str, passed: Callable[[Op], bool]) -> str:
+    """The value that a value is made of by ops that are passed, each by its first argument."""
+    while (op := graph.producer.get(value)) is not None and passed(op):
+        first = op.call.args[0] if op.call.args else None
+        if not isinstance(first, Ref):
+            break
+        value = first.name
+    return value
+
+
 def elements_of(graph: Graph, tensor: Argument) -> Argument:
     """The tensor whose elements these are, before they were put in another order or shape."""
-    while isinstance(tensor, Ref):
-        op = graph.producer.get(tensor.name)
-        if op is None or verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
-            return tensor
-        before, after = graph.values[op.call.args[0].name], graph.values[tensor.name]
-        if before.dtype != after.dtype or before.storage != after.storage:
-            return tensor
-        tensor = op.call.args[0]
-    return tensor
+
+    def rearranges(op: Op) -> bool:
+        if verb(op) not in _REARRANGED or not isinstance(op.call.args[0], Ref):
+            return False
+        before, after = graph.values[op.call.args[0].name], graph.values[op.outputs[0]]
+        return before.dtype == after.dtype and before.storage == after.storage
+
+    return Ref(origin(graph, tensor.name, rearranges)) if isinstance(tensor, Ref) else tensor
 
 
 _FILLED_WITH = {"zeros": 0.0, "new_zeros": 0.0, "zeros_like": 0.0}
