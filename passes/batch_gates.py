@@ -14,6 +14,7 @@ import torch
 
 from gpipe_compiler.ir import Argument, Graph, Op, Ref, RegionCall, ValueKind
 from gpipe_compiler.ir.branches import is_requirement
+from gpipe_compiler.passes.joined_outputs import Unjoined, ways_of
 from gpipe_compiler.passes.loss_additivity import KINKED
 from gpipe_compiler.passes.verbs import (
     AND,
@@ -34,6 +35,7 @@ from gpipe_compiler.passes.verbs import (
     origin,
     verb,
 )
+from gpipe_compiler.runtime.spec import Joined
 
 _NUMBERING = frozenset({"cumsum", "argsort", "logcumsumexp", "cumprod", "cummax", "cummin"})
 
@@ -307,9 +309,4 @@ def _bound_follows(graph: Graph, op: Op, name: str) -> bool:
 
 def _is_of_samples(graph: Graph, value: Argument) -> bool:
     """Whether each sample has its own part of a value, which goes with nothing of other samples."""
-    if not isinstance(value, Ref):
-        return False
-    before = graph.ancestors((value.name,))
-    made = (name for op in graph.ops if op.name in before for name in op.outputs)
-    found = (graph.values[name] for name in made if name in graph.batched)
-    return all(v.dtype is None or (v.batch_dim is not None and v.splittable) for v in found)
+    return isinstance(value, Ref) and ways_of(graph)[value.name] in (Unjoined.ROWS, Joined.SAME)
