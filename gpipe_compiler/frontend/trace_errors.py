@@ -48,7 +48,7 @@ PACKED = _Cause(
     "packed sequence has depends on the values of the lengths",
 )
 
-_CAUSES = (
+_OF_LINES = (
     TRANSFORMED,
     PACKED,
     _Cause(
@@ -56,6 +56,10 @@ _CAUSES = (
         "the model makes nested tensors",
         "pad to one length, and pass a mask of what is padding: a plan is for known shapes",
     ),
+)
+"""Told by the line and the first words of an error: torch names all of these in others."""
+
+_CAUSES = (
     _Cause(
         r"DynamicCache|EncoderDecoderCache|StaticCache",
         "the model returns or takes a cache object",
@@ -119,16 +123,17 @@ def explained(error: Exception) -> TraceError:
     where = line_of(error)
     text = text_of(error)
     called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
-    haystack = f"{where.code if where else ''}\n{text}\n{called}"
-    for cause in _CAUSES:
-        if re.search(cause.pattern, haystack):
+    code = where.code if where else ""
+    first = text.strip().partition("\n")[0] or "no message"
+    for cause in (*_CAUSES, *_OF_LINES):
+        read = (code, first) if cause in _OF_LINES else (code, text, called)
+        if re.search(cause.pattern, "\n".join(read)):
             return cause.at(where)
     if isinstance(error, GuardOnDataDependentSymNode):
         for pattern, refusal in _OF_SELECTIONS:
             if where is not None and pattern.search(where.code):
                 return refusal(where)
         return by_values(where)
-    first = text.strip().splitlines()[0] if text.strip() else "no message"
     return TraceError(
         f"the model cannot be run without numbers{at_code(where)}: {type(error).__name__}: {first}",
         location=where,
