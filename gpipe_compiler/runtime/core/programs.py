@@ -1,4 +1,4 @@
-"""Schedules made ready to run: generated or taken from the package, lowered, proved, wired."""
+"""Schedules made ready to run: generated or taken from the package, lowered, wired."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .wiring import ActionStep, StageWiring, crossings_for, steps_of, wire
 
 @dataclass(frozen=True)
 class PreparedSchedule:
-    """A schedule for one placement, proved to end.
+    """A schedule for one placement.
 
     Attributes:
         placement: the device of each stage.
@@ -41,7 +41,7 @@ _Key: TypeAlias = tuple[RunRequest, int, frozenset[int], frozenset[str], frozens
 
 @dataclass(eq=False)
 class ProgramCache:
-    """The schedules of a pipeline, each made and proved when it is first asked for.
+    """The schedules of a pipeline, each made when it is first asked for.
 
     Args:
         schedule: of training; without gradients micro-batches just flow through.
