@@ -229,16 +229,21 @@ class RecordedMode:
         return self._found_sizes(places).places
 
     def fixed(self, places: FreePlaces) -> dict[Place, tuple[SourceLocation, str]]:
-        """The lines that fix some dimensions, where the user may not know it, and what they do."""
+        """The lines that fix some dimensions, where the user may not know it, and what they do.
+
+        That a weight fits the features alone, which stand last by torch's custom, is no news.
+        """
         found: dict[Place, tuple[SourceLocation, str]] = {}
         for source, node in zip(self.entry.signature.inputs, self.inputs, strict=True):
-            for dim, size in enumerate(node.meta["val"].shape):
+            given = node.meta["val"]
+            for dim, size in enumerate(given.shape):
+                features = given.is_floating_point() and dim == given.ndim - 1
                 number, fitting = self.sizes.made_number(size), self.sizes.fitting(size)
                 if (source.name, dim) not in places:
                     continue
                 if number is not None:
                     found[source.name, dim] = number, "makes a number of it"
-                elif fitting is not None and source.path[0] != "target":
+                elif fitting is not None and source.path[0] != "target" and not features:
                     found[source.name, dim] = fitting, "fits no other"
         return found
 

@@ -47,3 +47,24 @@ def test_nothing_is_said_of_features_of_layers_and_of_the_target() -> None:
         )
 
     assert [size.name for size in graph.sizes] == ["x.1"]
+
+
+class Normed(nn.Module):
+    """Scales features by a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_nothing_is_said_of_features_of_the_users_own_layers() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Notice)
+        graph = trace(
+            Normed(), torch.randn(4, 5, 6), target=torch.randn(4, 5, 6), loss_fn=F.mse_loss
+        )
+
+    assert [size.name for size in graph.sizes] == ["x.1"]
