@@ -131,6 +131,7 @@ def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
 def _while_loop(cond_fn: Any, body_fn: Any, carried_inputs: Any) -> Any:
     while cond_fn(*carried_inputs):
         carried_inputs = body_fn(*carried_inputs)
+    from gpipe_compiler.frontend.trace_settings import refuse_gradients
 
     refuse_gradients(carried_inputs)
     return carried_inputs
