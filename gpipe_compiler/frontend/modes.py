@@ -256,11 +256,13 @@ class _Merging:
 
     def outputs(self, train: Argument, evaluation: Argument) -> Argument:
         """What the merged graph returns: a value for every tensor that eval mode returns."""
-        train, theirs = _with_objects(train, self._ours(evaluation))
-        if _structure(train) == _structure(theirs):
-            return combine(train, theirs, self._one_output)
+        ours, theirs = _with_objects(train, self._ours(evaluation))
+        if _structure(ours) == _structure(theirs):
+            both = combine(ours, theirs, self._one_output)
+            self.different = self.different or repr(both) != repr(train)
+            return both
         self.different = True
-        self.left_out = self._left_out(train, theirs)
+        self.left_out = self._left_out(ours, theirs)
         problem = (
             f"the model does not return in eval mode what it returns in training, "
             f"{self.left_out}: the loss is computed of that, but step_with_outputs refuses to "

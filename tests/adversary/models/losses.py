@@ -339,7 +339,7 @@ CASES = (
         rows,
         of_shares_of_both,
         classes,
-        expect=Refused(("no sum over samples",), ("--loss-over batch",)),
+        expect=Refused(("no mean over samples",), ("--loss-over batch",)),
     ),
     Case("where_finite", body, steps, where_finite, padded, later_target=all_ignored_but_one),
     Case("where_not_nan", body, steps, where_not_nan, padded, later_target=all_ignored_but_one),
