@@ -283,17 +283,18 @@ def _export_folder(
     made = {key: Assembly.read(how) for key, how in content["assembled"].items()}
     like = _tensors(stored, names, made)
 
-    # A block's gate and up projections are pieces of one tensor, its down projections of another,
-    # and a file holds them in turn.
-    @functools.lru_cache(maxsize=2)
     def tensor_of(name: str) -> torch.Tensor:
         (tensor,) = stored.read([f"model.{name}"]).values()
         return tensor  # type: ignore[no-any-return]  # as `_tensors` has seen
 
+    # A block's gate and up projections are pieces of one tensor, its down projections of another,
+    # and a file holds them in turn.
+    held = functools.lru_cache(maxsize=2)(tensor_of)
+
     def read(key: str) -> torch.Tensor:
         if key in names:
             return tensor_of(names[key])
-        return made[key].of_tensors([tensor_of(name) for name in made[key].of])
+        return made[key].of_tensors([held(name) for name in made[key].of])
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
