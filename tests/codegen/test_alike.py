@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stage_text import module_of, text_of
+from stage_text import module_of, text_of, trains_as
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -164,17 +164,8 @@ def test_what_is_alike_is_written_once(case: str, planned: Callable[..., Plan]) 
     text = text_of(planned(copy.deepcopy(model), x, count=1))
     for line in lines:
         assert line in text, text
-    stage = module_of(text)
-    stage.load_state_dict(model.state_dict())
 
-    for module in (model, stage):
-        module.train()
-        module(x).square().sum().backward()
-
-    torch.testing.assert_close(stage(x), model(x), rtol=0, atol=0)
-    own = dict(stage.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(own[name].grad, parameter.grad)
+    trains_as(module_of(text), model, x)
 
 
 class Coder(nn.Module):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from stage_text import module_of, text_of, trains_as
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -324,36 +324,19 @@ def test_a_loop_is_written_as_one(case: str, planned: Callable[..., Plan]) -> No
     make, shape, line = CASES[case]
     torch.manual_seed(0)
     model, x = make(), torch.rand(shape)
-    plan = planned(copy.deepcopy(model), x, count=1)
-    assert plan.graph is not None
-    text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
     assert line in text, text
-    namespace: dict[str, Any] = {}
-    exec(text, namespace)
-    stage = namespace["Stage0"]()
-    stage.load_state_dict(model.state_dict())
 
-    for module in (model, stage):
-        module.train()
-        module(x).square().sum().backward()
-
-    torch.testing.assert_close(stage(x), model(x), rtol=0, atol=0)
-    own = dict(stage.named_parameters())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(own[name].grad, parameter.grad)
+    trains_as(module_of(text), model, x)
 
 
 def test_what_all_rounds_make_is_returned_together(planned: Callable[..., Plan]) -> None:
     """A stage of many layers is no longer than one of a few; its results are those of the model."""
     torch.manual_seed(0)
     model, x = Returns(), torch.rand(4, DIM)
-    plan = planned(copy.deepcopy(model), x, count=1)
-    assert plan.graph is not None
-    stage = write_stages(plan, CodeFacts.of(plan.graph)).stages[0]
-    assert "        return *all_x, norm_out\n" in stage.text, stage.text
-    namespace: dict[str, Any] = {}
-    exec(stage.text, namespace)
-    own = namespace["Stage0"]()
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+    assert "        return *all_x, norm_out\n" in text, text
+    own = module_of(text)
     own.load_state_dict(model.state_dict())
 
     (normed, *steps), found = model(x), own(x)
@@ -396,13 +379,9 @@ class Noisy(nn.Module):
 def test_rounds_read_the_device_off_what_every_round_has(planned: Callable[..., Plan]) -> None:
     torch.manual_seed(0)
     model, given = Noisy(), (torch.rand(4, DIM), torch.rand(4, DIM))
-    plan = planned(copy.deepcopy(model), *given, count=1)
-    assert plan.graph is not None
-    text = write_stages(plan, CodeFacts.of(plan.graph)).stages[0].text
+    text = text_of(planned(copy.deepcopy(model), *given, count=1))
     assert "for layer in self.layers.values():" in text, text
-    namespace: dict[str, Any] = {}
-    exec(text, namespace)
-    stage = namespace["Stage0"]()
+    stage = module_of(text)
     stage.load_state_dict(model.state_dict())
 
     assert "noise = torch.ones(" in text, text

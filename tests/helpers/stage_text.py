@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from gpipe_compiler.codegen.facts import CodeFacts
@@ -23,3 +24,17 @@ def module_of(text: str) -> nn.Module:
     made = namespace["Stage0"]()
     assert isinstance(made, nn.Module)
     return made
+
+
+def trains_as(stage: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
+    """Asserts that a stage that is the whole of a model computes what that does, with its weights."""
+    stage.load_state_dict(model.state_dict())
+
+    for module in (model, stage):
+        module.train()
+        module(x).square().sum().backward()
+
+    torch.testing.assert_close(stage(x), model(x), rtol=0, atol=0)
+    own = dict(stage.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad)

@@ -17,15 +17,16 @@ from gpipe_compiler.cli.main import compile_command
 
 WORDS, LENGTH = 50, 12
 
+DECODER: Mapping[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 SIZES: Mapping[str, dict[str, Any]] = {
-    "Llama": {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-    },
+    "Llama": {**DECODER},
     "GPT2": {
         "n_embd": 16,
         "n_layer": 2,
@@ -55,15 +56,7 @@ SIZES: Mapping[str, dict[str, Any]] = {
         "dropout_rate": 0.0,
         "decoder_start_token_id": 0,
     },
-    "Mixtral": {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "num_local_experts": 4,
-    },
+    "Mixtral": {**DECODER, "num_local_experts": 4},
 }
 HEADS = {
     "Llama": "LlamaForCausalLM",
