@@ -27,7 +27,7 @@ def module_of(text: str) -> nn.Module:
 
 
 def trains_as(stage: nn.Module, model: nn.Module, x: torch.Tensor) -> None:
-    """Asserts that a stage that is the whole of a model computes what that does, with its weights."""
+    """Asserts that a stage that is a whole model computes what that does, with its weights."""
     stage.load_state_dict(model.state_dict())
 
     for module in (model, stage):
