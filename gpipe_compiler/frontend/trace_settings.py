@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.errors import TraceError, at_code
 from gpipe_compiler.frontend.locate import calling_line, is_installed_file, is_users
@@ -125,7 +125,12 @@ def _cross_entropy(
 
 
 def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
-    return true_fn(*operands) if pred else false_fn(*operands)
+    from gpipe_compiler.frontend.trace_settings import with_zero_gradients
+
+    if pred:
+        return with_zero_gradients(pred, true_fn(*operands), lambda: false_fn(*operands))
+    no = not pred if isinstance(pred, bool) else ~pred
+    return with_zero_gradients(no, false_fn(*operands), lambda: true_fn(*operands))
 
 
 def _while_loop(cond_fn: Any, body_fn: Any, carried_inputs: Any) -> Any:
@@ -174,6 +179,41 @@ _AS_PYTHON: Mapping[str, Callable[..., Any]] = {
     "scan": _scan,
     "map": _map,
 }
+
+
+def with_zero_gradients(pred: Any, taken: Any, other: Callable[[], Any]) -> Any:
+    """What a way of `torch.cond` gives, with gradients of zero for what the other alone reads.
+
+    Of a condition that is no tensor, torch knows the way taken alone, and so does this.
+
+    Args:
+        pred: true, for the way taken.
+        taken: what that way gives.
+        other: gives what the other way does.
+    """
+    if not (torch.is_grad_enabled() and isinstance(pred, torch.Tensor)):
+        return taken
+    spare = other()
+    if _read_by(spare) <= _read_by(taken):
+        return taken
+    # Of the number that `where` leaves out, the gradient is zero, and so is that of what made it.
+    return tree_map(lambda mine, its: torch.where(pred, mine, its), taken, spare)
+
+
+def _read_by(made: object) -> set[object]:
+    """Where the gradients of tensors end: a node of autograd for each that was made by none."""
+    waiting = [item.grad_fn for item in tree_leaves(made) if isinstance(item, torch.Tensor)]
+    seen, ends = set[object](), set[object]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [before for before, _ in node.next_functions]
+        waiting += following
+        if not following:
+            ends.add(node)
+    return ends
 
 
 def refuse_gradients(carried: object) -> None:

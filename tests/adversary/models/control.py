@@ -129,6 +129,14 @@ class CondOfLayers(Cond):
         return self.other(x) * 3
 
 
+class CondTheOtherWay(CondOfLayers):
+    """The condition does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flag = ~self.flag
+
+
 class CondOnData(Two):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))  # refused: cond_on_data
@@ -355,6 +363,7 @@ CASES = (
     simple("item", Item, expect=Refused(("values of a tensor",), ("keep it a tensor",))),
     simple("cond", Cond, sizes=(8, 5), manners=FP32_ONLY),
     simple("cond_of_layers", CondOfLayers, sizes=(8, 5), manners=FP32_ONLY),
+    simple("cond_the_other_way", CondTheOtherWay, sizes=(8, 5), manners=FP32_ONLY),
     simple("cond_on_data", CondOnData, expect=Refused(("values of a tensor",), ("torch.where",))),
     simple("while_loop", WhileLoop, options="--mode infer"),
     simple(
