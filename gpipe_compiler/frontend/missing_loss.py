@@ -78,10 +78,7 @@ def no_loss(subject: Subject, output: object) -> ModelError:
         advice.append(f"write {HOOK} = {near.name}, or call it that")
     scalar = next(_scalars(output, "output"), None)
     if scalar is not None:
-        advice.append(
-            f"if {scalar} is the loss: def {HOOK}(output, target): return {scalar}, and an "
-            "example_target(), such as the labels"
-        )
+        advice.append(f"if {scalar} is the loss: def {HOOK}(output): return {scalar}")
     if not advice:
         advice.append(f"offer {HOOK}(output, target) and example_target()")
     return ModelError(problem, location=location, hint="; ".join((*advice, _WAYS_OUT)))

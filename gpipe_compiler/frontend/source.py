@@ -1,10 +1,10 @@
 """Loads what is to be compiled: a model file (or module) and what it offers.
 
 A model file offers `build_model()` and `example_inputs()`, and where it is to be trained also
-`loss_fn(output, target)`, `example_target()`, and for `run.py train` `train_data()`, `eval_data()`,
-`make_optimizer(params)`, `make_scheduler(optimizer)`, `make_state(pipe, optimizer)`,
-`metrics(output, target)` and `log(step, metrics)`. The file runs as an ordinary module; nothing of
-it is changed.
+`loss_fn(output, target)` and `example_target()`, or `loss_fn(output)`; and for `run.py train`
+`train_data()`, `eval_data()`, `make_optimizer(params)`, `make_scheduler(optimizer)`,
+`make_state(pipe, optimizer)`, `metrics(output, target)` and `log(step, metrics)`. The file runs as
+an ordinary module; nothing of it is changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -30,7 +30,7 @@ from gpipe_compiler.frontend.examples import (
 )
 from gpipe_compiler.frontend.initial import catch_up, on_meta_throughout, recording
 from gpipe_compiler.frontend.missing_loss import HOOK, nearly_a_loss
-from gpipe_compiler.frontend.subject import Example, Hooks, Subject
+from gpipe_compiler.frontend.subject import Example, Hooks, Subject, takes
 from gpipe_compiler.frontend.user_code import (
     ModelSpec,
     definition,
@@ -90,15 +90,15 @@ def described(
 ) -> Subject:
     """A model that is built, with what the user's file offers besides."""
     wants_own = training and loss is LossChoice.MODEL
-    loss_fn = offered(module, HOOK) if wants_own else None
-    target = _target(module, call) if loss_fn is not None else None
+    loss_fn: Any = offered(module, HOOK) if wants_own else None
+    target = _target(module, call) if _compares(loss_fn, module) else None
     subject = Subject(
         name=spec.stem,
         model=built,
         args=call[0],
         kwargs=call[1],
         target=target,
-        loss_fn=loss_fn,  # type: ignore[arg-type]  # what the user's file holds is untyped
+        loss_fn=loss_fn,
         training=training,
         loss=loss,
         nearly_a_loss=nearly_a_loss(module) if wants_own and loss_fn is None else None,
@@ -242,6 +242,15 @@ def example_call(spec: ModelSpec, module: ModuleType) -> Call:
     return normal_form(_called(function, "example_inputs"), definition(function))
 
 
+def _compares(loss_fn: object, module: ModuleType) -> bool:
+    """Whether a loss needs a target, or takes the one that the file offers."""
+    if not isinstance(loss_fn, FunctionType) or not takes(loss_fn, 1):
+        return loss_fn is not None
+    return takes(loss_fn, 2) and any(
+        hasattr(module, name) for name in ("example_target", "train_data")
+    )
+
+
 def _target(module: ModuleType, call: Call) -> object:
     """What `loss_fn` compares the output with: `example_target()`, or the first batch's."""
     function = offered(module, "example_target")
@@ -264,7 +273,8 @@ def _first_target(module: ModuleType) -> tuple[object, SourceLocation | None]:
         raise ModelError(
             "there is a loss_fn(output, target), but no example_target() to call it with",
             location=definition(module.loss_fn),
-            hint="define example_target(), or train_data() that yields (inputs, target) batches",
+            hint="define example_target(), or train_data() that yields (inputs, target) batches; "
+            "or loss_fn(output), for a loss of the output alone",
         )
     location = definition(data)
 

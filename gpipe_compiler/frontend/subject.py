@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import itertools
 import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +24,23 @@ from gpipe_compiler.runtime.spec import Steps
 
 LossFunction = Callable[[object, object], torch.Tensor]
 """`loss_fn(output, target)`, as the user's file offers it."""
+
+
+def takes(function: FunctionType, arguments: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _with_target(loss_fn: Callable[[object], torch.Tensor]) -> LossFunction:
+    @functools.wraps(loss_fn)
+    def of_output(output: object, target: object) -> torch.Tensor:
+        return loss_fn(output)
+
+    return of_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +208,8 @@ class Subject:
         args, kwargs: one example call; tensors may stand inside nested tuples, lists and dicts,
             everything that is no tensor is part of the traced program.
         target: what `loss_fn` compares the output with; any nest of tensors, or None.
-        loss_fn: None where the model returns its own loss (a dict or dataclass with `loss`).
+        loss_fn: None where the model returns its own loss (a dict or dataclass with `loss`). One
+            that takes the output alone is called as the others are.
         training: whether a loss is traced at all; a model that has none is refused.
         loss: SUM_OF_SQUARES trains on that of the outputs, in place of any other loss.
         nearly_a_loss: what the user's file may mean by `loss_fn`, where that is not there.
@@ -228,6 +249,11 @@ class Subject:
     keeps: bool | None = None
     pretrained: Pretrained | None = None
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        own = self.loss_fn
+        if isinstance(own, FunctionType) and takes(own, 1) and not takes(own, 2):
+            object.__setattr__(self, "loss_fn", _with_target(own))
 
     def fixed(self) -> Subject:
         """The same with no dimension free but those that have to be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,26 @@ class TestForms:
         )
 
         assert (len(subject.args), list(subject.kwargs)) == (args, kwargs)
+
+    @pytest.mark.parametrize(
+        "offered", ["", "def example_target():\n    return torch.ones(4, 2)\n"]
+    )
+    @pytest.mark.parametrize("words", ["output", "output, target=None"])
+    def test_a_loss_of_the_output_alone_needs_no_target(
+        self, load_text: Loader, words: str, offered: str
+    ) -> None:
+        subject = load_text(
+            "def example_inputs():\n    return torch.ones(4, 3)\n"
+            f"def loss_fn({words}):\n    return output.mean() + 1\n" + offered
+        )
+
+        assert (subject.target is not None) == ("target" in words and offered != "")
+        assert subject.loss_fn is not None
+        again = dataclasses.replace(subject, name="another")
+        assert again.loss_fn is not None
+        output = torch.full((4, 2), 2.0)
+        assert again.loss_fn(output, subject.target) == 3
+        assert "mean" in str(trace(again))
 
     def test_a_named_factory_of_a_file(self, workplace: Path) -> None:
         (workplace / "model.py").write_text(

@@ -129,7 +129,8 @@ BAD_FILES = {
         "def example_inputs():\n    return torch.ones(4, 3)\n"
         "def loss_fn(output, target):\n    return output.sum()\n",
         "model.py:8: there is a loss_fn(output, target), but no example_target() to call it with\n"
-        "  hint: define example_target(), or train_data() that yields (inputs, target) batches",
+        "  hint: define example_target(), or train_data() that yields (inputs, target) batches; or "
+        "loss_fn(output), for a loss of the output alone",
     ),
     "loss is no function": (
         "def example_inputs():\n    return torch.ones(4, 3)\nloss_fn = 'mse'\n",
