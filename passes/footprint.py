@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from gpipe_compiler.cluster import Device, Link
 from gpipe_compiler.ir import Graph, State
@@ -67,29 +69,47 @@ def update_s_per_byte(
 # --- an optimizer of the user's own ---------------------------------------------------------------
 
 
+_FILLED_BYTES = 256 * 2**20
+"""Of the parameters at most that are made to see a step which asks for numbers."""
+
+
 def own_optimizer(graph: Graph, make: Callable[..., object]) -> OwnOptimizer | str:
     """What the optimizer of the user's file remembers of every parameter; or why that is not known.
 
-    Seen in a step on parameters without memory.
+    Seen in a step on parameters without memory; or with it, where they are small and it fails.
     """
     trained = [state for state in graph.state.values() if state.requires_grad]
+    whole = sum(state.bytes for state in trained)
+    ways: list[contextlib.AbstractContextManager[object]]
+    ways = [FakeTensorMode(allow_non_fake_inputs=True)]
+    if whole <= _FILLED_BYTES:
+        ways.append(contextlib.nullcontext())
+    problem = ""
+    for way in ways:
+        try:
+            with way:
+                return _after_a_step(trained, make, whole or 1)
+        except Exception as error:  # noqa: BLE001  # whatever the user's code raises
+            problem = said(error)
+    return problem
+
+
+def _after_a_step(
+    trained: Sequence[State], make: Callable[..., object], whole: int
+) -> OwnOptimizer | str:
     parameters = {state.name: _parameter(state) for state in trained}
-    try:
-        optimizer = make(list(parameters.values()))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return f"it makes {type(optimizer).__name__}, which is no torch.optim.Optimizer"
-        optimizer.step()
-    except Exception as error:  # noqa: BLE001  # whatever the user's code raises
-        return said(error)
+    optimizer = make(list(parameters.values()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return f"it makes {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+    optimizer.step()
     remembered = {
         name: sum(t.numel() * t.element_size() for t in tensors_in(optimizer.state[parameter]))
         for name, parameter in parameters.items()
     }
-    whole = sum(state.bytes for state in trained) or 1
     return OwnOptimizer(type(optimizer).__name__, remembered, sum(remembered.values()) / whole)
 
 
 def _parameter(state: State) -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty(state.shape, dtype=state.dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
+    parameter = nn.Parameter(torch.ones(state.shape, dtype=state.dtype))
+    parameter.grad = torch.ones_like(parameter)
     return parameter

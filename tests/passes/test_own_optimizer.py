@@ -26,12 +26,17 @@ def groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": matrices, "momentum": 0.9}, {"params": rest}], lr=0.1)
 
 
+RATE = torch.tensor(0.1)
+
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "groups": groups,
+    "fused, which is refused on meta": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "a rate in a tensor": lambda p: torch.optim.Adam(p, lr=RATE),
+    "one that asks for numbers": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
 
 
