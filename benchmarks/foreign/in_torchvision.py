@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from foreign.model import Foreign, classes, cross_entropy, images
 
 CLASSES = 10
-SIZES = {"inception": 75, "vision_transformer": 224, "maxvit": 224, "alexnet": 64}
+SIZES = {"inception": 299, "vision_transformer": 224, "maxvit": 224, "alexnet": 64}
 
 
 def names() -> list[str]:
@@ -50,7 +50,7 @@ def foreign(name: str) -> Foreign:
         return builder(**settings)
 
     if kind == "video":
-        side = 224 if family == "mvit" else 64
+        side = 224 if family in ("mvit", "s3d") else 64
         return Foreign(build, _clips(side), cross_entropy, classes(CLASSES), 4)
     if kind == "optical_flow":
         return Foreign(build, lambda n: (_pixels(n), _pixels(n)), _flow, _two(128), 2)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-from foreign.model import Foreign
+from foreign.model import Foreign, classes
 
 FORMS = {
     "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -24,6 +26,7 @@ FORMS = {
     "ImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 }
 WORDS, TOKENS, LAYERS = 99, 12, 2
+IMAGE_TOKEN = 90
 SMALL: dict[tuple[str, ...], object] = {
     ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embed_dim", "embedding_size"): 32,
     ("attention_hidden_size", "q_lora_rank", "kv_lora_rank", "lru_width", "model_dim"): 32,
@@ -59,20 +62,37 @@ _WINDOWS = {
     "patch_size": 2,
 }
 _ATTENDS = {"layer_types": ["linear_attention", "full_attention"]}
+_NESTED = {
+    "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+    "intermediate_size": 64, "activation_sparsity_pattern": [0.95, 0.0],
+}  # fmt: skip
+_INDEXED = {
+    "layer_types": ["linear_attention", "indexed_attention"], "num_hidden_layers": LAYERS,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "hc_lowrank": 8, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+    "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
+}  # fmt: skip
 OTHERS: dict[str, dict[str, object]] = {
     "bailing_hybrid": {"num_expert_group": 2},
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]},
+    "blt": {
+        "use_cache": False, "encoder_hash_byte_group_vocab": WORDS,
+        "encoder_config": {"hidden_size_global": 32},
+        "decoder_config": {"hidden_size_global": 32},
+    },
     "bit": {"hidden_sizes": [32, 32, 64, 64], "embedding_size": 32, "num_groups": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "donut-swin": _WINDOWS,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "encoder-decoder": {"pad_token_id": 0},
     "esm": {"vocab_size": WORDS, "pad_token_id": 0, "mask_token_id": 3},
     "esmc": {"num_key_value_heads": 4},
-    "gemma3n_text": {
-        "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
-        "intermediate_size": 64, "activation_sparsity_pattern": [0.95, 0.0],
-    },
+    "gemma3n": {"text_config": _NESTED, "vision_config": {"architecture": "resnet18"}},
+    "gemma3n_text": _NESTED,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8, **_ATTENDS},
     "hgnet_v2": {
@@ -97,11 +117,18 @@ OTHERS: dict[str, dict[str, object]] = {
         "num_latents": 16, "d_latents": 32, "num_self_attends_per_block": 2,
         "max_position_embeddings": TOKENS,
     },
+    "qwen4_exp": _INDEXED,
+    "qwen4_exp_text": _INDEXED,
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {
         "is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"],
         "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 2,
     },
+    "shieldgemma2": {
+        "yes_token_index": 5, "no_token_index": 6, "image_token_index": IMAGE_TOKEN,
+        "mm_tokens_per_image": 4,
+    },
+    "siglip2": {"vision_config": {"num_patches": 16}},
     "swin": _WINDOWS,
     "swinv2": _WINDOWS,
     "textnet": {
@@ -109,6 +136,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "conv_layer_kernel_sizes": [[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]],
         "conv_layer_strides": [[2], [2], [2], [2]],
     },
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "zamba": {
         "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "attention_hidden_size": 64,
@@ -116,6 +144,53 @@ OTHERS: dict[str, dict[str, object]] = {
     "zamba2": {"attention_hidden_size": 64, "adapter_rank": 8},
 }  # fmt: skip
 """What some configurations need besides, since their sizes depend on one another."""
+
+
+def _coloured(samples: int) -> dict[str, Tensor]:
+    """Pictures as sequences of colours, each a word."""
+    return {
+        "input_ids": torch.randint(WORDS - 1, (samples, 16)),
+        "labels": torch.randint(2, (samples,)),
+    }
+
+
+def _patched(samples: int) -> dict[str, Tensor]:
+    """Pictures of sizes of their own, as patches with their numbers of rows and columns."""
+    return {
+        "pixel_values": torch.randn(samples, 16, 192),
+        "pixel_attention_mask": torch.ones(samples, 16, dtype=torch.long),
+        "spatial_shapes": torch.full((samples, 2), 4),
+        "labels": torch.randint(2, (samples,)),
+    }
+
+
+def _sung(samples: int) -> dict[str, Tensor]:
+    """Codes of four codebooks, from which the model makes its inputs."""
+    return {"labels": torch.randint(3, WORDS, (samples, TOKENS, 4))}
+
+
+def _prompted(samples: int) -> dict[str, Tensor]:
+    """Pictures, each with a question that it stands in."""
+    words = torch.randint(7, 80, (samples, TOKENS))
+    words[:, 1:5] = IMAGE_TOKEN
+    return {"input_ids": words, "pixel_values": torch.randn(samples, 3, 32, 32)}
+
+
+BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "imagegpt": _coloured,
+    "musicgen": _sung,
+    "musicgen_melody": _sung,
+    "pp_lcnet": lambda samples: {"pixel_values": torch.randn(samples, 3, 32, 32)},
+    "shieldgemma2": _prompted,
+    "siglip2": _patched,
+}
+"""Of those that are called in another way than their form says."""
+OUTPUTS = {"pp_lcnet": "last_hidden_state", "shieldgemma2": "logits"}
+"""What a loss is taken of, of those that return none."""
+
+
+def _classified(name: str, output: Any, target: Tensor) -> Tensor:
+    return F.cross_entropy(output[name], target)
 
 
 def _classes() -> dict[str, tuple[str, str]]:
@@ -147,7 +222,10 @@ def foreign(name: str) -> Foreign:
         made: nn.Module = cls(config)
         return made.train()
 
-    return Foreign(build, _inputs(config, form, set(accepted)))
+    inputs = BATCHES.get(name) or _inputs(config, form, set(accepted))
+    if name not in OUTPUTS:
+        return Foreign(build, inputs)
+    return Foreign(build, inputs, partial(_classified, OUTPUTS[name]), classes(2))
 
 
 def small(cls: Any, others: dict[str, object]) -> Any:
