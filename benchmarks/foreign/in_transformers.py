@@ -136,6 +136,7 @@ OTHERS: dict[str, dict[str, object]] = {
         "conv_layer_kernel_sizes": [[[3, 3]], [[3, 1]], [[1, 3]], [[3, 3]]],
         "conv_layer_strides": [[2], [2], [2], [2]],
     },
+    "xmod": {"default_language": "en_XX"},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "zamba": {
         "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"],

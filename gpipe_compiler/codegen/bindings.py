@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -98,7 +99,7 @@ class Bindings:
                     if here and not outer and self._is_read_by_caller(op.name, value):
                         outer = called_as(self.graph, self.graph.op_of[op.name], value)
                     wish = outer or plain_name(op, value, alone)
-            wish = self._other_name(op, value, wish, position)
+            wish = self._other_name(op, value, wish, position, expression)
             variable = self._variable(value, wish, position)
             self.writer.variables[value] = name(variable)
             self.dels.bound(variable)
@@ -134,16 +135,20 @@ class Bindings:
         ordered = [named[name] if name in named else next(others) for name in returned]
         return dict(zip(ordered, asked.values(), strict=True))
 
-    def _other_name(self, op: Op, value: str, wish: str, position: int) -> str:
+    def _other_name(
+        self, op: Op, value: str, wish: str, position: int, expression: Expression
+    ) -> str:
         """A name in place of one that still holds something else.
 
-        Where the user has a second name for what is held, that is given to it: `residual = x`.
+        Where the user has a second name for what is held, and the statement does not read what
+        that holds by now, it is given to it: `residual = x`.
         """
         if not self.variables.is_numbered(value, wish, position):
             return wish
         alias = alias_of(op.source, wish)
         movable = self.loop is None or self.loop.own.issuperset(self.variables.held(wish))
         movable = movable and op.mode is Mode.ALWAYS
+        movable = movable and not re.search(rf"\b{alias}\b", expression.flat)
         if alias and movable and self.variables.rename(wish, alias, position):
             self.renamed.append((wish, alias))
             return wish

@@ -88,6 +88,47 @@ class OddKeys(nn.Module):
         return {'it"s': self.last(hidden), "new\nline": hidden, "[/bold]": hidden * 2, 7: x}
 
 
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * torch.sigmoid(x)
+
+
+class Shifts(nn.Module):
+    """Shifts what it computes, or not; the name of what is shifted may stand for its input, too."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.layer, self.gate, self.shift = nn.Linear(6, 6), Gate(), shift
+
+    def mixed(self, x: Tensor) -> Tensor:
+        shifted = x
+        if self.shift:
+            shifted = x.roll(-self.shift, 1)
+        shifted = self.layer(shifted).tanh()
+        x = shifted
+        if self.shift:
+            x = shifted[:, :6].contiguous().roll(self.shift, 1)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.gate(self.mixed(x))
+        return x.sin()
+
+
+class Shifted(nn.Module):
+    """Layers that shift by turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Shifts(0), Shifts(2), Shifts(0), Shifts(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
 def rows(samples: int) -> Tensor:
     return torch.randn(samples, 6)
 
@@ -118,6 +159,7 @@ CASES = (
     Case(
         "arguments", ArgumentNames, lambda n: (rows(n), rows(n), rows(n)), F.cross_entropy, classes
     ),
+    Case("shifted", Shifted, rows, F.cross_entropy, classes, quick=True),
     Case("odd_parameters", OddParameters, rows, F.cross_entropy, classes),
     Case("odd_keys", OddKeys, rows, lambda y, t: F.cross_entropy(y['it"s'], t), classes),
     Case("odd_keys_inference", OddKeys, rows, options="--mode infer"),
