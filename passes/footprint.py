@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpipe_compiler.cluster import Device, Link
 from gpipe_compiler.ir import Graph, State

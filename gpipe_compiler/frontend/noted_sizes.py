@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,7 @@ from gpipe_compiler.frontend.locate import (
     is_in_layer,
 )
 from gpipe_compiler.frontend.signature import Signature
+from gpipe_compiler.ir.rounded_sizes import is_in_integers
 from gpipe_compiler.ir.sizes import LARGEST_BATCH, SMALLEST, UNKNOWN_LINE, SampleRule, in_order
 from gpipe_compiler.ir.symbolic import expression_of, is_symbolic
 
@@ -73,11 +75,26 @@ class NotedSizes:
             expression_of(n): n.node.hint for n in sizes if is_symbolic(n) and not must
         }
 
+    def whole(self, size: torch.SymFloat) -> Any:
+        """What `int()` makes of a fraction of sizes.
+
+        Where it is no whole number in terms of them, all but the batch are fixed.
+        """
+        made = _whole(size)
+        if not isinstance(made, int) and not is_in_integers(made):
+            self._fix(size.node.shape_env, size.node.expr)
+            made = _whole(size)
+        return made if isinstance(made, int) or is_in_integers(made) else int(size)
+
     def fix_long(self, environment: ShapeEnv, guard: Any) -> None:
         """Fixes the sizes in a guard that torch would take too long to reason about."""
         if sum(1 for _ in sympy.preorder_traversal(guard)) > _LONGEST:
-            for symbol in self._examples.keys() & guard.free_symbols:
-                environment._set_replacement(symbol, sympy.Integer(self._examples[symbol]), "long")
+            self._fix(environment, guard)
+
+    def _fix(self, environment: ShapeEnv, expression: Any) -> None:
+        for symbol in self._examples.keys() & expression.free_symbols:
+            value = sympy.Integer(self._examples[symbol])
+            environment._set_replacement(symbol, value, "one size alone is followed")
 
     def made_number(self, size: Any) -> SourceLocation | None:
         """The user's own line that took a size for a number, as `range(length)` does, or what
@@ -108,6 +125,10 @@ class NotedSizes:
         """The line that compared something, with what stands there."""
         found = self.guards.get(guard)
         return UNKNOWN_LINE if found is None else found.brief
+
+
+def _whole(size: torch.SymFloat) -> Any:
+    return math.floor(size) if size >= 0 else math.ceil(size)
 
 
 @contextlib.contextmanager

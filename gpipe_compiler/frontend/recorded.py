@@ -69,6 +69,7 @@ from gpipe_compiler.frontend.without_numbers import (
 )
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.interpret import STAND_IN, recurrent_forms, with_a_momentum
+from gpipe_compiler.ir.rounded_sizes import rounded_in_integers
 from gpipe_compiler.ir.symbolic import general
 from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
@@ -324,7 +325,7 @@ def _record(
     mode = RecordingFakes(environment, export=True)
     try:
         with (
-            _of_any_size() if free else contextlib.nullcontext(),
+            _of_any_size() if free else rounded_in_integers(),
             checks_passed(),  # says which it has passed when the trace is no longer quiet
             tracing_settings(),
             without_branches(),
@@ -347,7 +348,7 @@ def _record(
                     recorder.tensors.lend(name, own, lent)
                 recorder.follow({path: m for path, m in entry.named_modules() if path}, leaves)
                 noted = mock.patch.object(entry, "notes", recorder.decides)
-                with recorder, watch.watching(), plain_types(entry.modules()), noted:
+                with recorder, watch.watching(), plain_types(entry.modules(), sizes), noted:
                     returned = entry(*inputs)
                 _refuse_new_state(entry)
             recorder.finish(returned)

@@ -88,7 +88,7 @@ USED: Mapping[str, tuple[str, ...]] = {
     ),
     "torch.utils._sympy.functions": (
         *("CleanDiv", "FloatTrueDiv", "FloorDiv", "IntTrueDiv", "Max", "Min", "Mod", "PythonMod"),
-        *("ToFloat", "TruncToInt"),
+        *("CeilToInt", "FloorToInt", "ToFloat", "TruncToInt"),
     ),
     "torch.utils._sympy.value_ranges": ("ValueRanges", "bound_sympy"),
 }

@@ -218,8 +218,8 @@ def refuse_fixed_batch(
             "torch.arange(len(x)): a trace has as many rounds of a loop as the example has samples"
             if one_by_one
             else "take the batch size from the input (x.shape[0]) and compute with it as it is: "
-            "int(), float() and torch.tensor() make a constant of it; compare it with nothing, and "
-            "leave -1 for it in view and reshape",
+            "range(), math.sqrt(), torch.tensor() and numpy make a constant of it; compare it with "
+            "nothing, and leave -1 for it in view and reshape",
         )
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.errors import TraceError, at_code
 from gpipe_compiler.frontend.locate import calling_line, is_installed_file, is_users
+from gpipe_compiler.frontend.noted_sizes import NotedSizes
 from gpipe_compiler.quiet import quiet
 
 
@@ -249,46 +250,102 @@ def control_flow_of_python() -> Iterator[None]:
             own.__code__ = code
 
 
-# --- types of fake tensors ------------------------------------------------------------------------
+# --- types of fake tensors, and numbers of free sizes ---------------------------------------------
 
 
-class _Asked(type):
-    """What `type` is but for what it says of a fake tensor."""
+class _Standing(type):
+    """What a type of Python's is, for what stands in its place; a call of it may give a size."""
+
+    own: type
+
+    def __instancecheck__(cls, item: object) -> bool:
+        return isinstance(item, cls.own)
+
+    def __subclasscheck__(cls, item: type) -> bool:
+        return issubclass(item, cls.own)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.own
+
+    def __hash__(cls) -> int:
+        return hash(cls.own)
+
+
+class _AskedType(_Standing):
+    own = type
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and builtins.type(args[0]) is FakeTensor:
             return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
         return builtins.type(*args, **kwargs)
 
-    def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, builtins.type)
-
-    def __subclasscheck__(cls, item: type) -> bool:
-        return issubclass(item, builtins.type)
-
     def __getitem__(cls, item: Any) -> Any:
         return builtins.type[item]
 
 
-class _Type(type, metaclass=_Asked):
+class _Type(type, metaclass=_AskedType):
     """In the place of `type`."""
 
 
+class _AskedFloat(_Standing):
+    own = float
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        match args:
+            case (torch.SymInt() as size,):
+                return size.__sym_float__()  # type: ignore[no-untyped-call]  # of torch
+            case (torch.SymFloat(),):
+                return args[0]
+        return builtins.float(*args, **kwargs)
+
+
+class _Float(float, metaclass=_AskedFloat):
+    """In the place of `float`."""
+
+
+def _int(sizes: NotedSizes) -> type[int]:
+    class Asked(_Standing):
+        own = int
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            match args:
+                case (torch.SymInt(),):
+                    return args[0]
+                case (torch.SymFloat() as size,):
+                    return sizes.whole(size)
+            return builtins.int(*args, **kwargs)
+
+    class Int(int, metaclass=Asked):
+        """In the place of `int`."""
+
+    return Int
+
+
 @contextlib.contextmanager
-def plain_types(modules: Iterable[nn.Module]) -> Iterator[None]:
+def plain_types(modules: Iterable[nn.Module], sizes: NotedSizes | None = None) -> Iterator[None]:
     """Lets what asks for the type of a fake tensor be told that of a tensor with numbers.
 
     Args:
         modules: whose own code may ask, beside the user's files.
+        sizes: of the trace, where `int()` and `float()` of sizes are to leave them free.
     """
-    asking = {id(names): names for names in _names_of(modules) if "type" not in names}
+    numbers = {"int": _int(sizes), "float": _Float} if sizes is not None else {}
+    with _instead({"type": _Type, **numbers}, modules):
+        yield
+
+
+@contextlib.contextmanager
+def _instead(names: Mapping[str, object], modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Has names of Python's mean something else in code of the user's and of modules."""
+    asking = {id(held): held for held in _names_of(modules)}
+    added = [(held, name) for held in asking.values() for name in names if name not in held]
     try:
-        for names in asking.values():
-            names["type"] = _Type
+        for held, name in added:
+            held[name] = names[name]
         yield
     finally:
-        for names in asking.values():
-            del names["type"]
+        for held, name in added:
+            del held[name]
 
 
 def _names_of(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:

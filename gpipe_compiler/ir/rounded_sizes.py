@@ -5,8 +5,8 @@ of `torch.ones(math.ceil(tokens / 4))` is `(tokens + 3) // 4`. These are equal f
 both numbers of the division are exact, and its result is a whole number only where the quotient is.
 
 torch adds and multiplies constants before anyone sees them: `tokens + 0.1 - 0.1` is `tokens` to it,
-and to Python, for some numbers, a little less. So products are left as they are, and so is all that
-is rounded once fractions have been added.
+and to Python, for some numbers, a little less. So products of products are left as they are, and so
+is all that is rounded once fractions have been added.
 """
 
 from __future__ import annotations
@@ -19,12 +19,21 @@ from unittest import mock
 import sympy
 from torch import SymFloat
 from torch.fx.experimental.sym_node import SymNode
-from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, IntTrueDiv, ToFloat
+from torch.utils._sympy.functions import (
+    CeilToInt,
+    FloatTrueDiv,
+    FloorDiv,
+    FloorToInt,
+    IntTrueDiv,
+    ToFloat,
+    TruncToInt,
+)
 
 _MOST = 2**10
 """Of the numerator and the denominator of what is divided by."""
 
 _SUMS = ("__add__", "__radd__", "__sub__", "__rsub__")
+_PRODUCTS = ("__mul__", "__rmul__")
 
 
 @contextlib.contextmanager
@@ -35,16 +44,23 @@ def rounded_in_integers() -> Iterator[None]:
     reasons about.
     """
     added: list[None] = []
+    products: dict[int, Any] = {}
     node: Any = SymNode  # which gets its methods when torch is imported
     changes = (
-        (node, "_ceil", _rounding(node._ceil, added, up=True)),
-        (node, "_floor", _rounding(node._floor, added, up=False)),
+        (node, "_ceil", _rounding(node._ceil, added, products, up=True)),
+        (node, "_floor", _rounding(node._floor, added, products, up=False)),
         *((SymFloat, name, _noting(getattr(SymFloat, name), added)) for name in _SUMS),
+        *((SymFloat, name, _twice(getattr(SymFloat, name), products)) for name in _PRODUCTS),
     )
     with contextlib.ExitStack() as patched:
         for owner, name, method in changes:
             patched.enter_context(mock.patch.object(owner, name, method))
         yield
+
+
+def is_in_integers(size: Any) -> bool:
+    """Whether a whole number of torch's is known without fractions."""
+    return not size.node.expr.has(FloorToInt, CeilToInt, TruncToInt)
 
 
 def _noting(own: Callable[[Any, Any], Any], added: list[None]) -> Callable[[Any, Any], Any]:
@@ -57,11 +73,30 @@ def _noting(own: Callable[[Any, Any], Any], added: list[None]) -> Callable[[Any,
     return add
 
 
-def _rounding(own: Callable[[Any], Any], added: list[None], *, up: bool) -> Callable[[Any], Any]:
-    """A fraction rounded up or down."""
+def _twice(own: Callable[[Any, Any], Any], products: dict[int, Any]) -> Callable[[Any, Any], Any]:
+    """A product, which is noted, by the identity of its node, where a factor is a fraction."""
+
+    def multiply(one: Any, other: Any) -> Any:
+        made = own(one, other)
+        if one.node.expr.func is not ToFloat and isinstance(made, SymFloat):
+            products[id(made.node)] = made.node
+        return made
+
+    return multiply
+
+
+def _rounding(
+    own: Callable[[Any], Any], added: list[None], products: dict[int, Any], *, up: bool
+) -> Callable[[Any], Any]:
+    """A fraction rounded up or down.
+
+    Args:
+        products: nodes of those that are left as they are.
+    """
 
     def rounded(node: Any) -> Any:
-        made, ratio = own(node), None if added else _quotient(node.expr)
+        left = added or id(node) in products
+        made, ratio = own(node), None if left else _quotient(node.expr)
         if ratio is not None:
             above, below = ratio.as_numer_denom()
             above = sympy.expand(above + below - 1 if up else above)
@@ -72,12 +107,17 @@ def _rounding(own: Callable[[Any], Any], added: list[None], *, up: bool) -> Call
 
 
 def _quotient(fraction: Any) -> Any:
-    """An integer divided by a constant; None for anything else."""
-    if fraction.func not in (IntTrueDiv, FloatTrueDiv):
+    """An integer divided by a constant, or multiplied with a fraction; None for anything else."""
+    if fraction.is_Mul and len(fraction.args) == 2:
+        below, above = fraction.args
+        power = -1
+    elif fraction.func in (IntTrueDiv, FloatTrueDiv):
+        above, below = fraction.args
+        power = 1
+    else:
         return None
-    above, below = fraction.args
     above = above.args[0] if above.func is ToFloat else above
     if not above.is_integer or not (below.is_Float or below.is_Rational) or below == 0:
         return None
-    divisor = sympy.Rational(*float(below).as_integer_ratio())
+    divisor = sympy.Rational(*float(below).as_integer_ratio()) ** power
     return above / divisor if max(abs(divisor.p), divisor.q) <= _MOST else None

@@ -23,6 +23,12 @@ LENGTHS: dict[str, Callable[[Any], Tensor]] = {
     "thirds": lambda n: torch.arange(0, n, 3.0),
     "rounded up": lambda n: torch.ones(math.ceil(n / 4)),
     "rounded down": lambda n: torch.ones(math.floor((n + 1) / 3)),
+    "whole of a quotient": lambda n: torch.ones(int(n / 4)),
+    "whole of a whole": lambda n: torch.ones(int(n) // 2),
+    "whole of a half": lambda n: torch.ones(int(n * 0.5)),
+    "whole of three halves": lambda n: torch.ones(int(1.5 * n)),
+    "whole of a float": lambda n: torch.ones(int(float(n) / 3)),
+    "whole of less than nothing": lambda n: torch.ones(7 + int((1 - n) / 8)),
 }
 """What a model makes of a number of tokens."""
 
@@ -54,6 +60,7 @@ ROUNDED: dict[str, Callable[[Any], Tensor]] = {
     "a third": lambda n: torch.ones(math.ceil(n * (1 / 3))),
     "hundredths of a hundred": lambda n: torch.ones(math.ceil(n * 0.01 * 100)),
     "a tenth more and less": lambda n: torch.ones(math.floor(n + 0.1 - 0.1)),
+    "a tenth of ten halves": lambda n: torch.ones(int(n * 0.1 * 5)),
     "of a quotient": lambda n: torch.ones(math.floor(n / 4 + 0.1 - 0.1)),
     "in two shares": lambda n: torch.ones(math.ceil(n * 0.3 + n * 0.7)),
     "as a range": lambda n: torch.arange(0, n + 0.1 - 0.1, 1.0),
