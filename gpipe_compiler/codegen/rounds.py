@@ -196,9 +196,11 @@ class Rounds:
 
     def _is_of_one_mode(self) -> bool:
         """Whether rounds are given something in every mode in which they have ops, or have ops of
-        one mode and only write in place, or make lists."""
+        one mode and only write in place."""
         modes = {self.ops[self.start + place].mode for place, _ in self.initial}
-        return modes == {self._mode()} or (not modes and len({o.mode for o in self._round(0)}) == 1)
+        if not modes and not self.gathered:
+            return len({op.mode for op in self._round(0)}) == 1
+        return modes == {self._mode()}
 
     def _mode(self) -> Mode:
         """The mode of all ops of a round, where they are of one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import linecache
 import sys
 from collections import Counter
@@ -244,7 +245,10 @@ def _statements(file: str) -> Mapping[int, UserStatement]:
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return | ast.Expr):
             returns = around.get(node, "") if isinstance(node, ast.Return) else ""
             statement = UserStatement(node, method.get(node, NOWHERE), _targets(node), returns)
-            table.update(dict.fromkeys(_lines(node), statement))
+            for line in _lines(node):
+                # Which of several statements of a line made a value is not known.
+                several = line in table
+                table[line] = dataclasses.replace(statement, targets=()) if several else statement
     return table
 
 

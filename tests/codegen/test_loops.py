@@ -286,6 +286,23 @@ class _Step(nn.Module):
         return self.out(h), h.tanh()
 
 
+class Experts(nn.Module):
+    """Every round writes in place, and gives the next one nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(DIM, 3)
+        self.experts = nn.ModuleList(Feed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        found = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            rows, place = torch.where(chosen == i)
+            found[rows] += weights[rows, place, None] * expert(x[rows])
+        return found
+
+
 class Mapped(nn.Module):
     """The parts of one thing, named where all are taken on."""
 
@@ -307,6 +324,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "reads twice": (ReadsTwice, (4, DIM), ""),
     "rounds": (Rounds, (4, DIM), ""),
     "gathers two": (GathersTwo, (4, DIM), "            other.append(torch.cos(side(x)))\n"),
+    "experts": (Experts, (4, DIM), "            rows, place = torch.where(chosen == index)\n"),
     "mapped": (Mapped, (4, DIM), "q, k, v = self.to_qkv(x).chunk(3, dim=-1)"),
     "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),
     "side by side": (SideBySide, (4, DIM), "for feed, norm in zip(self.feeds.values(), self"),

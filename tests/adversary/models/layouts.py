@@ -245,7 +245,36 @@ BENDS = Refused(
     reference="whole",
 )
 
+
+class Windows(nn.Module):
+    """Images in windows and back; how many there are is taken from the windows, as Swin does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix, self.last = nn.Linear(3, 8), nn.Linear(16, 16), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, w = int(x.shape[1]), int(x.shape[2])
+        x = self.first(x).view(-1, h // 4, 4, w // 4, 4, 8)
+        x = x.permute(0, 1, 3, 5, 2, 4).reshape(-1, 8, 16)
+        x = self.mix(x).softmax(-1)
+        b = int(x.shape[0] / (h * w / 4 / 4))
+        x = x.view(b, h // 4, w // 4, 8, 4, 4).permute(0, 1, 4, 2, 5, 3)
+        return self.last(x.reshape(b, int(h * w), 8))
+
+
+def over_samples(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum() / float(output.shape[0])
+
+
 CASES = (
+    Case(
+        "windows",
+        Windows,
+        lambda n: torch.randn(n, 8, 12, 3),
+        over_samples,
+        lambda n: torch.randn(n, 96, 2),
+    ),
     Case("channels_first", ChannelsFirst, steps, F.cross_entropy, classes),
     Case("time_first", TimeFirst, steps, square, lambda n: torch.randn(5, n, 3), quick=True),
     Case(
