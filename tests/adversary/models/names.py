@@ -159,7 +159,7 @@ CASES = (
     Case(
         "arguments", ArgumentNames, lambda n: (rows(n), rows(n), rows(n)), F.cross_entropy, classes
     ),
-    Case("shifted", Shifted, rows, F.cross_entropy, classes, quick=True),
+    Case("shifted", Shifted, rows, F.cross_entropy, classes),
     Case("odd_parameters", OddParameters, rows, F.cross_entropy, classes),
     Case("odd_keys", OddKeys, rows, lambda y, t: F.cross_entropy(y['it"s'], t), classes),
     Case("odd_keys_inference", OddKeys, rows, options="--mode infer"),
