@@ -51,7 +51,7 @@ from gpipe_compiler.ir.blocks import (
     turns_around,
 )
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
-from gpipe_compiler.ir.contents import Contents, is_under
+from gpipe_compiler.ir.contents import Contents, class_of_torch, is_under
 from gpipe_compiler.ir.forms import ConstantSlot, LocalSizes
 from gpipe_compiler.plan import Stage
 
@@ -188,7 +188,9 @@ class StageBlocks:
         attributes = {slot: own for slot, own in given.names.items() if slot.owner in owners}
         names = {slot: f"self.{own}" for slot, own in attributes.items()}
         ops = self.calls.ops(first.parts, first.outputs, file, names)
-        if hasattr(nn, block.user):  # torch's own lines are no comment, and its names unknown
+        if class_of_torch(
+            self.facts.graph, first.path
+        ):  # torch's own lines are no comment, and its names unknown
             ops = tuple(dataclasses.replace(op, source=None) for op in ops)
         method, passed = self._method(block, ops, names)
         chained = self._is_chain(block)

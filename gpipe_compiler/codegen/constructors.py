@@ -135,7 +135,7 @@ def _is_in_chain(graph: Graph, path: str) -> bool:
     """Whether a module of the user's is one of an nn.Sequential, which needs it though it may hold
     nothing."""
     around, _, last = path.rpartition(".")
-    known = graph.module_classes.get(around) == nn.Sequential.__name__
+    known = class_of_torch(graph, around) is nn.Sequential
     return known and last.isdecimal() and class_of_torch(graph, path) is None
 
 

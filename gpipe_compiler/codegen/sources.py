@@ -285,9 +285,9 @@ def _items(value: ast.expr | None) -> Iterator[tuple[str, ast.expr]]:
 
 def _targets(node: ast.stmt) -> tuple[str, ...]:
     match node:
-        case ast.Assign(targets=[ast.Name(id=name)]):
+        case ast.Assign(targets=[ast.Name(id=name), *_]):
             return (name,)
-        case ast.Assign(targets=[ast.Tuple(elts=elements)]):
+        case ast.Assign(targets=[ast.Tuple(elts=elements), *_]):
             names = [item.id for item in elements if isinstance(item, ast.Name)]
             return tuple(names) if len(names) == len(elements) else ()
         case ast.AugAssign(target=ast.Name(id=name)) | ast.AnnAssign(target=ast.Name(id=name)):

@@ -25,7 +25,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
-from gpipe_compiler.ir.contents import is_under, prefixes
+from gpipe_compiler.ir.contents import class_of_torch, is_under, prefixes
 from gpipe_compiler.ir.left_out import may_leave_out
 from gpipe_compiler.ir.ops import Bound
 
@@ -396,5 +396,5 @@ def held_as(graph: Graph, op: Op, value: str) -> str:
 def _name_of_chain(graph: Graph, op: Op, value: str) -> str:
     """`to_logits_out` for what the last module of the nn.Sequential `to_logits` makes."""
     chain = op.call.module.rpartition(".")[0] if isinstance(op.call, ModuleCall) else ""
-    known = graph.module_classes.get(chain) == nn.Sequential.__name__
+    known = class_of_torch(graph, chain) is nn.Sequential
     return name_of_module(chain) if known and is_result(graph, value, chain) else ""

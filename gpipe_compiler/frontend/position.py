@@ -82,6 +82,11 @@ class Position:
         """The modules, and the outermost region."""
         return (*self._modules, *self._regions[:1])
 
+    @property
+    def module(self) -> str:
+        """The path of the innermost module that is called; "" outside of all."""
+        return self._modules[-1][0] if self._modules else ""
+
     @contextlib.contextmanager
     def inside(self, path: str, kind: str) -> Iterator[None]:
         """In a call of a module.

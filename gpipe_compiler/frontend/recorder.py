@@ -88,6 +88,12 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             leaves: the paths of those that are called whole.
         """
         self._paths = {id(module): path for path, module in modules.items()}
+        self._lent = {
+            (id(module), around): f"{around}.{name}"
+            for around, holder in modules.items()
+            for name, module in reversed(holder._modules.items())
+            if module is not None and not any(True for _ in named_state(module))
+        }
         self._own = {path: _identities(modules[path]) for path in leaves}
         self._training = {path: modules[path].training for path in leaves}
         self.tensors.follow(modules)
@@ -259,10 +265,12 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         # A model may lend a module other parameters than its own, change its mode, and hook on it.
         own_state = self._own.get(path) == _identities(module) and not has_hooks(module)
         own_state = own_state and not self._asking.fixes_in(module)
+        # One without state, such as an activation, may be held by many: each calls its own.
+        called = self._lent.get((id(module), self.position.module), path)
         if own_state and self._training[path] is module.training and self._takes(args, kwargs):
-            return self._leaf(path, own, module, args, kwargs)
+            return self._leaf(called, own, module, args, kwargs)
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        with self.position.inside(path, kind):
+        with self.position.inside(called, kind):
             return own(module, *args, **kwargs)
 
     def _takes(self, args: Any, kwargs: Any) -> bool:

@@ -124,14 +124,18 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
     """The graph with what it says of the model's modules beside those that it calls."""
     first: dict[int, str] = {}
     named = dict(model.named_modules(remove_duplicate=False))
+    classes = {
+        path: type(module)
+        for path, module in named.items()
+        if path and (isinstance(module, nn.Sequential) or not isinstance(module, CONTAINERS))
+    }
     return graph.replace(
         modules={**graph.modules, **dict(_uncalled(graph, model))},
         paths={path: first.setdefault(id(module), path) for path, module in named.items()},
-        module_classes={
-            path: type(module).__name__
-            for path, module in named.items()
-            if path and (isinstance(module, nn.Sequential) or not isinstance(module, CONTAINERS))
-        },
+        module_classes={path: cls.__name__ for path, cls in classes.items()},
+        of_torch=frozenset(
+            p for p, cls in classes.items() if getattr(nn, cls.__name__, None) is cls
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from gpipe_compiler.ir.blocks import (
     nest,
     outer_states,
 )
-from gpipe_compiler.ir.contents import Contents
+from gpipe_compiler.ir.contents import Contents, class_of_torch
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, LocalSizes, states_read
 from gpipe_compiler.ir.graph import Graph
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
@@ -33,7 +33,6 @@ from gpipe_compiler.ir.values import ValueKind
 MOST_PARAMETERS = 8
 """Calls whose numbers differ in more ways are taken to be those of different blocks."""
 
-_CHAIN = nn.Sequential.__name__
 
 SMALL = 2
 """A module without state that runs so few ops is no block: they are as short as a call of it."""
@@ -133,7 +132,7 @@ class _Check:
             return False  # torch's own: it is constructed as such, and has no other class
         if is_chain(self._contents, call, self._shapes):
             return True
-        if self._contents.user(call.path) == _CHAIN:
+        if class_of_torch(self._graph, call.path) is nn.Sequential:
             return False
         stateful = any(self._is_local(name, call.path) for op in own for name in states_read(op))
         inner = len(own) < len(call.parts)
@@ -142,7 +141,7 @@ class _Check:
         parted = (call.path, call.turn) in self._parted
         if inner and parted and not layer:
             return False  # its parts are read better without it; those of a layer go together
-        if layer and not parted and self._graph.module_classes.get(around) == _CHAIN:
+        if layer and not parted and class_of_torch(self._graph, around) is nn.Sequential:
             return True  # the nn.Sequential calls it like any other
         calls = inner or any(True for op in own for _ in _modules_called(op))
         if len(call.parts) == 1 and not stateful:

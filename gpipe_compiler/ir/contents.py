@@ -129,8 +129,8 @@ def block_around(path: str, blocks: Collection[str]) -> str | None:
 
 
 def class_of_torch(graph: Graph, path: str) -> type[nn.Module] | None:
-    """Torch's own class that a module is of, told by its name; None for one of the user's."""
-    return getattr(nn, graph.module_classes.get(path, ""), None)
+    """Torch's own class that a module is of; None for one of the user's."""
+    return getattr(nn, graph.module_classes[path]) if path in graph.of_torch else None
 
 
 def is_under(path: str, root: str) -> bool:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 _DESCRIPTIONS = frozenset(
     {
         *("batch_size", "values", "held", "loss", "whole_batch", "requires", "paths"),
-        *("module_classes", "repeats", "sample_rules", "untried"),
+        *("module_classes", "of_torch", "repeats", "sample_rules", "untried"),
         *("untried_in_pieces", "alone", "left_out", "given", "fused", "packs", "keeps"),
         *("least", "carried"),
     }
@@ -70,6 +70,7 @@ class Graph:
         paths: every name of a module of the model to the first name of the same module.
         module_classes: of the modules of the model whose forward a user wrote (or torch, of several
             modules), by path: the names of their classes.
+        of_torch: the paths of those whose class is torch's own; a user's may be called as torch's.
         unlike: the precisions in which the model is another program than this graph, and why.
         requires: what the model demands of the sizes that are free (those in `inputs`).
         least: by the names of sizes that are free, the smallest number at which the model is this
@@ -129,6 +130,7 @@ class Graph:
     keeps: bool = False
     paths: Mapping[str, str] = field(default_factory=dict, repr=False)
     module_classes: Mapping[str, str] = field(default_factory=dict, repr=False)
+    of_torch: frozenset[str] = field(default=frozenset(), repr=False)
     kept: KeptRuns = field(default_factory=KeptRuns, repr=False)
     _found: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loading import load_package
-from stage_text import module_of, text_of
+from stage_text import module_of, text_of, trains_as
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -192,6 +192,32 @@ def test_what_a_constructor_passes_on_keeps_its_name(planned: Callable[..., Plan
     assert [item.partition("=")[2] or item for item in passed[1].split(", ")] == [
         item.partition(":")[0] for item in heads[0].split(", ")
     ]
+
+
+class Unit(nn.Module):
+    """Holds an activation that all units have in common, as of a class or a constructor."""
+
+    common = nn.SiLU()
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.inner, self.outer = self.common, act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.down(self.inner(self.up(x))) + x)
+
+
+def test_an_activation_that_many_hold_is_each_ones_own(planned: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    act = nn.Tanh()
+    model, x = nn.Sequential(*(Unit(act) for _ in range(3))), torch.rand(4, 6)
+
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    assert text.count("class Unit(nn.Module):") == 1, text
+    assert text.count("self.inner = nn.SiLU()") == text.count("self.outer = nn.Tanh()") == 1, text
+    trains_as(module_of(text), model, x)
 
 
 class Named(nn.Module):
