@@ -98,7 +98,7 @@ CASES = {
     ),
     "its number of samples made a constant": (
         "def forward(self, x):\n"
-        "    return self.last(self.first(x)) * torch.tensor(float(len(x)))\n"
+        "    return self.last(self.first(x)) * torch.tensor(len(x))\n"
         "Model.forward = forward\n",
         f"model.py:{LINE}: the model cannot be traced: the model works for a batch of 4 only",
     ),
