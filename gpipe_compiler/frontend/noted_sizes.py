@@ -269,7 +269,7 @@ _JOINED: Mapping[object, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 """What puts samples together along dimension 0, and what that is of the batch."""
 
-_LISTING = (torch.Tensor.__iter__, torch.Tensor.__len__, torch.Tensor.unbind, torch.unbind)
+_LISTING = (torch.Tensor.__len__, torch.Tensor.unbind, torch.unbind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
+from gpipe_compiler.frontend.found_loops import FoundLoops
 from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
@@ -77,6 +78,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         self.gradients_asked: SourceLocation | None = None
         self.guessed = False
         self.lists = SampleLists(NotedSizes())
+        self._loops = FoundLoops(self.graph, self.tensors)
         self._paths: dict[int, str] = {}
         self._own: dict[str, list[int]] = {}
         self._training: dict[str, bool] = {}
@@ -119,10 +121,10 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             func(*args)
             return self.position.set_gradients(bool(args[0]))
         samples = self.lists.listed(func, args, kwargs)
+        if samples is None and func is torch.Tensor.unbind:
+            samples = self._loops.rounds(args[0])
         if samples is not None:
-            return iter(samples) if name == "__iter__" else samples
-        if func is torch.Tensor.__iter__:
-            return iter(self._call(torch.Tensor.unbind, args, {}))
+            return samples
         if func is torch.Tensor.__deepcopy__ and not args[0].requires_grad:
             args[1][id(args[0])] = made = self._call(torch.clone, args[:1], {})
             return made
@@ -235,7 +237,9 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         if is_all_of(call):
             self.tensors.stands_for(self.tensors.node(call.args[0]), made)
             return made
-        return self.record(call, made, changed, effect=_has_effect(func))
+        made = self.record(call, made, changed, effect=_has_effect(func))
+        self._loops.note(made)
+        return made
 
     def _are_known(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether what a function makes of numbers is the same in every call: `torch.div(7, 2)`."""
@@ -320,6 +324,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         Where Python decides by draws, what was recorded stays: another way may read it.
         """
         self._asking.refuse_left()
+        self._loops.check()
         self.take_from_lists(returned)
         self.graph.output(self.argument(returned))
         write_value_splits(self.graph)

@@ -150,7 +150,7 @@ def _by_count(where: SourceLocation) -> TraceError:
     )
 
 
-def _by_found(where: SourceLocation) -> TraceError:
+def by_found(where: SourceLocation) -> TraceError:
     """The refusal of a loop over what a selection has found, such as experts that have tokens."""
     return TraceError(
         f"the model {DECIDES_BY_VALUES} at `{where.code}`: how many rounds the loop has",
@@ -163,7 +163,7 @@ def _by_found(where: SourceLocation) -> TraceError:
 
 _OF_SELECTIONS: Sequence[tuple[re.Pattern[str], Callable[[SourceLocation], TraceError]]] = (
     (re.compile(r"\bif\b.*(?:numel\(\)|\.shape\[0\]|\.size\(0\)|len\(|nelement\(\))"), _by_count),
-    (re.compile(r"^for\b.*\bin\b.*:$"), _by_found),
+    (re.compile(r"^for\b.*\bin\b.*:\s*(?:#.*)?$"), by_found),
 )
 """How lines read that ask how many elements there are, and that go over them."""
 

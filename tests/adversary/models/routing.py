@@ -67,6 +67,104 @@ class Capped(Experts):
         return torch.zeros_like(made).index_copy(0, order, made)
 
 
+class Found(nn.Module):
+    """Loops over the experts that have tokens, as transformers does; most have none.
+
+    Attributes:
+        way: how the loop is written.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.gate, self.head = way, nn.Linear(6, 12, bias=False), nn.Linear(6, 3)
+        self.up = nn.Parameter(torch.randn(12, 8, 6) * 0.4)
+        self.down = nn.Parameter(torch.randn(12, 6, 8) * 0.4)
+        self.biases = nn.ParameterList(torch.randn(6) for _ in range(12))
+
+    def mixed(self, x: Tensor) -> Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        mask = F.one_hot(chosen, 12).permute(2, 1, 0)
+        return getattr(self, self.way)(x, mask, weights, torch.zeros_like(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.mixed(x.tanh()))
+
+    def expert(self, rows: Tensor, number: int | Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(rows, self.up[number])), self.down[number])
+
+    def hit(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        found = torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()
+        for number in found:
+            own = number[0]
+            if own == len(self.up):
+                continue
+            place, row = torch.where(mask[own])
+            made = self.expert(x[row], own) * weights[row, place, None]
+            out.index_add_(0, row, made.to(out.dtype))
+        return out
+
+    def skipped(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """Numbers of Python's, and a look at what every round has found."""
+        for number in mask.flatten(1).any(1).nonzero().squeeze(-1):
+            own = int(number)
+            place, row = mask[own].nonzero(as_tuple=True)
+            if row.numel() == 0:
+                continue
+            out[row] += (self.expert(x[row], own) * weights[row, place, None]).to(out.dtype)
+        return out
+
+    def turned(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """Experts in the last dimension of the mask, and a new sum in every round."""
+        mask = mask.permute(2, 1, 0).bool()
+        for number in torch.where(mask.any(1).any(0))[0]:
+            row, place = torch.where(mask[:, :, number])
+            made = self.expert(x[row], number) * weights[row, place, None]
+            out = out.index_add(0, row, made.to(out.dtype))
+        return out
+
+    def counted_rounds(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        for rank, number in enumerate(mask.sum((1, 2)).nonzero()):  # refused: counted_rounds
+            row = torch.where(mask[number[0]])[1]
+            out.index_add_(0, row, self.expert(x[row], number[0]) / (rank + 1))
+        return out
+
+    def numbered(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        rank = 0
+        for number in mask.sum((1, 2)).nonzero():  # refused: numbered
+            row = torch.where(mask[number[0]])[1]
+            rank = rank + 1
+            out.index_add_(0, row, self.expert(x[row], number[0]) / rank)
+        return out
+
+    def added(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        for number in mask.sum((1, 2)).nonzero():  # refused: added
+            out = out + self.up[number[0]].sum(0)
+        return out
+
+    def apart(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """A weight for each expert, which has no gradient where it has no tokens."""
+        for number in mask.sum((1, 2)).nonzero():  # refused: apart
+            row = torch.where(mask[number[0]])[1]
+            out.index_add_(0, row, self.expert(x[row], number[0]) + self.biases[int(number)])
+        return out
+
+    def elsewhere(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """Rows of another mask."""
+        for number in mask[:, :1].sum((1, 2)).nonzero():  # refused: elsewhere
+            row = torch.where(mask[number[0]])[1]
+            out.index_add_(0, row, self.expert(x[row], number[0]))
+        return out
+
+    def ended(self, x: Tensor, mask: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """Those before one that counts among those that are there."""
+        for number in mask.sum((1, 2)).nonzero():  # refused: ended
+            row = torch.where(mask[number[0]])[1]
+            out.index_add_(0, row, self.expert(x[row], number[0]))
+            if number > 5:
+                break
+        return out
+
+
 class Layers(nn.Module):
     """Several of them, so that a cut lies between."""
 
@@ -280,6 +378,7 @@ def gated(rule: str, cause: str) -> Case:
     )
 
 
+FOUND = Refused(("how many rounds the loop has",), ("loop over all of them",))
 TOGETHER = "takes the samples of a batch together"
 BOUND = "sets a bound to what is taken over the samples"
 
@@ -289,6 +388,12 @@ CASES = (
     simple("counted", Counted, manners=FP32_ONLY),
     layers("counted_layers", Counted),
     simple("capped", Capped, manners=FP32_ONLY),
+    *(simple(way, lambda way=way: Found(way), manners=FP32_ONLY) for way in ("hit", "skipped")),
+    simple("turned", lambda: Found("turned"), manners=FP32_ONLY),
+    *(
+        simple(way, lambda way=way: Found(way), expect=FOUND)
+        for way in ("counted_rounds", "numbered", "added", "apart", "elsewhere", "ended")
+    ),
     simple("selected", Selected, manners=FP32_ONLY),
     simple("nonzero", NonZero, manners=FP32_ONLY),
     simple("early", Early, manners=FP32_ONLY),
