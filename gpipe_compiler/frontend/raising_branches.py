@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.distributions import constraints
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from gpipe_compiler.errors import Notice
@@ -33,6 +34,8 @@ def checks_passed() -> Iterator[None]:
     passed: dict[str, None] = {}
 
     def passing(frame: FrameType) -> bool | None:
+        if frame.f_code.co_filename == constraints.__file__:
+            return True  # so far, of several that one of torch.distributions has to fulfil
         found = passing_at(frame)
         if found is not None:
             passed[location(frame.f_code.co_filename, frame.f_lineno).brief.rstrip(":")] = None

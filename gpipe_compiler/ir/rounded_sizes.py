@@ -64,10 +64,14 @@ def is_in_integers(size: Any) -> bool:
 
 
 def _noting(own: Callable[[Any, Any], Any], added: list[None]) -> Callable[[Any, Any], Any]:
-    """A sum of fractions, which is noted."""
+    """A sum, which is noted where an operand is a fraction."""
 
     def add(one: Any, other: Any) -> Any:
-        added.append(None)
+        numbers = (
+            sympy.sympify(getattr(getattr(x, "node", None), "expr", x)) for x in (one, other)
+        )
+        if any(_whole(number) is None for number in numbers):
+            added.append(None)
         return own(one, other)
 
     return add
@@ -116,8 +120,22 @@ def _quotient(fraction: Any) -> Any:
         power = 1
     else:
         return None
-    above = above.args[0] if above.func is ToFloat else above
-    if not above.is_integer or not (below.is_Float or below.is_Rational) or below == 0:
+    above = _whole(above)
+    if above is None or not (below.is_Float or below.is_Rational) or below == 0:
         return None
     divisor = sympy.Rational(*float(below).as_integer_ratio()) ** power
     return above / divisor if max(abs(divisor.p), divisor.q) <= _MOST else None
+
+
+def _whole(number: Any) -> Any:
+    """A number that is a whole one in floats, in terms of integers; None for any other."""
+    if number.is_Add:
+        terms = [*map(_whole, number.args)]
+        return None if None in terms else sympy.Add(*terms)
+    if number.is_Mul and number.args[0] == -1:
+        rest = _whole(sympy.Mul(*number.args[1:]))
+        return None if rest is None else -rest
+    if number.is_Float and number == int(number):
+        return sympy.Integer(int(number))
+    inside = number.args[0] if number.func is ToFloat else number
+    return inside if inside.is_integer else None

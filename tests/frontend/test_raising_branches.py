@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributions as D
 
 from gpipe_compiler.compile import trace
 from gpipe_compiler.ir.branches import required_lines
@@ -186,6 +187,25 @@ def test_a_branch_that_only_raises_is_passed(check: Callable[[Tensor], Tensor]) 
     with pytest.warns(UserWarning, match="test_raising_branches.*this check is not in the package"):
         graph = trace(model, x, training=False)
     assert len(graph.ops) <= 10
+
+
+def of_distributions(h: Tensor) -> Tensor:
+    normal = D.MultivariateNormal(h, torch.eye(4))
+    other = D.Independent(D.Normal(h * 2, h.exp()), 1)
+    shares = D.Categorical(probs=h.softmax(-1)).log_prob(torch.zeros(len(h)))
+    far = D.kl_divergence(other.base_dist, D.Normal(0.0, 1.0))
+    return h * (normal.log_prob(h) + other.log_prob(h + 1) + shares)[:, None] + far
+
+
+def test_what_distributions_ask_of_their_numbers_is_passed() -> None:
+    torch.manual_seed(0)
+    model, x = Checked(of_distributions), torch.randn(4, 4)
+    with pytest.warns(UserWarning, match="distribution.*this check is not in the package"):
+        graph = trace(model, x, training=False)
+
+    x = torch.randn(5, 4)
+    run = Interpreter(graph, graph.tensors, training=False).run({"x": x})
+    torch.testing.assert_close(run[graph.output_values[0]], model(x))
 
 
 @pytest.mark.parametrize(
