@@ -51,7 +51,8 @@ def foreign(name: str) -> Foreign:
 
     if kind == "video":
         side = 224 if family in ("mvit", "s3d") else 64
-        return Foreign(build, _clips(side), cross_entropy, classes(CLASSES), 4)
+        samples = 2 if family == "mvit" else 4
+        return Foreign(build, _clips(side), cross_entropy, classes(CLASSES), samples)
     if kind == "optical_flow":
         return Foreign(build, lambda n: (_pixels(n), _pixels(n)), _flow, _two(128), 2)
     if kind == "segmentation":

@@ -112,9 +112,16 @@ OTHERS: dict[str, dict[str, object]] = {
     "luke": {"entity_vocab_size": 20, "entity_emb_size": 16},
     "mamba2": {"num_heads": 8},
     "ministral": {"head_dim": 8},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+            "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64,
+        }
+    },
     "mobilevit": {"hidden_sizes": [16, 16, 16], "image_size": 64},
     "mobilevitv2": {"image_size": 64},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "neomme": {"head_dim": 16},
     "perceiver": {
         "num_latents": 16, "d_latents": 32, "num_self_attends_per_block": 2,
         "max_position_embeddings": TOKENS,
@@ -179,6 +186,13 @@ def _prompted(samples: int) -> dict[str, Tensor]:
     return {"input_ids": words, "pixel_values": torch.randn(samples, 3, 32, 32)}
 
 
+def _heard(samples: int) -> dict[str, Tensor]:
+    """Sound beside words, eight frames to each."""
+    words = torch.randint(3, WORDS, (samples, TOKENS))
+    sound = torch.randn(samples, 128, 8 * TOKENS)
+    return {"input_ids": words, "input_features": sound, "labels": words.clone()}
+
+
 BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "imagegpt": _coloured,
     "musicgen": _sung,
@@ -186,6 +200,7 @@ BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
     "pp_lcnet": lambda samples: {"pixel_values": torch.randn(samples, 3, 32, 32)},
     "shieldgemma2": _prompted,
     "siglip2": _patched,
+    "voxtral_realtime": _heard,
 }
 """Of those that are called in another way than their form says."""
 OUTPUTS = {"pp_lcnet": "last_hidden_state", "shieldgemma2": "logits"}
