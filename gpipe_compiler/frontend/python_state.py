@@ -254,7 +254,7 @@ def _hooks(model: nn.Module) -> dict[tuple[str, str, int], object]:
         (path, kind, number): hook
         for path, module in model.named_modules()
         for kind, hooks in vars(module).items()
-        if kind.endswith("_hooks")
+        if kind.endswith("_hooks") and isinstance(hooks, dict)  # a list of handles is the user's
         for number, hook in hooks.items()
     }
 

@@ -18,7 +18,6 @@ from gpipe_compiler.runtime.core.nest import (
     Path,
     cache_fields,
     fields_with_tensors,
-    holds_states,
 )
 from gpipe_compiler.runtime.core.outputs import of_class
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
@@ -95,8 +94,8 @@ def describe(output: object, *, trains: bool = False) -> Template:
     `Unreturned`.
 
     Args:
-        trains: whether the model is trained: caches of states, which many return in eval mode
-            alone, are then handed out in neither mode.
+        trains: whether the model is trained: caches are for what is generated later, and many
+            return them in eval mode alone: they are then handed out in neither mode.
     """
     numbers = itertools.count()
 
@@ -106,7 +105,7 @@ def describe(output: object, *, trains: bool = False) -> Template:
         if isinstance(item, tuple | list):
             items = [walk(part, (*path, index)) for index, part in enumerate(item)]
             return items if isinstance(item, list) else tuple(items)
-        fields = None if trains and holds_states(item) else _fields(item)
+        fields = None if trains and cache_fields(item) is not None else _fields(item)
         if fields is not None:
             return {key: walk(value, (*path, key)) for key, value in fields.items()}
         if item is None or isinstance(item, bool | int | float | complex | str | torch.dtype):

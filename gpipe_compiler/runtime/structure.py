@@ -139,7 +139,8 @@ class Unreturned:
         raise UsageError(
             f"what the model returns in {'.'.join(map(str, self.path)) or 'all'} is an object of "
             f"the class {self.cls}, which no stage can hand out",
-            hint="have the model return its tensors in a tuple, a dict or a dataclass",
+            hint="have the model return its tensors in a tuple, a dict or a dataclass; a cache is "
+            "handed out by packages that are compiled with --mode infer",
         )
 
     def __getattr__(self, name: str) -> Any:

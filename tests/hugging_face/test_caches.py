@@ -187,6 +187,21 @@ def test_a_cache_of_one_mode_alone_is_left_out_where_a_model_is_trained():
     assert not graph.outputs[STATES].is_left_out(training=False)
 
 
+def test_a_cache_is_for_inference_alone(decoder):
+    """Of training, `gradient_checkpointing_enable()` has none returned."""
+    tokens = torch.randint(50, (4, 3))
+    example = {"input_ids": tokens, "labels": tokens}
+    checkpointed = copy.deepcopy(decoder)
+    checkpointed.gradient_checkpointing_enable()
+
+    for model in (decoder, checkpointed):
+        graph = trace(copy.deepcopy(model), (), example)
+        assert not graph.left_out
+        assert len(graph.output_values) == 1
+        assert graph.outputs[PAST].is_left_out(training=True) is (model is checkpointed)
+        assert not graph.outputs[PAST].is_left_out(training=False)
+
+
 def test_a_cache_that_was_reset_is_a_leaf():
     """Its states are those of no text, and it says beside them that there was none."""
     decoder = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))

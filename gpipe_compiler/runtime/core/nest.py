@@ -66,12 +66,6 @@ def cache_fields(item: object) -> dict[str, object] | None:
     return {name: held for name, held in pairs.items() if held is not None}
 
 
-def holds_states(item: object) -> bool:
-    """Whether it is a cache that holds what a state-space model remembers."""
-    layers = getattr(item, "layers", ()) if cache_fields(item) is not None else ()
-    return any(not set(_LINEAR).isdisjoint(cache_fields(layer) or {}) for layer in layers)
-
-
 def _goes_on(item: Any) -> bool:
     """Whether the next call takes a cache's states as they are: it has neither been reset, nor is
     it to be cut to what it was before."""
