@@ -193,7 +193,15 @@ def _heard(samples: int) -> dict[str, Tensor]:
     return {"input_ids": words, "input_features": sound, "labels": words.clone()}
 
 
+def _captioned(samples: int) -> dict[str, Tensor]:
+    """A picture before words."""
+    words = torch.randint(3, WORDS, (samples, TOKENS))
+    picture = torch.randn(samples, 3, 32, 32)
+    return {"input_ids": words, "pixel_values": picture, "labels": words.clone()}
+
+
 BATCHES: dict[str, Callable[[int], dict[str, Any]]] = {
+    "git": _captioned,
     "imagegpt": _coloured,
     "musicgen": _sung,
     "musicgen_melody": _sung,

@@ -79,8 +79,8 @@ class FoundLoops:
         masks = {} if node is None or where is None else _asked(node, found)
         if not masks or where is None or not _is_plain_loop(where.code):
             return None
-        mask, dim = next(iter(masks.items()))
-        return self._each(_Loop(masks, where), mask.meta["val"].shape[dim], found.dim() > 1)
+        rows = min(_most_rows(mask, dim) for mask, dim in masks.items())
+        return self._each(_Loop(masks, where), rows, found.dim() > 1)
 
     def _each(self, loop: _Loop, rows: int, listed: bool) -> Iterator[torch.Tensor]:
         frame = sys._getframe(1)
@@ -215,6 +215,26 @@ def _counted(node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int]]:
         else:
             return
         yield node, dim
+
+
+def _most_rows(mask: fx.Node, dim: int) -> int:
+    """How many rows of a mask may have anything: of `one_hot` of what `topk` has chosen, as many as
+    there were to choose from."""
+    rows: int = mask.meta["val"].shape[dim]
+    while _verb(mask) in ("permute", "bool", "to") and len(mask.all_input_nodes) == 1:
+        if _verb(mask) == "permute":
+            order: Any = mask.args[1] if isinstance(mask.args[1], list) else mask.args[1:]
+            dim = order[dim] % len(order)
+        (mask,) = mask.all_input_nodes
+    chosen: Any = mask.args[0]
+    if _verb(mask) != "one_hot" or dim != mask.meta["val"].dim() - 1 or _verb(chosen) != "getitem":
+        return rows
+    picks, place = chosen.args
+    if _verb(picks) != "topk" or place != 1:
+        return rows
+    among = picks.kwargs.get("dim", picks.args[2] if len(picks.args) > 2 else -1)
+    choices = picks.all_input_nodes[0].meta["val"].shape[among]
+    return min(rows, choices) if isinstance(choices, int) else rows
 
 
 def _is_count(node: fx.Node) -> bool:

@@ -83,7 +83,7 @@ class Found(nn.Module):
 
     def mixed(self, x: Tensor) -> Tensor:
         weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
-        mask = F.one_hot(chosen, 12).permute(2, 1, 0)
+        mask = F.one_hot(chosen, 13).permute(2, 1, 0)  # one more, for tokens of other processes
         return getattr(self, self.way)(x, mask, weights, torch.zeros_like(x))
 
     def forward(self, x: Tensor) -> Tensor:
