@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import inspect
 import io
+import linecache
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -338,7 +341,12 @@ def plain_types(modules: Iterable[nn.Module], sizes: NotedSizes | None = None) -
 def _instead(names: Mapping[str, object], modules: Iterable[nn.Module]) -> Iterator[None]:
     """Has names of Python's mean something else in code of the user's and of modules."""
     asking = {id(held): held for held in _names_of(modules)}
-    added = [(held, name) for held in asking.values() for name in names if name not in held]
+    added = [
+        (held, name)
+        for held in asking.values()
+        for name in names
+        if name not in held and name not in _given_to_torch(held.get("__file__"))
+    ]
     try:
         for held, name in added:
             held[name] = names[name]
@@ -346,6 +354,15 @@ def _instead(names: Mapping[str, object], modules: Iterable[nn.Module]) -> Itera
     finally:
         for held, name in added:
             del held[name]
+
+
+@functools.cache
+def _given_to_torch(file: str | None) -> frozenset[str]:
+    """The types of Python's that a file gives to torch: `dtype=int` takes no other in its place."""
+    return frozenset(_GIVEN.findall("".join(linecache.getlines(file or ""))))
+
+
+_GIVEN = re.compile(r"(?:\bdtype\s*=\s*|\.(?:to|type|view)\(\s*)(int|float)\b(?!\s*\()")
 
 
 def _names_of(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
