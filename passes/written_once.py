@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import Graph, Op, StateKind
-from gpipe_compiler.ir.arguments import tensors_in
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Op, Ref, StateKind, StateRef
+from gpipe_compiler.ir.arguments import leaves, tensors_in
 from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.passes.dry_run import DryRun, storage_key
 from gpipe_compiler.passes.effects import effects
@@ -188,7 +188,7 @@ def refuse_written_weights(graph: Graph) -> None:
     kept = {item.name.name for op in observed(graph).ops.values() for item in op.saved if item.own}
     for op in graph.ops if graph.loss is not None else ():
         for name in sorted(_written_by(graph, op) & kept):
-            if graph.state[name].requires_grad:
+            if graph.state[name].requires_grad and not _settles(graph, op, name):
                 raise ModelError(
                     f"{op.name} writes to {name}, which is trained, in every forward: the backward "
                     "of another micro-batch reads it as it was",
@@ -196,6 +196,27 @@ def refuse_written_weights(graph: Graph) -> None:
                     hint="compile with --microbatches 1; or write to it between steps, in a "
                     "training loop of your own",
                 )
+
+
+def _settles(graph: Graph, op: Op, name: str) -> bool:
+    """Whether an op writes to a weight what it leaves as it is when it is run again.
+
+    So it is with numbers between which it clamps the `.data` of the weight, of which no backward
+    is told, before anything else of a forward reads it.
+    """
+    call = op.call
+    if not isinstance(call, MethodCall) or call.method not in ("clamp_", "clip_"):
+        return False
+    source, *bounds = call.args
+    made = graph.producer.get(source.name) if isinstance(source, Ref) else None
+    plain = not any(
+        isinstance(leaf, Ref | StateRef) for leaf in leaves((bounds, dict(call.kwargs)))
+    )
+    data = FunctionCall(getattr, (StateRef(name), "data"))
+    if made is None or not plain or made.call != data:
+        return False
+    before = itertools.takewhile(lambda other: other is not op, graph.ops)
+    return all(other is made or name not in other.states(graph.modules) for other in before)
 
 
 def refuse_written_in_eval(graph: Graph) -> None:

@@ -364,6 +364,26 @@ class Clips(Counting):
         return self.last(self.first(x).tanh())
 
 
+class ClipsData(Counting):
+    """The same by `.data`, which autograd does not follow: as often as that is done it is one.
+
+    Attributes:
+        late: whether something has read the weight before.
+    """
+
+    def __init__(self, *, late: bool = False) -> None:
+        super().__init__()
+        self.middle, self.late = nn.Linear(8, 8), late
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        if self.late:
+            hidden = hidden @ self.middle.weight
+        if self.training:
+            self.middle.weight.data.clamp_(-0.1, 0.1)  # refused: clips_data_late
+        return self.last(self.middle(hidden).tanh())
+
+
 class MasksItsWeight(Counting):
     """The masked weights of PixelCNN, in place by `.data`."""
 
@@ -662,6 +682,14 @@ CASES = (
             ("--microbatches 1",),
             accept="--microbatches 1",
             reference="whole",
+        ),
+    ),
+    simple("clips_data", ClipsData),
+    simple(
+        "clips_data_late",
+        lambda: ClipsData(late=True),
+        expect=Refused(
+            ("middle.weight", "is trained", "another micro-batch"), ("--microbatches 1",)
         ),
     ),
     simple("clips_a_table", ClipsTable),
