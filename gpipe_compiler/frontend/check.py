@@ -36,8 +36,9 @@ from gpipe_compiler.frontend.comparable_runs import (
 )
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, refuse_seeding
-from gpipe_compiler.frontend.python_state import buffer_assigned, refuse_remembered
+from gpipe_compiler.frontend.python_state import buffer_assigned
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
+from gpipe_compiler.frontend.repeated_calls import refuse_remembered
 from gpipe_compiler.frontend.run_results import (
     BUFFER,
     SEED,
@@ -262,7 +263,10 @@ def refuse_late_checkpoints(graph: Graph, subject: Subject, entry: Entry, batch:
 
 def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
     """Raises a ModelError where what forward leaves in attributes decides what it computes."""
-    entry.model = isolated(subject.model).train(entry.training)
+
+    def fresh() -> torch.nn.Module:
+        entry.model = isolated(subject.model).train(entry.training)
+        return entry.model
 
     def call(times: float) -> Sequence[Any]:
         torch.manual_seed(SEED)
@@ -271,7 +275,7 @@ def _refuse_remembered(subject: Subject, entry: Entry, batch: int) -> None:
         with torch.set_grad_enabled(entry.has_loss), activations_kept():
             return tuple(entry(*given))
 
-    refuse_remembered(entry.model, entry.loss_fn, call)
+    refuse_remembered(fresh, entry.loss_fn, subject.began, call)
 
 
 def _first_run(

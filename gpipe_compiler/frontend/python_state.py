@@ -23,12 +23,11 @@ from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.own_code import is_installed
 from gpipe_compiler.frontend.user_code import definition
 from gpipe_compiler.ir import Graph
-from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Place:
-    """Something that has a value.
+class Place:
+    """Something that has a value when it is looked at.
 
     Attributes:
         reader: the function or class of the user's that it belongs to.
@@ -42,9 +41,6 @@ class _Place:
 PythonState: TypeAlias = Mapping[str, object]
 """By what it is called: numbers, words, sizes of containers, which tensor and its version."""
 
-_FAR = 1_000_003
-"""Calls after which a counter is looked at."""
-
 _OWN = frozenset(vars(nn.Module()))
 
 _MOST_ENTRIES = 1000
@@ -53,7 +49,17 @@ _MOST_ENTRIES = 1000
 
 def python_state(model: nn.Module, loss_fn: object) -> PythonState:
     """What forward and a loss can read at the moment, the model's parameters and buffers apart."""
-    return {name: _seen(place.value) for name, place in _places(model, loss_fn).items()}
+    return {name: _seen(place.value) for name, place in places_of(model, loss_fn).items()}
+
+
+def shared_state(model: nn.Module, loss_fn: object) -> PythonState:
+    """The numbers and words among it that copies of the model share, as in a class or a global."""
+    places = places_of(model, loss_fn)
+    return {
+        name: place.value
+        for name, place in places.items()
+        if isinstance(place.value, int | float | str | None) and not name.startswith("self.")
+    }
 
 
 def _seen(value: object) -> object:
@@ -64,27 +70,27 @@ def _seen(value: object) -> object:
     return (id(value), value._version) if isinstance(value, torch.Tensor) else type(value)
 
 
-def _places(model: nn.Module, loss_fn: object) -> dict[str, _Place]:
+def places_of(model: nn.Module, loss_fn: object) -> dict[str, Place]:
     """Where a model and its loss keep such state, by what it is called."""
-    found: dict[str, _Place] = {}
+    found: dict[str, Place] = {}
     seen: set[int] = set()
     classes: dict[type, None] = {}
     modules = dict(model.named_modules(prefix="self"))
     if isinstance(loss_fn, nn.Module):
         modules |= loss_fn.named_modules(prefix="loss_fn")
         for name, buffer in loss_fn.named_buffers(prefix="loss_fn"):
-            found[name] = _Place(buffer, type(loss_fn).forward, lambda _: None)
+            found[name] = Place(buffer, type(loss_fn).forward, lambda _: None)
     for prefix, module in modules.items():
         classes |= dict.fromkeys(type(module).__mro__)
         for name, value in vars(module).items():
             if name not in _OWN:
-                place = _Place(value, type(module).forward, partial(setattr, module, name))
+                place = Place(value, type(module).forward, partial(setattr, module, name))
                 found |= _within(f"{prefix}.{name}", place, seen)
     own = [cls for cls in classes if _is_users(cls)]
     for cls in own:
         for name, value in vars(cls).items():
             if not name.startswith("__") and not callable(value):
-                place = _Place(value, vars(cls).get("forward", cls), partial(setattr, cls, name))
+                place = Place(value, vars(cls).get("forward", cls), partial(setattr, cls, name))
                 found |= _within(f"{cls.__qualname__}.{name}", place, seen)
     for function in _functions(own, loss_fn):
         for name, place in _names(function):
@@ -92,7 +98,7 @@ def _places(model: nn.Module, loss_fn: object) -> dict[str, _Place]:
     return found
 
 
-def _within(name: str, place: _Place, seen: set[int]) -> dict[str, _Place]:
+def _within(name: str, place: Place, seen: set[int]) -> dict[str, Place]:
     """A place, and the numbers in what it holds, by what they are called.
 
     Args:
@@ -110,7 +116,7 @@ def _within(name: str, place: _Place, seen: set[int]) -> dict[str, _Place]:
         seen.add(id(held))
         for key, value in inside.items():
             if isinstance(value, int | float | list | dict):
-                found[text.format(key)] = _Place(value, place.reader, partial(put, key))
+                found[text.format(key)] = Place(value, place.reader, partial(put, key))
     return found
 
 
@@ -128,17 +134,17 @@ def _functions(classes: Sequence[type], *others: object) -> Iterator[types.Funct
         pending.extend(place.value for _, place in _names(item))
 
 
-def _names(function: types.FunctionType) -> Iterator[tuple[str, _Place]]:
+def _names(function: types.FunctionType) -> Iterator[tuple[str, Place]]:
     """The globals and the variables around it that a function reads."""
     names = function.__globals__
     for name in function.__code__.co_names:
         if name in names and not isinstance(names[name], types.ModuleType | type):
             put = partial(names.__setitem__, name)
-            yield f"{function.__module__}.{name}", _Place(names[name], function, put)
+            yield f"{function.__module__}.{name}", Place(names[name], function, put)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # it has no value yet
             put = partial(setattr, cell, "cell_contents")
-            yield f"{name} of {function.__qualname__}", _Place(cell.cell_contents, function, put)
+            yield f"{name} of {function.__qualname__}", Place(cell.cell_contents, function, put)
 
 
 def _is_users(item: Any) -> bool:
@@ -149,81 +155,6 @@ def _is_users(item: Any) -> bool:
 def changed(before: PythonState, after: PythonState) -> list[str]:
     """What is not as it was."""
     return [key for key, value in after.items() if value != before.get(key)]
-
-
-def refuse_remembered(
-    model: nn.Module, loss_fn: object, call: Callable[[float], Sequence[Any]]
-) -> None:
-    """Makes sure that further calls give what the first one gives, parameters and buffers alike.
-
-    Args:
-        model: that is called; no call may have been made.
-        call: gives what the model returns for the example, its floats times a number, by the same
-            random numbers.
-
-    Raises:
-        ModelError: naming the attribute that decides.
-    """
-    held = [*model.parameters(), *model.buffers()]
-    tensors = [(tensor, tensor.detach().clone()) for tensor in held]
-
-    def again(times: float = 1.0) -> Mapping[str, torch.Tensor]:
-        with torch.no_grad():
-            for tensor, content in tensors:
-                tensor.copy_(content)
-        leaves = enumerate(call(times))
-        return {str(n): x.detach().clone() for n, x in leaves if isinstance(x, torch.Tensor)}
-
-    places = _places(model, loss_fn)
-    states = [python_state(model, loss_fn)]
-    counters: list[str] = []
-    try:
-        first = again()
-        states.append(python_state(model, loss_fn))
-        again(times=2.0)
-        states.append(python_state(model, loss_fn))
-        later = again()
-        counters = [key for key in states[2] if _counts([state.get(key) for state in states])]
-        if _alike(first, later) and counters:
-            for key in counters:
-                places[key].put(states[2][key] + _FAR)  # type: ignore[operator]  # an integer
-            later = again()
-    except Exception:  # noqa: BLE001  # whatever the user's code raises: nothing is told
-        return
-    finally:
-        for key in counters:
-            places[key].put(states[0][key])
-    if not _alike(first, later):
-        keys = counters or changed(states[1], states[2]) or changed(states[0], states[1])
-        raise _remembers(keys, places, type(model).forward)
-
-
-def _counts(values: Sequence[object]) -> bool:
-    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
-    if len(numbers) < len(values):
-        return False
-    first, second, third = numbers
-    return third - second == second - first != 0
-
-
-def _alike(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    if one.keys() != other.keys() or any(one[n].shape != other[n].shape for n in one):
-        return False
-    return all(
-        row.passed for row in compare({ComparedKind.OUTPUT: other}, {ComparedKind.OUTPUT: one})
-    )
-
-
-def _remembers(keys: Sequence[str], places: Mapping[str, _Place], forward: object) -> ModelError:
-    reader = places[keys[0]].reader if keys and keys[0] in places else forward
-    what = f"{keys[0]}, which forward changes," if keys else "something that forward changes"
-    return ModelError(
-        f"another call of the model on the same batch gives another result: {what} decides what "
-        "it computes, and a stage has one value of it",
-        location=definition(reader),
-        hint="keep it in a buffer of the model (register_buffer) that forward writes in place, or "
-        "set it outside of forward",
-    )
 
 
 @contextlib.contextmanager

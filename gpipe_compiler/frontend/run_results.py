@@ -70,7 +70,7 @@ def run_model(
         put_tensors(entry.model, fakes.from_tensor)
     leaves, inputs = inputs_of(entry, batch, double=double, fakes=fakes)
     before = dict(entry.model.named_buffers())
-    attributes = python_state(entry.model, entry.loss_fn)
+    attributes = {**python_state(entry.model, entry.loss_fn), **subject.began}
     sizes = {name: tensor.shape for name, tensor in before.items()}
     torch.manual_seed(SEED)
     with (

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import SourceLocation, UsageError
+from gpipe_compiler.frontend.python_state import PythonState, shared_state
 from gpipe_compiler.frontend.structure import map_tensors
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.runtime.core.assembly import Assembly
@@ -226,6 +227,7 @@ class Subject:
             all run then in every run of an entry. None where it decides by itself.
         pretrained: where the numbers of a model on meta are, that was built from a folder of
             Hugging Face's; None for any other.
+        began: what copies of the model share of its Python state, before any of them was called.
         probes: what entries have found out by running the model, by its mode. A changed copy of a
             subject begins with none.
     """
@@ -248,9 +250,12 @@ class Subject:
     state: Mapping[str, str] = field(default_factory=dict)
     keeps: bool | None = None
     pretrained: Pretrained | None = None
+    began: PythonState = field(default_factory=dict, repr=False)
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not self.began:
+            object.__setattr__(self, "began", shared_state(self.model, self.loss_fn))
         own = self.loss_fn
         if isinstance(own, FunctionType) and takes(own, 1) and not takes(own, 2):
             object.__setattr__(self, "loss_fn", _with_target(own))
