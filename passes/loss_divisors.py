@@ -121,15 +121,19 @@ def _targets(graph: Graph, term: Targets) -> Count:
 def _divisor(terms: Terms, term: Division) -> Count | None:
     """What a divisor adds up; None where it is no sum over samples."""
     divisor = guarded_sum(terms, term.divisor)
-    if divisor is None or not _is_over_samples(terms, divisor.op):
+    if divisor is None or term.total not in (None, verb(divisor.op) != "mean"):
         return None
     op = divisor.op
-    if term.total not in (None, verb(op) != "mean"):
-        return None
     what = "the sum by which it is divided"
-    base, *options = op.call.args
-    total = _as_sum(op, (LAST, *options))
-    unsafe = divisor.is_bare and not vanishes(terms.graph, term.op, base)
+    base, *options = op.call.args or (None,)
+    several = _adds_sums(terms, op)
+    if several:
+        total: Step = FunctionCall(operator.add, (LAST, *options))
+    elif _is_over_samples(terms, op):
+        total = _as_sum(op, (LAST, *options))
+    else:
+        return None
+    unsafe = divisor.is_bare and (several or not vanishes(terms.graph, term.op, base))
     least = 1.0 if unsafe else -math.inf
     return Count(term.op, what, base, (total,), divisor.floor, divisor.offset, least=least)
 
@@ -242,6 +246,25 @@ def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:
     if known is not None and not known.splittable and (verb(op), *op.arguments[0][1:]) == ("sum",):
         return mask_behind(terms.graph, source.name) is not None
     return known is not None and known.splittable and known.batch_dim is not None
+
+
+def _adds_sums(terms: Terms, op: Op) -> bool:
+    """Whether an op adds sums over samples, such as those of several levels."""
+    args, options = op.arguments
+    makers = [
+        terms.graph.producer.get(_apart_from_type(terms, getattr(x, "name", ""))) for x in args
+    ]
+    return (
+        (verb(op), len(args), options) == ("add", 2, {})
+        and all(terms.is_scalar(item) for item in args)
+        and all(
+            made is not None
+            and (
+                _adds_sums(terms, made) or (verb(made) != "mean" and _is_over_samples(terms, made))
+            )
+            for made in makers
+        )
+    )
 
 
 def _as_sum(op: Op, args: tuple[Argument, ...]) -> Step:

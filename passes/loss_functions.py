@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -239,7 +239,7 @@ def mask_of_mean(graph: Graph, op: Op) -> Ref | None:
         return None
     masks = [mask_behind(graph, name) for name in op.inputs if name in graph.batched]
     first = masks[0] if masks else None
-    return first if first is not None and all(mask == first for mask in masks) else None
+    return first if first is not None and _all_alike(graph, masks) else None
 
 
 def mask_behind(graph: Graph, value: str) -> Ref | None:
@@ -254,7 +254,12 @@ def mask_behind(graph: Graph, value: str) -> Ref | None:
     behind = [name for name in op.inputs if name in graph.batched]
     masks = [mask_behind(graph, name) for name in behind]
     alike = all(graph.values[name].shape[:1] == rows for name in behind)
-    return masks[0] if masks and alike and all(mask == masks[0] for mask in masks) else None
+    return masks[0] if masks and alike and _all_alike(graph, masks) else None
+
+
+def _all_alike(graph: Graph, masks: Sequence[Ref | None]) -> bool:
+    first, *others = masks
+    return all(mask == first or _alike(graph, mask, first) for mask in others)
 
 
 def _selected_by(graph: Graph, op: Op) -> Ref | None:
@@ -336,9 +341,18 @@ def _ignores(graph: Graph, op: Op, mask: Argument) -> bool:
 def _alike(graph: Graph, one: Argument, other: Argument) -> bool:
     """Whether two values are the same numbers, but for their types and shapes."""
     left, right = _plain(graph, one), _plain(graph, other)
-    makers = graph.producer.get(left), graph.producer.get(right)
-    return bool(left) and (
-        left == right or (None not in makers and makers[0].call == makers[1].call)  # type: ignore[union-attr]  # not None
+    if not left or left == right:
+        return bool(left)
+    calls = [maker.call for name in (left, right) if (maker := graph.producer.get(name))]
+    if len(calls) < 2 or calls[0] == calls[1]:
+        return len(calls) == 2
+    first, second = calls
+    plain = all(isinstance(call, FunctionCall | MethodCall) for call in calls)
+    return (
+        plain
+        and (called(first), first.kwargs) == (called(second), second.kwargs)
+        and len(first.args) == len(second.args)
+        and all(a == b or _alike(graph, a, b) for a, b in zip(first.args, second.args, strict=True))
     )
 
 

@@ -150,6 +150,8 @@ class Terms:
                 yield from self._scaled(op, args[0])
             case "mul" if len(args) == 2 and self.same_for_all(args[0]):
                 yield from self._scaled(op, args[1])
+            case "mul" if len(args) == 2 and (found := self._times_share(op, *args)) is not None:
+                yield found
             case "div" if len(args) == 2 and not op.call.kwargs:
                 yield from self._divided(op, *args)
             case "sum" | "mean" if isinstance(args[0], Ref):
@@ -257,6 +259,20 @@ class Terms:
             yield Summand(Division(op, divisor.name, total), op.outputs[0])
         else:
             yield self._other(op)
+
+    def _times_share(self, op: Op, left: Argument, right: Argument) -> Summand | None:
+        """A scalar times `1 / n`, for a scalar n; None for another product."""
+        for dividend, share in ((left, right), (right, left)):
+            maker = self.graph.producer.get(getattr(share, "name", ""))
+            if maker is None or verb(maker) != "div" or maker.call.kwargs:
+                continue
+            number, divisor = maker.call.args
+            scalars = self.is_scalar(dividend) and self.is_scalar(divisor)
+            if scalars and self.same_for_all(number) and not self.same_for_all(divisor):
+                kind = self.kind(dividend.name)
+                total = None if kind is None else kind is Reduction.SUM
+                return Summand(Division(op, divisor.name, total), op.outputs[0])
+        return None
 
     def _reduced(self, op: Op, value: str) -> Iterator[Summand]:
         """The sum or the mean of a scalar, of scalars in a row, or of a quotient."""

@@ -30,6 +30,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument, state_names, value_names
 from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.effects import effects
+from gpipe_compiler.passes.loss_additivity import Bent
 from gpipe_compiler.passes.loss_divisors import Count, count_of, guard_of, with_targets
 from gpipe_compiler.passes.loss_functions import (
     ConstantTerm,
@@ -51,6 +52,7 @@ from gpipe_compiler.passes.split_loss import (
     never_by_zero,
     with_terms,
 )
+from gpipe_compiler.passes.verbs import verb
 
 
 def weigh_loss(graph: Graph) -> Graph:
@@ -98,6 +100,40 @@ def different_means(graph: Graph) -> tuple[Op, ...]:
         if not isinstance(summand.term, ConstantTerm) and summand.term.op is not None
     ]
     return tuple(ops) if len(ops) > 1 else ()
+
+
+def uncountable(graph: Graph) -> Bent | None:
+    """What in a loss is a mean over things of which nothing before the step tells how many there
+    are: some that are drawn, or another number of them for each of several elements."""
+    terms = Terms(graph)
+    for written in terms.summands:
+        term = written.term.inner.term if isinstance(written.term, Guarded) else written.term
+        count = count_of(terms, term)
+        if count is not None and _is_drawn(graph, count):
+            return Bent(count.reader, "it is a mean over as many as are drawn in the step")
+    needed = graph.ancestors(() if graph.loss is None else (graph.loss.value,))
+    quotients = (op for op in graph.ops if op.name in needed and _divides_sums(graph, op))
+    each = "it divides each of several sums over the batch by one of its own"
+    return next((Bent(op, each) for op in quotients), None)
+
+
+def _is_drawn(graph: Graph, count: Count) -> bool:
+    names = graph.ancestors(name for name in value_names(count.base) if name)
+    ops = tuple(op for op in graph.ops if op.name in names)
+    return bool(random_ops(graph.replace(ops=ops)))
+
+
+def _divides_sums(graph: Graph, op: Op) -> bool:
+    """Whether an op divides elements that are of all samples by others that are."""
+    values = [graph.values.get(getattr(item, "name", "")) for item in op.call.args]
+    return verb(op) == "div" and all(
+        known is not None
+        and known.kind is ValueKind.TENSOR
+        and known.name in graph.batched
+        and known.batch_dim is None
+        and math.prod(known.shape) > 1
+        for known in values
+    )
 
 
 def terms_of_loss(

@@ -52,7 +52,7 @@ from gpipe_compiler.frontend.state import isolated
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, kind_of
 from gpipe_compiler.frontend.trace_errors import BOTH_WAYS, by_values
-from gpipe_compiler.frontend.user_code import RUNS_ALONE, raised
+from gpipe_compiler.frontend.user_code import RUNS_ON_FEWER, raised
 from gpipe_compiler.ir import Graph, StateKind
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.sizes import SMALLEST, SampleRule, least_sizes, other_sizes
@@ -303,9 +303,10 @@ def _first_run(
         except Exception as error:  # whatever the user's code raises
             last_one = entry.signature is examples[-1] and not entry.input_gradients
             if len(batches) == 1 and last_one:
-                on = "in a training step with a batch of "
-                on += f"{batch} samples made from the example inputs"
-                raise raised("the model", error, on, RUNS_ALONE) from error
+                entry.run_example()  # raises what is wrong with that
+                on = "in a training step " if entry.has_loss and entry.training else ""
+                on += f"with a batch of {batch} samples made from the example inputs"
+                raise raised("the model", error, on, RUNS_ON_FEWER) from error
             last = summary(error)
     problem = (
         f"the model takes no batch of {' or '.join(map(str, batches))} samples ({last}), so that "

@@ -286,11 +286,11 @@ class Entry(nn.Module):
                     again = isolated(self.model)
                     output = user_call("the model", again, count, args, kwargs)
                 except ModelError:
-                    self._run_example()
+                    self.run_example()
                     raise
                 return output, target
 
-    def _run_example(self) -> None:
+    def run_example(self) -> None:
         """Raises a ModelError when the model cannot even run on the example as it is."""
         args, kwargs, _ = self.signature.rebuild(self.signature.samples(self.signature.batch_size))
         try:
@@ -336,7 +336,8 @@ class Entry(nn.Module):
             f"the model returns {cls}, which is no tensor, tuple, dict or dataclass: "
             "what is in it cannot be taken apart into micro-batches",
             location=line_of_forward(self.model),
-            hint=f"make {cls} a dataclass (@dataclasses.dataclass), or return a dict",
+            hint=f"return the tensors that it is made of, in a dict; or make {cls} a dataclass "
+            "(@dataclasses.dataclass), if it is your own class",
         )
 
     def _way_out(self) -> str:

@@ -22,6 +22,8 @@ from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.calls import Written, is_all_of, sized, takes_device, written
 from gpipe_compiler.frontend.found_loops import FoundLoops
 from gpipe_compiler.frontend.growing_graph import GrowingGraph, apart
+from gpipe_compiler.frontend.kept_masks import keep_masks
+from gpipe_compiler.frontend.kept_tensors import keep_tensors
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_around
 from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import OPENED, at_number, has_tensors, numbered, widened
@@ -328,6 +330,8 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         self.take_from_lists(returned)
         self.graph.output(self.argument(returned))
         write_value_splits(self.graph)
+        keep_masks(self.graph)
+        keep_tensors(self.graph)
         if not self.decisions:
             self.sweep()
 

@@ -177,12 +177,32 @@ BOTH_WAYS = "it goes one way for the example and another for other batches"
 
 def by_values(where: SourceLocation | None, more: str = "only shapes are followed") -> TraceError:
     """The refusal of a line that decides by the values of a tensor."""
+    code = where.code if where else ""
+    ways = (way for pattern, way in _WAYS_WITHOUT_VALUES if pattern.search(code))
     return TraceError(
         f"the model {DECIDES_BY_VALUES}{at_code(where)}: {more}",
         location=where,
-        hint="use torch.where instead of a branch on the data, "
-        "and a fixed number instead of .item()",
+        hint=next(ways, _NO_VALUES),
     )
+
+
+_NO_VALUES = (
+    "use torch.where instead of a branch on the data, and a fixed number instead of .item()"
+)
+
+_WAYS_WITHOUT_VALUES: Sequence[tuple[re.Pattern[str], str]] = (
+    (
+        re.compile(r"\bif\b.*\.any\(\)"),
+        "leave that question out where nothing is wrong without it: out[mask] = f(x[mask]) takes a "
+        "mask that selects nothing, and writes nothing then; or use torch.where",
+    ),
+    (
+        re.compile(r"^(?!.*\bif\b).*\b(?:int|float)\("),
+        "leave out int() and float(), which make a constant of it: keep the tensor, as in "
+        "count.clamp(min=1), or compute with the number of .item(), as in max(count.item(), 1)",
+    ),
+)
+"""How lines read that ask for values, each with what to write there."""
 
 
 def refuse_fixed_batch(

@@ -274,6 +274,11 @@ NEEDS_NUMBERS = "the line reads numbers, and a model on meta has none: build it 
 
 RUNS_ALONE = "it must run by itself before it can be compiled"
 
+RUNS_ON_FEWER = (
+    "micro-batches are some of the samples, in any number: give rows that belong together a "
+    "dimension of their own, (B, T, ...) in place of (B * T, ...), and flatten that in forward"
+)
+
 
 def raised(what: str, error: Exception, on: str, hint: str) -> ModelError:
     """The error for model code that raises on something, in the user's words where it is known.

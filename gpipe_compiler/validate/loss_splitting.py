@@ -18,7 +18,7 @@ from gpipe_compiler.ir import Graph, LossTerm, Op, Reduction, ValueKind
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
 from gpipe_compiler.passes.loss_additivity import first_bent, never_additive
-from gpipe_compiler.passes.loss_weight import different_means
+from gpipe_compiler.passes.loss_weight import different_means, uncountable
 from gpipe_compiler.passes.unknown_sizes import selection_behind
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.nest import Path
@@ -191,7 +191,7 @@ def cause_of(graph: Graph) -> tuple[str, SourceLocation | None] | None:
 
 def _unknown(graph: Graph) -> tuple[str, SourceLocation | None]:
     assert graph.loss is not None
-    bent = first_bent(graph)
+    bent = first_bent(graph) or uncountable(graph)
     if bent is not None:
         return bent.what, bent.op.source
     kind = "sum" if graph.loss.reduction is Reduction.SUM else "mean"
@@ -205,6 +205,7 @@ def _pairs_samples(graph: Graph, value: str) -> bool:
         known is not None
         and known.kind is ValueKind.TENSOR
         and not known.splittable
+        and known.shape != ()
         and selection_behind(graph, value) is None
     )
 

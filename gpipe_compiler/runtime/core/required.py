@@ -16,10 +16,11 @@ class BranchError(PipelineError):
 
     def __init__(self, line: str) -> None:
         super().__init__(
-            f"{line} goes another way for this batch than for the one that the model was compiled "
-            "with, and the stages hold that way alone",
-            hint="leave the batch out: no weight or buffer has changed, but gradients may have; or "
-            "write both ways with torch.where",
+            f"{line} goes another way for this batch, or for a micro-batch of it, than for the one "
+            "that the model was compiled with, and the stages hold that way alone",
+            hint="leave the batch out: no weight or buffer has changed, but gradients may have; "
+            "take it with microbatches=1, where the whole of it goes that way; or write both ways "
+            "with torch.where",
         )
         self.line = line
 

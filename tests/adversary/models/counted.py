@@ -1,0 +1,237 @@
+"""Counts that Python gets as numbers, adds up, or turns into a factor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from adversary.case import Case, Refused
+from adversary.layers import Two
+from torch import Tensor, nn
+
+IGNORED = 2
+
+
+def rows(samples: int) -> Tensor:
+    return torch.randn(samples, 6)
+
+
+def steps(samples: int) -> Tensor:
+    return torch.randn(samples, 4, 6)
+
+
+def classes(samples: int) -> Tensor:
+    return torch.randint(3, (samples,))
+
+
+def tokens(samples: int) -> Tensor:
+    return torch.randint(3, (samples, 4))
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+
+
+def of_each(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="none")
+
+
+def counted(target: Tensor) -> Tensor:
+    return (target != IGNORED).sum()
+
+
+def by_number(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / counted(target).item()
+
+
+def by_one_at_least(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / max(counted(target).item(), 1)
+
+
+def by_a_little_more(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / (counted(target).item() + 1e-6)
+
+
+def in_place(output: Tensor, target: Tensor) -> Tensor:
+    loss = total(output, target)
+    loss /= max(1, counted(target).item())
+    return loss
+
+
+def element_by_element(output: Tensor, target: Tensor) -> Tensor:
+    number = max(counted(target).item(), 1)
+    return (of_each(output, target) * (target != IGNORED) / number).sum()
+
+
+def by_weights(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    labels, weights = target
+    return (of_each(output, labels) * weights).sum() / weights.sum().item()
+
+
+def by_what_is_selected(output: Tensor, target: Tensor) -> Tensor:
+    found = output[target != IGNORED]
+    wanted = target[target != IGNORED]
+    return F.cross_entropy(found, wanted, reduction="sum") / found.shape[0]
+
+
+def at_places(output: Tensor, target: Tensor) -> Tensor:
+    """As in detectors: the places of what is found."""
+    places = torch.nonzero(target != IGNORED).squeeze(1)
+    return of_each(output[places], target[places]).sum() / max(places.numel(), 1)
+
+
+def at_places_in_steps(output: Tensor, target: Tensor) -> Tensor:
+    sample, step = torch.where(target != IGNORED)
+    return of_each(output[sample, step], target[sample, step]).mean()
+
+
+def selected_twice(output: Tensor, target: Tensor) -> Tensor:
+    """The mask is made for each of both."""
+    found = output.reshape(-1, 3)[target.reshape(-1) != IGNORED]
+    return of_each(found, target.reshape(-1)[target.reshape(-1) != IGNORED]).mean()
+
+
+def by_several(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / sum((target == number).sum().item() for number in range(2))
+
+
+def by_levels(output: Tensor, target: Tensor) -> Tensor:
+    """One number for the levels of a pyramid, of which some may find nothing."""
+    levels = [(output[:, :3], target[:, :3]), (output[:, 3:], target[:, 3:])]
+    found = sum((labels != IGNORED).sum() for _, labels in levels)
+    losses = [total(scores.flatten(0, 1), labels.flatten()) for scores, labels in levels]
+    return torch.stack(losses).sum() / found.clamp(min=1)  # type: ignore[union-attr]  # no int
+
+
+def by_share(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) * (1 / (counted(target) + 1))
+
+
+def by_root(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / (counted(target).item() + 1) ** 0.5  # refused: by_root
+
+
+def logged(output: Tensor, target: Tensor) -> Tensor:
+    loss = F.cross_entropy(output, target)
+    logging.debug("%f of %d", loss.item(), counted(target).item())
+    return loss
+
+
+def by_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Two losses of one size: their sum is a mean over samples, and its gradient is none."""
+    one, other = F.cross_entropy(output, target), output.square().mean()
+    return one + other * (one.item() / (other.item() + 1e-8))
+
+
+def by_integer(output: Tensor, target: Tensor) -> Tensor:
+    number = max(1, int(counted(target)))  # refused: by_integer
+    return total(output, target) / number
+
+
+class Guided(Two):
+    """An input of one number, read as such."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x) * scale.item() + 1.5 * (scale.item() - 1)
+
+
+class Cooled(Two):
+    """A buffer that training moves on, read as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.temperature.mul_(0.9)
+        return super().forward(x) / self.temperature.item()
+
+
+class Sharpened(Two):
+    """As in CLIP; its scale is read as a number, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * min(self.scale.exp().item(), 100.0) + self.scale
+
+
+class Routed(Two):
+    """Each sample goes through one of the layers, and none asks whether it has any."""
+
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks, self.route = asks, nn.Linear(6, 3)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, routed = self.route(x).argmax(-1), torch.zeros_like(x)
+        for number, layer in enumerate(self.layers):
+            mask = chosen == number
+            if self.asks:
+                if mask.any():  # refused: asks
+                    routed[mask] = layer(x[mask])
+            else:
+                routed[mask] = layer(x[mask])
+        return super().forward(routed)
+
+
+def simple(loss: Callable[..., Tensor], **options: object) -> Case:
+    return Case(loss.__name__, Two, rows, loss, classes, **options)
+
+
+def not_of_parts(*cause: str) -> Refused:
+    return Refused(cause, ("--loss-over batch",), accept="--loss-over batch", reference="whole")
+
+
+OVER_BATCH = ({}, {"remat": "full"})
+
+CASES = (
+    simple(by_number),
+    simple(by_one_at_least, quick=True),
+    simple(by_a_little_more),
+    simple(in_place),
+    simple(element_by_element),
+    Case("by_weights", Two, rows, by_weights, lambda n: (classes(n), torch.rand(n))),
+    simple(by_what_is_selected),
+    simple(at_places),
+    Case("at_places_in_steps", Two, steps, at_places_in_steps, tokens),
+    Case("selected_twice", Two, steps, selected_twice, tokens),
+    simple(by_several),
+    Case("by_levels", Two, steps, by_levels, tokens),
+    simple(by_share),
+    simple(by_root, expect=not_of_parts("of a mean over the batch"), manners=OVER_BATCH),
+    simple(logged),
+    simple(
+        by_loss,
+        expect=Refused(
+            ("takes the samples of a batch together",),
+            ("--microbatches 1",),
+            accept="--microbatches 1",
+            at_line=False,
+            reference="whole",
+        ),
+        manners=OVER_BATCH,
+    ),
+    simple(
+        by_integer,
+        expect=Refused(("decides by the values",), ("count.clamp(min=1)", "max(count.item(), 1)")),
+    ),
+    Case("guided", Guided, lambda n: (rows(n), torch.rand(()) + 1), F.cross_entropy, classes),
+    Case("cooled", Cooled, rows, F.cross_entropy, classes),
+    Case("sharpened", Sharpened, rows, F.cross_entropy, classes),
+    Case("routed", lambda: Routed(asks=False), rows, F.cross_entropy, classes, manners=({},)),
+    Case(
+        "asks",
+        lambda: Routed(asks=True),
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(("decides by the values",), ("a mask that selects nothing",)),
+    ),
+)
