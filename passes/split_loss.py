@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,11 +25,10 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
-    RegionCall,
     StateRef,
 )
-from gpipe_compiler.ir.arguments import map_argument, renamed, value_names
-from gpipe_compiler.ir.ops import NoGrad, map_result, with_arguments, without_unread
+from gpipe_compiler.ir.arguments import renamed, value_names
+from gpipe_compiler.ir.ops import map_result, with_arguments, without_unread
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.loss_divisors import Divisor, guarded_sum
 from gpipe_compiler.passes.loss_functions import Division, Summand, put
@@ -178,56 +177,6 @@ class Tail:
         self.taken.add(name)
         self.made.append(Op(name, call, name, source=self.source, mode=mode))
         return name
-
-
-# --- blocks in which a loss counts ----------------------------------------------------------------
-
-
-def without_counting_regions(graph: Graph) -> Graph:
-    """The graph, its loss without blocks that switch off gradients and write nothing in place, so
-    that what the loss is divided by is seen: with their ops, and a `detach` of what they give.
-
-    Args:
-        graph: annotated; the result is not, where it is another one.
-    """
-    found = {op.name for op in graph.ops if op.name in graph.loss_only and _is_plain(graph, op)}
-    if graph.loss is None or not found:
-        return graph
-    ops = [part for op in graph.ops for part in (_inside(op) if op.name in found else (op,))]
-    return graph.replace(ops=tuple(ops), values={})
-
-
-def _is_plain(graph: Graph, op: Op) -> bool:
-    """Whether a block only computes on what it is given."""
-    call = op.call
-    if not isinstance(call, RegionCall) or call.context != NoGrad():
-        return False
-    return isinstance(op.result, tuple) and not any(
-        not isinstance(inner.call, FunctionCall | MethodCall)
-        or writes(inner)
-        or "out" in inner.call.kwargs
-        or any(True for _ in inner.states(graph.modules))
-        for inner in call.body.ops
-    )
-
-
-def _inside(op: Op) -> Iterator[Op]:
-    assert isinstance(op.call, RegionCall)
-    assert isinstance(op.result, tuple)
-    body = op.call.body
-    given = dict(zip(body.inputs, op.call.args, strict=True))
-
-    def outer(leaf: object) -> object:
-        return given.get(leaf.name, leaf) if isinstance(leaf, Ref) else leaf
-
-    for inner in body.ops:
-        call = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
-        yield dataclasses.replace(inner, call=call, module=op.module, mode=op.mode)
-    for name, made in zip(op.result, body.outputs, strict=True):
-        if isinstance(name, str):
-            yield dataclasses.replace(
-                op, name=name, result=name, call=MethodCall("detach", (outer(made),))
-            )
 
 
 # --- divisors that may be 0 in a part of a batch --------------------------------------------------

@@ -180,14 +180,22 @@ def answered(answers: Answers = (), *, flags: bool = False) -> Iterator[None]:
             computes with.
     """
     left = deque(answers)
+    told_at: tuple[CodeType, int] | None = None
 
     def answer(own: Callable[[torch.Tensor], Any], asked: _Asked) -> Any:
         if torch._C._get_dispatch_mode(_FAKE) is None:  # this compiler asks, of what has numbers
             return own(asked.tensor)
-        known = left.popleft() if left else None
+        nonlocal told_at
+        known = left[0] if left else None
         recorder = recording()
-        if known is None or (known.question, known.place) != (asked.name, asked.place):
-            left.clear()  # the trace has gone another way
+        if known is not None and (known.question, known.place) == (asked.name, asked.place):
+            left.popleft()
+            told_at = known.place
+        else:
+            if asked.place != told_at:  # else it is asked once more, as a number
+                left.clear()  # the trace has gone another way
+            known = None
+        if known is None:
             if asked.name != _PACKED:
                 return own(asked.tensor)
             known = _Answer(asked.name, asked.place, own(asked.tensor))

@@ -44,21 +44,20 @@ def keep_tensors(graph: fx.Graph) -> None:
     tensors of the same type."""
     kept: _Kept = {}
     other: set[fx.Node] = set()
-    with torch._C.DisableTorchFunction():  # which would take it for what the model does
-        for node in graph.nodes:
-            numbers = [source for source in node.all_input_nodes if source in kept]
-            if not numbers:
-                source, mask = _read_from(node), _mask_counted_by(node)
-                if source is not None:
-                    kept[node] = source.meta["val"].detach().reshape(())
-                elif mask is not None:
-                    kept[node] = mask.meta["val"].sum()
-                continue
-            made = _made_of(node, kept)
-            if made is None:
-                other.update(numbers)
-            elif not isinstance(node.meta["val"], torch.Tensor):
-                kept[node] = made
+    for node in graph.nodes:
+        numbers = [source for source in node.all_input_nodes if source in kept]
+        if not numbers:
+            source, mask = _read_from(node), _mask_counted_by(node)
+            if source is not None:
+                kept[node] = source.meta["val"].detach().reshape(())
+            elif mask is not None:
+                kept[node] = mask.meta["val"].sum()
+            continue
+        made = _made_of(node, kept)
+        if made is None:
+            other.update(numbers)
+        elif not isinstance(node.meta["val"], torch.Tensor):
+            kept[node] = made
     pairs = [(node, source) for node in kept for source in node.all_input_nodes if source in kept]
     for _ in pairs:
         other.update(*(pair for pair in pairs if not other.isdisjoint(pair)))

@@ -330,8 +330,9 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         self.take_from_lists(returned)
         self.graph.output(self.argument(returned))
         write_value_splits(self.graph)
-        keep_masks(self.graph)
-        keep_tensors(self.graph)
+        with torch._C.DisableTorchFunction():  # which would take it for what the model asks
+            keep_masks(self.graph)
+            keep_tensors(self.graph)
         if not self.decisions:
             self.sweep()
 

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch._subclasses import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -290,6 +291,14 @@ class _Type(type, metaclass=_AskedType):
     """In the place of `type`."""
 
 
+def _number_of(tensor: torch.Tensor, own: Callable[[torch.Tensor], Any]) -> Any:
+    """The number that a tensor is taken for; one that is not known where nothing answers."""
+    try:
+        return own(tensor)
+    except GuardOnDataDependentSymNode:
+        return tensor.item()
+
+
 class _AskedFloat(_Standing):
     own = float
 
@@ -299,6 +308,9 @@ class _AskedFloat(_Standing):
                 return size.__sym_float__()  # type: ignore[no-untyped-call]  # of torch
             case (torch.SymFloat(),):
                 return args[0]
+            case (FakeTensor() as tensor,):
+                number = _number_of(tensor, builtins.float)
+                return cls(number) if isinstance(number, torch.SymInt) else number
         return builtins.float(*args, **kwargs)
 
 
@@ -316,6 +328,9 @@ def _int(sizes: NotedSizes) -> type[int]:
                     return args[0]
                 case (torch.SymFloat() as size,):
                     return sizes.whole(size)
+                case (FakeTensor() as tensor,):
+                    number = _number_of(tensor, builtins.int)
+                    return cls(number) if isinstance(number, torch.SymFloat) else number
             return builtins.int(*args, **kwargs)
 
     class Int(int, metaclass=Asked):

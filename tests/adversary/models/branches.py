@@ -327,7 +327,7 @@ CASES = (
     simple("in_training", InTraining, expect=at_step("if self.training and")),
     simple("by_flag", ByFlag, expect=at_step("is_large = large.any().item()")),
     simple("several", Several, expect=at_step("if ")),
-    simple("compares", Compares, quick=True, expect=at_step("torch.allclose(x", missing)),
+    simple("compares", Compares, expect=at_step("torch.allclose(x", missing)),
     Case(
         "counts",
         Counts,

@@ -126,8 +126,42 @@ def by_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def by_integer(output: Tensor, target: Tensor) -> Tensor:
-    number = max(1, int(counted(target)))  # refused: by_integer
-    return total(output, target) / number
+    return total(output, target) / max(1, int(counted(target)))
+
+
+def by_fraction(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / max(1.0, float(counted(target)))
+
+
+WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
+
+
+def in_fp32(output: Tensor, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return F.cross_entropy(output.float(), target, WEIGHTS, ignore_index=IGNORED)
+
+
+def divided_in_fp32(output: Tensor, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        loss, number = total(output.float(), target), counted(target).clamp(min=1)
+    return loss / number
+
+
+@torch.autocast("cpu", enabled=False)
+def several_in_fp32(output: Tensor, target: Tensor) -> Tensor:
+    output = output.float()
+    of_classes = F.cross_entropy(output, target, ignore_index=IGNORED, label_smoothing=0.1)
+    return of_classes + 0.01 * output.logsumexp(-1).square().mean()
+
+
+class LossInFp32(Two):
+    """As in a decoder that is given its labels."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = super().forward(x)
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            loss = F.cross_entropy(scores.float(), labels, ignore_index=IGNORED)
+        return {"loss": loss, "scores": scores}
 
 
 class Guided(Two):
@@ -218,10 +252,12 @@ CASES = (
         ),
         manners=OVER_BATCH,
     ),
-    simple(
-        by_integer,
-        expect=Refused(("decides by the values",), ("count.clamp(min=1)", "max(count.item(), 1)")),
-    ),
+    simple(by_integer),
+    simple(by_fraction),
+    simple(in_fp32),
+    simple(divided_in_fp32),
+    simple(several_in_fp32),
+    Case("loss_in_fp32", LossInFp32, lambda n: (rows(n), classes(n))),
     Case("guided", Guided, lambda n: (rows(n), torch.rand(()) + 1), F.cross_entropy, classes),
     Case("cooled", Cooled, rows, F.cross_entropy, classes),
     Case("sharpened", Sharpened, rows, F.cross_entropy, classes),

@@ -147,7 +147,7 @@ def keyed(name: str, *keys: str, **options: object) -> Case:
 CASES = (
     keyed("newline", "a\nraise SystemExit(3)", "b\r\nimport os", "__doc", quick=True),
     keyed("code", CODE, "'''", '"""', "\\"),
-    keyed("markup", "[/x]", "[bold]", "<b>", "</script><script>", "`rm`", "$(x)", quick=True),
+    keyed("markup", "[/x]", "[bold]", "<b>", "</script><script>", "`rm`", "$(x)"),
     keyed("jinja", "{{ 7 * 7 }}", "{% raw %}", "{# no #}"),
     keyed("keywords", "class", "def", "None", "lambda", "import"),
     keyed("unicode", "größe", "名前", "😀", "é", "é"),  # the last two look alike

@@ -434,7 +434,7 @@ def of_steps(name: str, model: object, **options: object) -> Case:
 CASES = (
     simple("functional_call", Called, quick=True),
     simple("hyper", Hyper),
-    Case("masked_by_vmap", MaskedByVmap, masked, F.cross_entropy, classes, quick=True),
+    Case("masked_by_vmap", MaskedByVmap, masked, F.cross_entropy, classes),
     simple("expanded_in_eval", ExpandedInEval),
     simple("by_func", Energy, expect=TRANSFORMED),
     simple("jvp", Jacobian, expect=TRANSFORMED),
