@@ -25,7 +25,7 @@ from gpipe_compiler.ir import (
     StateRef,
     called,
 )
-from gpipe_compiler.ir.arguments import map_argument, state_names
+from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.ops import RegionBody, Result, map_result, with_arguments
 from gpipe_compiler.passes.loss_functions import loss_arguments
 from gpipe_compiler.passes.verbs import AND, BOUNDING, COMPARING, MOVES, NOT, OR, verb, writes
@@ -49,46 +49,123 @@ def without_idle_regions(graph: Graph) -> Graph:
     """The graph, its loss without blocks in a context that changes nothing but what requires
     gradients: with their ops, and a `detach` of what they give under `no_grad`.
 
+    Of a block under autocast, what follows in the loss alone leaves it, where that changes nothing.
+
     Args:
         graph: annotated; the result is not, where it is another one.
     """
-    found = {op.name for op in graph.ops if op.name in graph.loss_only and _is_idle(graph, op)}
-    if graph.loss is None or not found:
+    if graph.loss is None:
         return graph
-    ops = [part for op in graph.ops for part in (_inside(op) if op.name in found else (op,))]
+    needed = graph.ancestors((graph.loss.value,))
+    parts = {op.name: _taken_apart(graph, op) for op in graph.ops if op.name in needed}
+    if not any(parts.values()):
+        return graph
+    ops = [part for op in graph.ops for part in parts.get(op.name) or (op,)]
     return graph.replace(ops=tuple(ops), values={})
 
 
-def _is_idle(graph: Graph, op: Op) -> bool:
-    """Whether a block only computes on what it is given, and would compute the same outside."""
+def _taken_apart(graph: Graph, op: Op) -> list[Op]:
+    """What a block is in the loss; [] for one that stays, and for another op."""
     call = op.call
     if not isinstance(call, RegionCall) or not isinstance(op.result, tuple):
-        return False
-    plain = not any(
-        not isinstance(inner.call, FunctionCall | MethodCall)
-        or writes(inner)
-        or "out" in inner.call.kwargs
-        for inner in call.body.ops
-    )
+        return []
+    plain = [op for op in call.body.ops if isinstance(op.call, FunctionCall | MethodCall)]
+    if any(writes(inner) or "out" in inner.call.kwargs for inner in plain):
+        return []
     if isinstance(call.context, Autocast):
-        return plain and _gives_own(call) and _keeps_types(graph, call)
-    reads = any(True for inner in call.body.ops for _ in inner.states(graph.modules))
-    return plain and call.context == NoGrad() and not reads
+        outside = _outside(graph, op.result, call)
+        return _left(graph, op, outside) if outside else []
+    own = len(plain) == len(call.body.ops) and not op.states(graph.modules)
+    counts = own and op.name in graph.loss_only and call.context == NoGrad()
+    return [*_counted(op, call)] if counts else []
 
 
-def _keeps_types(graph: Graph, call: RegionCall) -> bool:
-    """Whether autocast changes no type in a block, be it on, off or of another type around it."""
+def _outside(graph: Graph, result: Sequence[Result], call: RegionCall) -> frozenset[str]:
+    """The ops of a block under autocast, by name, that make the same outside of it, be autocast on,
+    off or of another type there, and from which nothing but the loss follows."""
     pairs = zip(call.body.inputs, call.args, strict=True)
     fixed = {inner for inner, outer in pairs if _is_fixed(graph, outer)}
+    alike = set()
     for op in call.body.ops:
-        if not _casts(op) and not (
-            fixed.issuperset(op.inputs)
-            and all(_is_fixed(graph, StateRef(name)) for name in state_names(op.call.args))
-            and (verb(op) in _KEPT or _is_loss(graph, op))
-        ):
-            return False
-        fixed.update(op.outputs)
-    return True
+        states = op.states(graph.modules)
+        own = all(_is_fixed(graph, StateRef(name)) for name in states)
+        given = own and fixed.issuperset(op.inputs)
+        idle = verb(op) in _KEPT or _is_loss(graph, op)
+        if _casts(op) or (given and idle):
+            alike.add(op.name)
+        if _casts(op) or (given and (idle or not getattr(call.context, "enabled", True))):
+            fixed.update(op.outputs)
+    ends = dict(zip(map(repr, call.body.outputs), result, strict=True))
+    staying: set[str] = set()
+    outside = set()
+    for op in reversed(call.body.ops):
+        outer = [ends[repr(Ref(name))] for name in op.outputs if repr(Ref(name)) in ends]
+        if op.name in alike and staying.isdisjoint(op.outputs) and _of_loss(graph, outer):
+            outside.add(op.name)
+        else:
+            staying.update(op.inputs)
+    return frozenset(outside)
+
+
+def _of_loss(graph: Graph, names: Sequence[Result]) -> bool:
+    """Whether nothing but the loss follows from values."""
+    assert graph.loss is not None
+    return all(
+        name == graph.loss.value
+        or (
+            isinstance(name, str)
+            and name not in graph.output_values
+            and all(op.name in graph.loss_only for op in graph.consumers.get(name, ()))
+        )
+        for name in names
+        if name is not None
+    )
+
+
+def _left(graph: Graph, op: Op, outside: frozenset[str]) -> list[Op]:
+    """What is left of a block, which gives what it makes to the ops that leave it; and these."""
+    assert isinstance(op.call, RegionCall)
+    assert isinstance(op.result, tuple)
+    body = op.call.body
+    named = {
+        made.name: name
+        for name, made in zip(op.result, body.outputs, strict=True)
+        if isinstance(name, str) and isinstance(made, Ref)
+    }
+    given = dict(zip(body.inputs, op.call.args, strict=True))
+    kept = tuple(inner for inner in body.ops if inner.name not in outside)
+    gone = [inner for inner in body.ops if inner.name in outside]
+    made = {name for inner in kept for name in inner.outputs}
+    read = {name for inner in gone for name in inner.inputs}
+    crossing = [name for name in made if name in read and name not in named]
+    moved = {name for inner in gone for name in inner.outputs}
+
+    def outer(leaf: object) -> object:
+        if not isinstance(leaf, Ref):
+            return leaf
+        return given.get(leaf.name, Ref(named.get(leaf.name, leaf.name)))
+
+    parts = []
+    if kept:
+        ends = [
+            (name, item)
+            for name, item in zip(op.result, body.outputs, strict=True)
+            if not (isinstance(item, Ref) and item.name in moved)
+        ]
+        ends += [(name, Ref(name)) for name in sorted(crossing)]
+        inputs = {name for inner in kept for name in inner.inputs}
+        inputs.update(item.name for _, item in ends if isinstance(item, Ref))
+        bound = [(name, given[name]) for name in body.inputs if name in inputs]
+        inside = RegionBody(tuple(name for name, _ in bound), kept, tuple(item for _, item in ends))
+        call = RegionCall(op.call.context, inside, tuple(item for _, item in bound))
+        parts = [dataclasses.replace(op, call=call, result=tuple(name for name, _ in ends))]
+    for inner in gone:
+        plain = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
+        result = map_result(lambda name: named.get(name, name), inner.result)
+        parts.append(
+            dataclasses.replace(inner, call=plain, result=result, module=op.module, mode=op.mode)
+        )
+    return parts
 
 
 def _is_fixed(graph: Graph, argument: Argument) -> bool:
@@ -120,39 +197,19 @@ def _is_loss(graph: Graph, op: Op) -> bool:
     return not forbidden and loss_arguments(graph, op) is not None
 
 
-def _gives_own(call: RegionCall) -> bool:
-    """Whether a block gives nothing but what it makes itself, each once."""
-    made = {name for inner in call.body.ops for name in inner.outputs}
-    given = [item.name for item in call.body.outputs if isinstance(item, Ref)]
-    return len(set(given) & made) == len(call.body.outputs)
-
-
-def _inside(op: Op) -> Iterator[Op]:
-    """The ops of a block, under the names by which what it gives is known outside."""
-    assert isinstance(op.call, RegionCall)
+def _counted(op: Op, call: RegionCall) -> Iterator[Op]:
+    """The ops of a block under `no_grad`."""
     assert isinstance(op.result, tuple)
-    body, stopped = op.call.body, op.call.context == NoGrad()
-    given = dict(zip(body.inputs, op.call.args, strict=True))
-    named = {} if stopped else _names_outside(op.result, body)
+    given = dict(zip(call.body.inputs, call.args, strict=True))
 
     def outer(leaf: object) -> object:
-        if not isinstance(leaf, Ref):
-            return leaf
-        return given.get(leaf.name, Ref(named.get(leaf.name, leaf.name)))
+        return given.get(leaf.name, leaf) if isinstance(leaf, Ref) else leaf
 
-    for inner in body.ops:
-        call = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
-        result = map_result(lambda name: named.get(name, name), inner.result)
-        yield dataclasses.replace(inner, call=call, result=result, module=op.module, mode=op.mode)
-    for name, made in zip(op.result, body.outputs, strict=True):
-        if isinstance(name, str) and stopped:
+    for inner in call.body.ops:
+        plain = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
+        yield dataclasses.replace(inner, call=plain, module=op.module, mode=op.mode)
+    for name, made in zip(op.result, call.body.outputs, strict=True):
+        if isinstance(name, str):
             yield dataclasses.replace(
                 op, name=name, result=name, call=MethodCall("detach", (outer(made),))
             )
-
-
-def _names_outside(result: Sequence[Result], body: RegionBody) -> dict[str, str]:
-    pairs = zip(result, body.outputs, strict=True)
-    return {
-        made.name: name for name, made in pairs if isinstance(name, str) and isinstance(made, Ref)
-    }

@@ -164,6 +164,38 @@ class LossInFp32(Two):
         return {"loss": loss, "scores": scores}
 
 
+def product_in_fp32(output: Tensor, target: Tensor) -> Tensor:
+    """Outside of the block, a product of matrices would be one of 16 bits."""
+    with torch.autocast("cpu", enabled=False):
+        near = output.float() @ WEIGHTS.diag()
+        return F.cross_entropy(near, target)
+
+
+class HeadInFp32(Two):
+    """The last layer too, whose scores are returned."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            scores = self.last(hidden.float())
+            loss = F.cross_entropy(scores, labels, ignore_index=IGNORED)
+            loss = loss + 0.01 * scores.logsumexp(-1).square().mean()
+        return {"loss": loss, "scores": scores}
+
+
+class CriterionInFp32(Two):
+    """The loss is a module, and all that is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(WEIGHTS.clone(), ignore_index=IGNORED)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.body(x)
+        with torch.autocast("cpu", enabled=False):
+            return {"loss": self.criterion(self.last(hidden.float()), labels)}
+
+
 class Guided(Two):
     """An input of one number, read as such."""
 
@@ -258,6 +290,9 @@ CASES = (
     simple(divided_in_fp32),
     simple(several_in_fp32),
     Case("loss_in_fp32", LossInFp32, lambda n: (rows(n), classes(n))),
+    simple(product_in_fp32),
+    Case("head_in_fp32", HeadInFp32, lambda n: (rows(n), classes(n))),
+    Case("criterion_in_fp32", CriterionInFp32, lambda n: (rows(n), classes(n))),
     Case("guided", Guided, lambda n: (rows(n), torch.rand(()) + 1), F.cross_entropy, classes),
     Case("cooled", Cooled, rows, F.cross_entropy, classes),
     Case("sharpened", Sharpened, rows, F.cross_entropy, classes),
