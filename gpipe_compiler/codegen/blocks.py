@@ -39,7 +39,7 @@ from gpipe_compiler.codegen.releases import Peaks
 from gpipe_compiler.codegen.rounds import LoopContext
 from gpipe_compiler.codegen.sizes import ReadSize
 from gpipe_compiler.codegen.value_names import is_result
-from gpipe_compiler.ir import Op, RegionCall
+from gpipe_compiler.ir import Mode, Op, RegionCall
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import (
     BlockCall,
@@ -223,6 +223,7 @@ class StageBlocks:
         first, parameters = block.first, self._parameters(block)
         given = Arguments.of(parameters)
         ops = self.calls.ops(first.parts, first.outputs, file, given.names)
+        ops = tuple(dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops)
         method, passed = self._method(block, ops, given.names)
         file.imports.name("torch", "Tensor")
         own_name = file.names.take_numbered(wanted, "_")

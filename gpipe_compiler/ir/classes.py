@@ -149,7 +149,8 @@ class _Check:
         return len(call.parts) > SMALL or stateful or calls
 
     def _is_function(self, call: BlockCall) -> bool:
-        """Whether it makes tensors of what it is given, alike in both modes, in several ops."""
+        """Whether it makes tensors of what it is given, in several ops, alike in both modes or in
+        one alone."""
         paths = {part.path for part in call.parts if isinstance(part, BlockCall)}
         inner = [op for part in call.ops for op in ops_within(part)]
         values = self._graph.values
@@ -158,7 +159,8 @@ class _Check:
             and bool(call.outputs)
             and paths <= self._contents.functions.keys()
             and not any(isinstance(op.call, ModuleCall) for op in inner)
-            and all(op.mode is Mode.ALWAYS and not op.has_choices for op in inner)
+            and all(op.mode is call.mode and not op.has_choices for op in inner)
+            and self._fits_modes(call)
             and all(v in values and values[v].kind is ValueKind.TENSOR for v in call.outputs)
         )
 
