@@ -188,9 +188,8 @@ class StageBlocks:
         attributes = {slot: own for slot, own in given.names.items() if slot.owner in owners}
         names = {slot: f"self.{own}" for slot, own in attributes.items()}
         ops = self.calls.ops(first.parts, first.outputs, file, names)
-        if class_of_torch(
-            self.facts.graph, first.path
-        ):  # torch's own lines are no comment, and its names unknown
+        # Torch's own lines are no comment, and its names unknown.
+        if class_of_torch(self.facts.graph, first.path):
             ops = tuple(dataclasses.replace(op, source=None) for op in ops)
         method, passed = self._method(block, ops, names)
         chained = self._is_chain(block)
@@ -223,7 +222,6 @@ class StageBlocks:
         first, parameters = block.first, self._parameters(block)
         given = Arguments.of(parameters)
         ops = self.calls.ops(first.parts, first.outputs, file, given.names)
-        ops = tuple(dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops)
         method, passed = self._method(block, ops, given.names)
         file.imports.name("torch", "Tensor")
         own_name = file.names.take_numbered(wanted, "_")
@@ -276,6 +274,8 @@ class StageBlocks:
     ) -> tuple[Method, tuple[int, ...]]:
         """What a call computes, and the inputs that it is passed."""
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
+        if first.mode is not Mode.ALWAYS:  # nobody calls it in another
+            ops = [dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops]
         read = {value for op in ops for value in op.inputs}
         told = graph.told(read.intersection(first.inputs))
         given = self.facts.shapes.read_off(first.inputs, told)

@@ -31,6 +31,7 @@ from gpipe_compiler.codegen.layout import (
 from gpipe_compiler.codegen.module_tree import ModuleNode, nested
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
+from gpipe_compiler.ir.classes import SMALL
 from gpipe_compiler.ir.contents import arguments_of, class_of_torch, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
 
@@ -104,7 +105,7 @@ def state_of(
     """
     used, unread = _used(graph, ops, also)
     chained = {path for op in ops for path in prefixes(op.module) if _is_in_chain(graph, path)}
-    root = nested(used, frozenset(methods), sorted(chained))
+    root = nested(used, frozenset(methods), sorted(chained | _without_state(graph, ops)))
     modules = {item.spec.path: item.place for item in root.all() if item.spec is not None}
     places: dict[str, str] = {}
     originals: dict[str, str] = {}
@@ -137,6 +138,21 @@ def _is_in_chain(graph: Graph, path: str) -> bool:
     around, _, last = path.rpartition(".")
     known = class_of_torch(graph, around) is nn.Sequential
     return known and last.isdecimal() and class_of_torch(graph, path) is None
+
+
+def _without_state(graph: Graph, ops: Sequence[Op]) -> set[str]:
+    """Modules of the user's that hold nothing and compute in several ops, all of them among these:
+    they read as a class of their own."""
+    counts = Counter(path for op in ops for path in prefixes(op.module))
+    every = Counter(path for op in graph.ops for path in prefixes(op.module))
+    return {
+        path
+        for path, count in counts.items()
+        if count > SMALL
+        and count == every[path]
+        and path in graph.module_classes
+        and class_of_torch(graph, path) is None
+    }
 
 
 def _used(
