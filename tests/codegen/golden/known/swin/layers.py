@@ -65,6 +65,20 @@ def window_partition_2(input_feature: Tensor, size: int) -> Tensor:
     return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, 1)
 
 
+class SwinDropPath(nn.Module):
+    def __init__(self, keep_prob: float) -> None:
+        super().__init__()
+        self.keep_prob = keep_prob
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        # modeling_swin.py:58-60
+        random_tensor = torch.rand(
+            [hidden_states.shape[0], 1, 1], dtype=torch.float32, device=hidden_states.device
+        )
+        random_tensor = torch.floor(random_tensor + self.keep_prob)
+        return hidden_states / self.keep_prob * random_tensor
+
+
 class SwinPatchMerging(nn.Module):
     def __init__(
         self, normalized_shape: int, out_features: int, height: int, num_channels: int
@@ -147,7 +161,7 @@ def get_attn_mask(
     return attn_mask.masked_fill(attn_mask != 0, -100.0).masked_fill(attn_mask == 0, 0.0)
 
 
-class SwinLayer(nn.Module):
+class SwinLayerWithDropPath(nn.Module):
     def __init__(
         self,
         channels: int,
@@ -155,20 +169,20 @@ class SwinLayer(nn.Module):
         size: int,
         num_heads: int,
         height: int,
-        size_2: int,
         keep_prob: float,
+        size_2: int,
     ) -> None:
         super().__init__()
         self.channels = channels
         self.size = size
         self.height = height
         self.size_2 = size_2
-        self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(channels)
         self.attention = SwinAttention(channels, num_attention_heads=num_heads, scale=0.25, size=16)
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(channels)
         self.mlp = SwinMLP(channels, out_features)
+        self.drop_path = SwinDropPath(keep_prob=keep_prob)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-566
@@ -188,14 +202,8 @@ class SwinLayer(nn.Module):
         )
         del attention_output
         attention_windows = attention_windows.view(batch, self.size_2, self.channels)
-
-        # drop_path (modeling_swin.py:58-60)
         if self.training:
-            random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
-            random_tensor = torch.floor(random_tensor + self.keep_prob)
-            drop_path_out = attention_windows / self.keep_prob * random_tensor
-
-        # modeling_swin.py:567
+            drop_path_out = self.drop_path(attention_windows)
         hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
         del attention_windows
         if self.training:
@@ -215,20 +223,20 @@ class SwinStagePart(nn.Module):
         size: int,
         num_heads: int,
         height: int,
-        size_2: int,
         keep_prob: float,
+        size_2: int,
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleDict(
             {
-                "0": SwinLayer(
+                "0": SwinLayerWithDropPath(
                     channels,
                     out_features,
                     size=size,
                     num_heads=num_heads,
                     height=height,
-                    size_2=size_2,
                     keep_prob=keep_prob,
+                    size_2=size_2,
                 ),
             },
         )

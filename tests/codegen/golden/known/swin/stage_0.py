@@ -44,7 +44,7 @@ class SwinEmbeddings(nn.Module):
         return embeddings
 
 
-class SwinLayer2(nn.Module):
+class SwinLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(16)
@@ -126,7 +126,7 @@ class SwinLayerPart(nn.Module):
 class SwinStagePart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"0": SwinLayer2(), "1": SwinLayerPart()})
+        self.blocks = nn.ModuleDict({"0": SwinLayer(), "1": SwinLayerPart()})
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_swin.py:694

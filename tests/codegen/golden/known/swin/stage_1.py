@@ -3,10 +3,15 @@
 From swin.encoder.layers.0.blocks.1.attention to swin.encoder.layers.1.blocks.0.mlp.fc2.
 """
 
-import torch
 from torch import Tensor, nn
 
-from .layers import SwinMLP, SwinPatchMerging, SwinStagePart, window_reverse
+from .layers import (
+    SwinDropPath,
+    SwinMLP,
+    SwinPatchMerging,
+    SwinStagePart,
+    window_reverse,
+)
 
 
 class SwinAttentionPart(nn.Module):
@@ -22,6 +27,7 @@ class SwinLayerPart(nn.Module):
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
+        self.drop_path = SwinDropPath(keep_prob=0.9857142857142858)
 
     def forward(self, shortcut: Tensor, attn_output: Tensor) -> Tensor:
         # attention (sdpa_attention.py:206, modeling_swin.py:465-466)
@@ -35,16 +41,8 @@ class SwinLayerPart(nn.Module):
         attention_windows = window_reverse(attention_windows, size=8, num_channels=16, height=32)
         hidden_states: Tensor = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shortcut.shape)  # (B, 1024, 16)
-
-        # drop_path (modeling_swin.py:58-60)
         if self.training:
-            random_tensor = torch.rand(
-                [shortcut.shape[0], 1, 1], dtype=torch.float32, device=shortcut.device
-            )
-            random_tensor = torch.floor(random_tensor + 0.9857142857142858)
-            drop_path_out = attention_windows / 0.9857142857142858 * random_tensor  # (B, 1024, 16)
-
-        # modeling_swin.py:567-572
+            drop_path_out = self.drop_path(attention_windows)
         hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
         residual = hidden_states
         hidden_states = self.layernorm_after(hidden_states)
@@ -78,8 +76,8 @@ class SwinEncoderPart(nn.Module):
                     size=4,
                     num_heads=2,
                     height=16,
-                    size_2=256,
                     keep_prob=0.9714285714285714,
+                    size_2=256,
                 ),
             },
         )

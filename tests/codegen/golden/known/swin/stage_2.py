@@ -3,10 +3,10 @@
 From swin.encoder.layers.1.blocks.1.layernorm_before to swin.encoder.layers.2.blocks.0.mlp.fc2.
 """
 
-import torch
 from torch import Tensor, nn
 
 from .layers import (
+    SwinDropPath,
     SwinMLP,
     SwinPatchMerging,
     SwinRelativePositionBias,
@@ -46,7 +46,7 @@ class SwinAttentionWithAttentionMask(nn.Module):
         return attn_output
 
 
-class SwinLayer2(nn.Module):
+class SwinLayerWithDropPath2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layernorm_before = nn.LayerNorm(32)
@@ -54,6 +54,7 @@ class SwinLayer2(nn.Module):
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(32)
         self.mlp = SwinMLP(32, 128)
+        self.drop_path = SwinDropPath(keep_prob=0.9571428571428572)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-621
@@ -72,14 +73,8 @@ class SwinLayer2(nn.Module):
         attention_windows = window_reverse(attention_windows, size=4, num_channels=32, height=16)
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         attention_windows = hidden_states.view(*shape)  # (B, 256, 32)
-
-        # drop_path (modeling_swin.py:58-60)
         if self.training:
-            random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
-            random_tensor = torch.floor(random_tensor + 0.9571428571428572)
-            drop_path_out = attention_windows / 0.9571428571428572 * random_tensor  # (B, 256, 32)
-
-        # modeling_swin.py:567-572
+            drop_path_out = self.drop_path(attention_windows)
         hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
         residual = hidden_states
         hidden_states = self.layernorm_after(hidden_states)
@@ -91,7 +86,7 @@ class SwinLayer2(nn.Module):
 class SwinStagePart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleDict({"1": SwinLayer2()})
+        self.blocks = nn.ModuleDict({"1": SwinLayerWithDropPath2()})
         self.downsample = SwinPatchMerging(128, 64, height=16, num_channels=32)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -108,7 +103,7 @@ class SwinEncoderPart(nn.Module):
             {
                 "1": SwinStagePart2(),
                 "2": SwinStagePart(
-                    64, 256, size=2, num_heads=4, height=8, size_2=64, keep_prob=0.9428571428571428
+                    64, 256, size=2, num_heads=4, height=8, keep_prob=0.9428571428571428, size_2=64
                 ),
             },
         )

@@ -3,12 +3,12 @@
 From swin.encoder.layers.2.blocks.1.layernorm_before to classifier.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .layers import (
-    SwinLayer,
+    SwinDropPath,
+    SwinLayerWithDropPath,
     SwinMLP,
     SwinRelativePositionBias,
     get_attn_mask,
@@ -47,15 +47,15 @@ class SwinAttentionWithAttentionMask(nn.Module):
         return attn_output
 
 
-class SwinLayer2(nn.Module):
+class SwinLayerWithDropPath2(nn.Module):
     def __init__(self, keep_prob: float) -> None:
         super().__init__()
-        self.keep_prob = keep_prob
         self.layernorm_before = nn.LayerNorm(64)
         self.attention = SwinAttentionWithAttentionMask()
         self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(64)
         self.mlp = SwinMLP(64, 256)
+        self.drop_path = SwinDropPath(keep_prob=keep_prob)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-621
@@ -76,14 +76,8 @@ class SwinLayer2(nn.Module):
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         del attention_windows
         attention_windows = hidden_states.view(*shape)  # (B, 64, 64)
-
-        # drop_path (modeling_swin.py:58-60)
         if self.training:
-            random_tensor = torch.rand([batch, 1, 1], dtype=torch.float32, device=shortcut.device)
-            random_tensor = torch.floor(random_tensor + self.keep_prob)
-            drop_path_out = attention_windows / self.keep_prob * random_tensor  # (B, 64, 64)
-
-        # modeling_swin.py:567
+            drop_path_out = self.drop_path(attention_windows)
         hidden_states = shortcut + (drop_path_out if self.training else attention_windows)
         del attention_windows
         if self.training:
@@ -100,11 +94,11 @@ class SwinStagePart2(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleDict(
             {
-                "1": SwinLayer2(keep_prob=0.9285714285714286),
-                "2": SwinLayer(
-                    64, 256, size=2, num_heads=4, height=8, size_2=64, keep_prob=0.9142857142857143
+                "1": SwinLayerWithDropPath2(keep_prob=0.9285714285714286),
+                "2": SwinLayerWithDropPath(
+                    64, 256, size=2, num_heads=4, height=8, keep_prob=0.9142857142857143, size_2=64
                 ),
-                "3": SwinLayer2(keep_prob=0.9),
+                "3": SwinLayerWithDropPath2(keep_prob=0.9),
             },
         )
 
