@@ -123,8 +123,8 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             func(*args)
             return self.position.set_gradients(bool(args[0]))
         samples = self.lists.listed(func, args, kwargs)
-        if samples is None and func is torch.Tensor.unbind:
-            samples = self._loops.rounds(args[0])
+        if samples is None and func is torch.Tensor.unbind and [*args[1:], *kwargs.values()] == [0]:
+            samples = self._loops.rounds(args[0])  # as `for row in found` asks for them
         if samples is not None:
             return samples
         if func is torch.Tensor.__deepcopy__ and not args[0].requires_grad:
