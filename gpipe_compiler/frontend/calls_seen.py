@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import importlib
 import operator
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch.amp.autocast_mode import autocast
 
 from gpipe_compiler.dispatching import PlainDispatchMode, by_identity
 from gpipe_compiler.frontend.calls import Written, written
-from gpipe_compiler.frontend.locate import line_around
+from gpipe_compiler.frontend.locate import is_own, line_around
 from gpipe_compiler.frontend.nests import has_tensors
 from gpipe_compiler.frontend.position import Region
 from gpipe_compiler.frontend.recorder import Recorder, recording
@@ -116,7 +117,8 @@ _own_length = len
 
 def _length(of: Any) -> Any:
     """`len` of anything; of a tensor it may vary, which Python's own makes a constant."""
-    if type(of) in (list, tuple) and (recorder := recording()) is not None and recorder.lists:
+    asks = type(of) in (list, tuple) and not is_own(sys._getframe(1).f_code.co_filename)
+    if asks and (recorder := recording()) is not None and recorder.lists:
         recorder.take_from_lists(of)
     return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else _own_length(of)
 

@@ -46,11 +46,26 @@ def written_after(features: Tensor) -> Tensor:
     return joined + features
 
 
+class HandedOn(nn.Module):
+    """Calls a layer while a function is given the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.joined(list(features), features)
+
+    def joined(self, samples: list[Tensor], features: Tensor) -> Tensor:
+        return self.layer(features) + torch.stack(samples)
+
+
 JOINED: dict[str, Callable[[Tensor], Tensor]] = {
     "held": held,
     "stacked": lambda x: torch.stack(tuple(x)),
     "unbound": lambda x: torch.concat(x.unbind(0)),
     "one by one": lambda x: torch.stack([sample for sample in x]),  # noqa: C416
+    "handed on": HandedOn(),
     "twice": lambda x: torch.cat(list(torch.stack(list(x)))),
     "written between": written_between,
     "written after": written_after,
