@@ -84,7 +84,9 @@ def places_of(model: nn.Module, loss_fn: object) -> dict[str, Place]:
         classes |= dict.fromkeys(type(module).__mro__)
         for name, value in vars(module).items():
             if name not in _OWN:
-                place = Place(value, type(module).forward, partial(setattr, module, name))
+                # Of what torch.jit has compiled, torch 2.11 gives no forward.
+                reader = getattr(type(module), "forward", type(module))
+                place = Place(value, reader, partial(setattr, module, name))
                 found |= _within(f"{prefix}.{name}", place, seen)
     own = [cls for cls in classes if _is_users(cls)]
     for cls in own:
