@@ -65,6 +65,8 @@ def _call_key(call: Call) -> Hashable:
     match call:
         case FunctionCall(function=function):
             return ("function", id(function), len(call.args), _names_key(call))
+        case MethodCall(method="size"):  # of another dimension it is another number
+            return ("size", call.args[1:])
         case MethodCall(method=method):
             return ("method", method, len(call.args), tuple(sorted(call.kwargs)))
         case ModuleCall(module=module):

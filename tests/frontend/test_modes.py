@@ -145,6 +145,30 @@ def test_drop_path_runs_in_train_mode_only():
     assert operator.truediv in {getattr(call, "function", None) for call in guarded}
 
 
+class Placed(nn.Module):
+    """Asks for the length in both modes, and for the number of samples where it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop_path = nn.Linear(WIDTH, WIDTH), DropPath()
+
+    def forward(self, x):
+        x = x + torch.arange(x.shape[1])[:, None]
+        x = self.first(x)
+        return self.drop_path(x.flatten(1)) if self.training else x.flatten(1)
+
+
+def test_sizes_of_two_dimensions_are_two_sizes():
+    """Taken for one, a block reads the length off a tensor for the number of samples."""
+    given = (torch.randn(3, 5, WIDTH),)
+    subject = Subject("placed", Placed(), given, loss=LossChoice.SUM_OF_SQUARES)
+    graph = merge(trace_mode(subject, True), trace_mode(subject, False))
+
+    calls = [op.call for op in graph.ops]
+    asked = [call.args[1] for call in calls if getattr(call, "method", "") == "size"]
+    assert sorted(asked) == [0, 1], asked
+
+
 class Branches(nn.Module):
     """Keeps in eval mode, elsewhere in the file, what training makes anew."""
 
