@@ -49,7 +49,7 @@ from gpipe_compiler.frontend.structure import (
 )
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
-from gpipe_compiler.frontend.trace_settings import plain_types
+from gpipe_compiler.frontend.types_of_python import plain_types
 from gpipe_compiler.frontend.user_code import RUNS_ALONE, line_of_forward, raised
 from gpipe_compiler.ir import Argument, Reduction
 from gpipe_compiler.ir.interpret import recurrent_forms

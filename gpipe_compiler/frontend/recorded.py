@@ -60,7 +60,8 @@ from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
 from gpipe_compiler.frontend.trace_errors import explained, refuse_fixed_batch
-from gpipe_compiler.frontend.trace_settings import plain_types, tracing_settings
+from gpipe_compiler.frontend.trace_settings import tracing_settings
+from gpipe_compiler.frontend.types_of_python import plain_types
 from gpipe_compiler.frontend.user_code import line_of_forward
 from gpipe_compiler.frontend.without_numbers import (
     SMALLEST_BATCH,
@@ -346,7 +347,8 @@ def _record(
             with state_without_numbers(entry, mode) as state, python, mode, calls_seen():
                 for name, (own, lent) in state.items():
                     recorder.tensors.lend(name, own, lent)
-                recorder.follow({path: m for path, m in entry.named_modules() if path}, leaves)
+                every = entry.named_modules(remove_duplicate=False)
+                recorder.follow({path: module for path, module in every if path}, leaves)
                 noted = mock.patch.object(entry, "notes", recorder.decides)
                 with recorder, watch.watching(), plain_types(entry.modules(), sizes), noted:
                     returned = entry(*inputs)

@@ -85,13 +85,14 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         self._own: dict[str, list[int]] = {}
         self._training: dict[str, bool] = {}
 
-    def follow(self, modules: Mapping[str, nn.Module], leaves: Collection[str]) -> None:
+    def follow(self, modules: dict[str, nn.Module], leaves: Collection[str]) -> None:
         """Notes the modules that are called from now on.
 
         Args:
+            modules: by every path that leads to them.
             leaves: the paths of those that are called whole.
         """
-        self._paths = {id(module): path for path, module in modules.items()}
+        self._paths = {id(module): path for path, module in reversed(modules.items())}
         self._lent = {
             (id(module), around): f"{around}.{name}"
             for around, holder in modules.items()
@@ -100,7 +101,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         }
         self._own = {path: _identities(modules[path]) for path in leaves}
         self._training = {path: modules[path].training for path in leaves}
-        self.tensors.follow(modules)
+        self.tensors.follow({path: modules[path] for path in self._paths.values()})
 
     # --- calls ------------------------------------------------------------------------------------
 

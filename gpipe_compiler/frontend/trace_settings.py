@@ -5,30 +5,22 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
 import inspect
 import io
-import linecache
-import re
 import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpipe_compiler.errors import TraceError, at_code
-from gpipe_compiler.frontend.locate import calling_line, is_installed_file, is_users
-from gpipe_compiler.frontend.noted_sizes import NotedSizes
+from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.quiet import quiet
 
 
@@ -252,141 +244,3 @@ def control_flow_of_python() -> Iterator[None]:
     finally:
         for own, code in changed:
             own.__code__ = code
-
-
-# --- types of fake tensors, and numbers of free sizes ---------------------------------------------
-
-
-class _Standing(type):
-    """What a type of Python's is, for what stands in its place; a call of it may give a size."""
-
-    own: type
-
-    def __instancecheck__(cls, item: object) -> bool:
-        return isinstance(item, cls.own)
-
-    def __subclasscheck__(cls, item: type) -> bool:
-        return issubclass(item, cls.own)
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is cls.own
-
-    def __hash__(cls) -> int:
-        return hash(cls.own)
-
-
-class _AskedType(_Standing):
-    own = type
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and builtins.type(args[0]) is FakeTensor:
-            return nn.Parameter if isinstance(args[0], nn.Parameter) else torch.Tensor
-        return builtins.type(*args, **kwargs)
-
-    def __getitem__(cls, item: Any) -> Any:
-        return builtins.type[item]
-
-
-class _Type(type, metaclass=_AskedType):
-    """In the place of `type`."""
-
-
-def _number_of(tensor: torch.Tensor, own: Callable[[torch.Tensor], Any]) -> Any:
-    """The number that a tensor is taken for; one that is not known where nothing answers."""
-    try:
-        return own(tensor)
-    except GuardOnDataDependentSymNode:
-        return tensor.item()
-
-
-class _AskedFloat(_Standing):
-    own = float
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        match args:
-            case (torch.SymInt() as size,):
-                return size.__sym_float__()  # type: ignore[no-untyped-call]  # of torch
-            case (torch.SymFloat(),):
-                return args[0]
-            case (FakeTensor() as tensor,):
-                number = _number_of(tensor, builtins.float)
-                return cls(number) if isinstance(number, torch.SymInt) else number
-        return builtins.float(*args, **kwargs)
-
-
-class _Float(float, metaclass=_AskedFloat):
-    """In the place of `float`."""
-
-
-def _int(sizes: NotedSizes) -> type[int]:
-    class Asked(_Standing):
-        own = int
-
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            match args:
-                case (torch.SymInt(),):
-                    return args[0]
-                case (torch.SymFloat() as size,):
-                    return sizes.whole(size)
-                case (FakeTensor() as tensor,):
-                    number = _number_of(tensor, builtins.int)
-                    return cls(number) if isinstance(number, torch.SymFloat) else number
-            return builtins.int(*args, **kwargs)
-
-    class Int(int, metaclass=Asked):
-        """In the place of `int`."""
-
-    return Int
-
-
-@contextlib.contextmanager
-def plain_types(modules: Iterable[nn.Module], sizes: NotedSizes | None = None) -> Iterator[None]:
-    """Lets what asks for the type of a fake tensor be told that of a tensor with numbers.
-
-    Args:
-        modules: whose own code may ask, beside the user's files.
-        sizes: of the trace, where `int()` and `float()` of sizes are to leave them free.
-    """
-    numbers = {"int": _int(sizes), "float": _Float} if sizes is not None else {}
-    with _instead({"type": _Type, **numbers}, modules):
-        yield
-
-
-@contextlib.contextmanager
-def _instead(names: Mapping[str, object], modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Has names of Python's mean something else in code of the user's and of modules."""
-    asking = {id(held): held for held in _names_of(modules)}
-    added = [
-        (held, name)
-        for held in asking.values()
-        for name in names
-        if name not in held and name not in _given_to_torch(held.get("__file__"))
-    ]
-    try:
-        for held, name in added:
-            held[name] = names[name]
-        yield
-    finally:
-        for held, name in added:
-            del held[name]
-
-
-@functools.cache
-def _given_to_torch(file: str | None) -> frozenset[str]:
-    """The types of Python's that a file gives to torch: `dtype=int` takes no other in its place."""
-    return frozenset(_GIVEN.findall("".join(linecache.getlines(file or ""))))
-
-
-_GIVEN = re.compile(r"(?:\bdtype\s*=\s*|\.(?:to|type|view)\(\s*)(int|float)\b(?!\s*\()")
-
-
-def _names_of(modules: Iterable[nn.Module]) -> Iterator[dict[str, Any]]:
-    """The global names of the code of modules, and of all that is in no installed library."""
-    for cls in {cls for module in modules for cls in type(module).__mro__}:
-        for function in vars(cls).values():
-            if isinstance(function, types.FunctionType) and is_users(function.__code__.co_filename):
-                yield function.__globals__
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and is_users(file) and not is_installed_file(file):
-            yield vars(module)

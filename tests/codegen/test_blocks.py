@@ -220,6 +220,40 @@ def test_an_activation_that_many_hold_is_each_ones_own(planned: Callable[..., Pl
     trains_as(module_of(text), model, x)
 
 
+class Gate(nn.Module):
+    """Holds what holds nothing, as other modules do, too."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * x
+
+
+class Gated(nn.Module):
+    def __init__(self, act: nn.Module, gate: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.gate = nn.Linear(6, 6), act, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.up(x)) + self.gate(x)
+
+
+def test_what_many_hold_has_what_it_holds_itself_as_its_own(planned: Callable[..., Plan]) -> None:
+    """The gate of the later blocks is no module of the first one's, nor is its activation."""
+    torch.manual_seed(0)
+    act = nn.Tanh()
+    gate = Gate(act)
+    model, x = nn.Sequential(*(Gated(act, gate) for _ in range(3))), torch.rand(4, 6)
+
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    assert text.count("class Gated(nn.Module):") == 1, text
+    assert "Gated2" not in text, text
+    trains_as(module_of(text), model, x)
+
+
 class Named(nn.Module):
     """Hands its numbers on in all the ways that people write down."""
 
