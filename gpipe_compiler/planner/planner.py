@@ -35,6 +35,7 @@ from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.microbatch_count import MicrobatchCount, likely_microbatches
 from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
 from gpipe_compiler.planner.predict import Candidate, shared
+from gpipe_compiler.planner.too_few_parts import largest_region, saying_what_goes_together
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
@@ -90,8 +91,11 @@ class Planner:
         """
         most = len(self.graph.ops)
         if stages > most:
+            text, location = largest_region(self.graph) or ("", None)
             raise PlanError(
-                f"{stages:,} stages are more than the model's {counted(most, 'op')}",
+                f"{stages:,} stages are more than the model's {counted(most, 'op')}"
+                + f": {text}" * bool(text),
+                location=location,
                 hint=f"ask for at most {most}" if most else "what it returns it does not compute",
             )
         training = self.graph.loss is not None
@@ -283,12 +287,14 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
     choice, policy, training = builder.choice, builder.policy, builder.training
     _check_outputs(builder.facts.graph, choice.microbatches)
     if exact_memory:
-        exact = choose_exactly(builder)
+        with saying_what_goes_together(builder.facts):
+            exact = choose_exactly(builder)
         candidate = exact.candidate
         devices = builder.devices_of(candidate)
         prediction = with_memory(candidate.prediction, exact.memory, choice.stages, devices)
     else:
-        candidate = builder.choose(builder.remat)
+        with saying_what_goes_together(builder.facts):
+            candidate = builder.choose(builder.remat)
         prediction = candidate.prediction
         pairs = zip(prediction.device_bytes, builder.devices_of(candidate), strict=True)
         needed = tuple(device.needed(math.ceil(size)) for size, device in pairs)

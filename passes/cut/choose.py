@@ -87,6 +87,10 @@ class Cut:
         return self.objective_s / self.lower_bound_s - 1
 
 
+class TooFewPartsError(PlanError):
+    """What goes together leaves fewer parts than there are to be stages."""
+
+
 def cut(
     problem: CutProblem,
     setting: CutSetting,
@@ -137,7 +141,7 @@ def cut(
     graph = ground.graph
     if graph.parts < stages:
         asked = bool(problem.pinned or problem.apart)
-        raise PlanError(
+        raise TooFewPartsError(
             f"{stages} stages are more than the {graph.parts} parts that the model's "
             f"{len(problem.nodes)} ops can be cut into" + ", pinned and split as is asked" * asked,
             hint=f"ask for at most {graph.parts}" + ", or pin and split less" * asked,
