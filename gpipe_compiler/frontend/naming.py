@@ -29,6 +29,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.ops import map_result, with_arguments
+from gpipe_compiler.ir.own_functions import OwnFunction
 
 _TAKEN = frozenset(
     {
@@ -149,11 +150,16 @@ class _Renaming:
                 return "region" if isinstance(context, NoGrad) else "autocast_region"
             case FunctionCall(function=builtins.getattr, args=(_, str() as attribute)):
                 return identifier(attribute)
+            case FunctionCall(function=OwnFunction(cls=cls)):
+                return identifier(_WORD.sub("_", cls.__name__).lower())
             case FunctionCall(function=function):
                 if isinstance(function, torch._ops.OpOverload):
                     return identifier(function._schema.name.split("::")[-1])
                 return identifier(_FUNCTION_NAMES.get(function.__name__, function.__name__))
 
+
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+"""Where another word begins in the name of a class."""
 
 _FUNCTION_NAMES: Mapping[str, str] = {
     "getitem": "item",
