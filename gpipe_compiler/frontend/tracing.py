@@ -133,17 +133,19 @@ def _with_modules(graph: Graph, model: nn.Module) -> Graph:
         modules={**graph.modules, **dict(_uncalled(graph, model))},
         paths={path: first.setdefault(id(module), path) for path, module in named.items()},
         module_classes={path: cls.__name__ for path, cls in classes.items()},
-        of_torch=frozenset(
-            p for p, cls in classes.items() if getattr(nn, cls.__name__, None) is cls
-        ),
+        of_torch=frozenset(path for path, cls in classes.items() if _is_of_torch(cls)),
     )
+
+
+def _is_of_torch(cls: type[nn.Module]) -> bool:
+    """Whether torch offers a class in torch.nn, where a user's file may put its own, too."""
+    return getattr(nn, cls.__name__, None) is cls and cls.__module__.startswith("torch.")
 
 
 def _uncalled(graph: Graph, model: nn.Module) -> Iterator[tuple[str, ModuleSpec]]:
     """The modules of torch whose state the graph has as they do, and which it does not call."""
     for path, module in model.named_modules():
-        public = getattr(nn, type(module).__name__, None) is type(module)
-        if path in graph.modules or not public:
+        if path in graph.modules or not _is_of_torch(type(module)):
             continue
         own = [(graph.state.get(f"{path}.{local}"), held) for local, held in named_state(module)]
         alike = (

@@ -254,6 +254,21 @@ def test_what_many_hold_has_what_it_holds_itself_as_its_own(planned: Callable[..
     trains_as(module_of(text), model, x)
 
 
+def test_a_class_that_the_user_puts_into_torch_nn_is_the_users(
+    planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(nn, "Gated", Gated, raising=False)
+    model = nn.Sequential(*(Gated(nn.Tanh(), nn.SiLU()) for _ in range(3)))
+    x = torch.rand(4, 6)
+
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    forward = text[text.index("class Gated(nn.Module):") :].partition("def forward(")[2]
+    assert forward.splitlines()[1].strip().startswith("# test_blocks.py:"), text
+    trains_as(module_of(text), model, x)
+
+
 class Named(nn.Module):
     """Hands its numbers on in all the ways that people write down."""
 
