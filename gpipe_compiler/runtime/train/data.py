@@ -390,5 +390,5 @@ def pair(item: object, place: str) -> tuple[object, object]:
         what = type(item).__name__
         if isinstance(item, tuple | list):
             what += f" of {len(item)}"
-        raise UsageError(f"{place}: a {what} is no pair", hint="give (inputs, target)")
+        raise UsageError(f"{place}: a {what} is no pair", hint="give (inputs, target or None)")
     return item[0], item[1]
