@@ -180,11 +180,6 @@ def like_strides(example: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
     return tuple(strides)
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for tensors that share memory, as long as one of them is alive."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=_HOST)
 

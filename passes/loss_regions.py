@@ -8,7 +8,7 @@ is given fp32 alone is left as it is by autocast, but for products of matrices a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -160,12 +160,15 @@ def _left(graph: Graph, op: Op, outside: frozenset[str]) -> list[Op]:
         call = RegionCall(op.call.context, inside, tuple(item for _, item in bound))
         parts = [dataclasses.replace(op, call=call, result=tuple(name for name, _ in ends))]
     for inner in gone:
-        plain = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
         result = map_result(lambda name: named.get(name, name), inner.result)
-        parts.append(
-            dataclasses.replace(inner, call=plain, result=result, module=op.module, mode=op.mode)
-        )
+        parts.append(dataclasses.replace(_moved_out(inner, op, outer), result=result))
     return parts
+
+
+def _moved_out(inner: Op, op: Op, outer: Callable[[object], object]) -> Op:
+    """An op of a block where the block stands; with what `outer` has for its values."""
+    call = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
+    return dataclasses.replace(inner, call=call, module=op.module, mode=op.mode)
 
 
 def _is_fixed(graph: Graph, argument: Argument) -> bool:
@@ -206,8 +209,7 @@ def _counted(op: Op, call: RegionCall) -> Iterator[Op]:
         return given.get(leaf.name, leaf) if isinstance(leaf, Ref) else leaf
 
     for inner in call.body.ops:
-        plain = with_arguments(inner.call, lambda argument: map_argument(outer, argument))
-        yield dataclasses.replace(inner, call=plain, module=op.module, mode=op.mode)
+        yield _moved_out(inner, op, outer)
     for name, made in zip(op.result, call.body.outputs, strict=True):
         if isinstance(name, str):
             yield dataclasses.replace(

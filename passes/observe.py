@@ -18,9 +18,9 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gpipe_compiler.ir import Graph, Op, Ref
-from gpipe_compiler.ir.arguments import choices, tensors_in
+from gpipe_compiler.ir.arguments import choices, storage_key, tensors_in
 from gpipe_compiler.ir.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
-from gpipe_compiler.passes.dry_run import DryRun, modes, storage_key
+from gpipe_compiler.passes.dry_run import DryRun, modes
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.op_watch import KernelRun, OpNotes, OpWatch
 

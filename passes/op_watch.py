@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.ir.arguments import tensors_in
-from gpipe_compiler.passes.dry_run import storage_key
+from gpipe_compiler.ir.arguments import storage_key, tensors_in
 from gpipe_compiler.runtime.core.random import draws
 
 _UNDECLARED: Mapping[torch._ops.OpOverload, tuple[tuple[int, ...], int]] = {

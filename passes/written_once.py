@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Op, Ref, StateKind, StateRef
-from gpipe_compiler.ir.arguments import leaves, tensors_in
+from gpipe_compiler.ir.arguments import leaves, storage_key, tensors_in
 from gpipe_compiler.ir.graph import found_once
-from gpipe_compiler.passes.dry_run import DryRun, storage_key
+from gpipe_compiler.passes.dry_run import DryRun
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.observe import observed

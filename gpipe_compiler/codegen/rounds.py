@@ -114,7 +114,11 @@ class Rounds:
             if (self.count > 1 and after != self.gathered) or not self._is_round(self.count):
                 break
             self.count, self.gathered = self.count + 1, after
-            if self.count == 2 and not (self._is_of_one_mode() and self._is_users()):
+            # Rounds are given something in every mode in which they have ops, or write in place.
+            given = {self.ops[self.start + place].mode for place, _ in self.initial}
+            alone = not (given or after) and len({op.mode for op in self._round(0)}) == 1
+            fits = alone or given == {self._mode()}
+            if self.count == 2 and not (fits and self._is_users()):
                 return False
         # The last round may make something else of it: `layers[-1]`, whose result is normed first.
         if self.gathered and not self._is_gathered():
@@ -193,14 +197,6 @@ class Rounds:
         return start == min(line for _, line in known) and (
             calls_module(first[0]) is opens or not others
         )
-
-    def _is_of_one_mode(self) -> bool:
-        """Whether rounds are given something in every mode in which they have ops, or have ops of
-        one mode and only write in place."""
-        modes = {self.ops[self.start + place].mode for place, _ in self.initial}
-        if not modes and not self.gathered:
-            return len({op.mode for op in self._round(0)}) == 1
-        return modes == {self._mode()}
 
     def _mode(self) -> Mode:
         """The mode of all ops of a round, where they are of one."""

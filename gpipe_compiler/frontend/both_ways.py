@@ -7,7 +7,7 @@ Some more records, of other layers left out together, have to be what follows fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch import fx
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES, decided
+from gpipe_compiler.frontend.growing_graph import EFFECT, decided
 from gpipe_compiler.frontend.position import GIVEN, LAYER, REGIONS, asks_input
+from gpipe_compiler.frontend.recorded_nodes import made_by, written_by
 from gpipe_compiler.frontend.recorder import Recorder
 from gpipe_compiler.frontend.state import same_constant
+from gpipe_compiler.ir.arguments import storage_key
 from gpipe_compiler.ir.left_out import unless
 from gpipe_compiler.ir.symbolic import same_shape
 from gpipe_compiler.runtime.core.random import may_draw
@@ -244,15 +246,10 @@ def _refuse_effects(entry: Entry, program: _Program, layer: _Layer) -> None:
     """Raises a TraceError where a layer does more than make what is read of it."""
     if layer.marker.meta[REGIONS]:  # of the random ops there it is not known which are the layer's
         raise layer.refusal("it does so in a `with` block of autocast or without gradients")
-    before = {memory for node in program.nodes[: layer.start] for memory in _memory(node)}
-    before.update(
-        memory
-        for node in program.recorder.graph.nodes
-        for memory in _memory(node)
-        if node.op in GIVEN
-    )
+    lent = (node for node in program.recorder.graph.nodes if node.op in GIVEN)
+    before = set().union(*map(made_by, (*program.nodes[: layer.start], *lent)))
     for node in program.nodes[layer.start : layer.end]:
-        written = {tensor.untyped_storage()._cdata for tensor in node.meta.get(WRITES, ())}
+        written = written_by(node)
         if written & before or (node.meta.get(EFFECT) and not written and not _draws(entry, node)):
             raise layer.refusal(
                 "a layer that it leaves out writes to a buffer or to another tensor"
@@ -267,17 +264,10 @@ def _refuse_effects(entry: Entry, program: _Program, layer: _Layer) -> None:
         alike = same_shape(made.shape, given.shape) and made.dtype == given.dtype
         if not alike or (given.requires_grad and not made.requires_grad):
             raise layer.refusal("what stands in for it is of another shape or type")
-        passed.update(value.untyped_storage()._cdata for value in (made, given))
+        passed.update(map(storage_key, (made, given)))
     for node in program.nodes[layer.end :]:
-        if passed & {tensor.untyped_storage()._cdata for tensor in node.meta.get(WRITES, ())}:
+        if passed & written_by(node):
             raise layer.refusal("what a layer makes is written to in place")
-
-
-def _memory(node: fx.Node) -> Iterator[int]:
-    value = node.meta.get("val")
-    for item in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(item, torch.Tensor):
-            yield item.untyped_storage()._cdata
 
 
 def _draws(entry: Entry, node: fx.Node) -> bool:

@@ -28,15 +28,17 @@ from gpipe_compiler.frontend import encoders
 from gpipe_compiler.frontend.comparable_runs import Results, different
 from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.growing_graph import EFFECT, WRITES
+from gpipe_compiler.frontend.growing_graph import EFFECT
 from gpipe_compiler.frontend.locate import asking_frame, calling_line, is_users, location
 from gpipe_compiler.frontend.nests import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
 from gpipe_compiler.frontend.recompute import activations_kept
+from gpipe_compiler.frontend.recorded_nodes import written_by
 from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.surroundings import as_exported
 from gpipe_compiler.frontend.trace_errors import by_values
 from gpipe_compiler.frontend.without_numbers import SMALLEST_BATCH
+from gpipe_compiler.ir.arguments import storage_key
 from gpipe_compiler.ir.branches import require
 from gpipe_compiler.quiet import quiet
 
@@ -241,14 +243,13 @@ def refuse_changing(recorder: Recorder) -> None:
     does.
     """
     nodes = list(recorder.graph.nodes)
-    tensors = [tensor for node in nodes for tensor in node.meta.get(WRITES, ())]
-    written = {tensor.untyped_storage()._cdata for tensor in tensors}
+    written = set().union(*map(written_by, nodes))
     layers = tuple(f"{node.target}." for node in nodes if node.op == "call_module")
 
     def changes(source: fx.Node) -> bool:
         value = source.meta["val"]
         if source.op == "get_attr":
-            own = value.requires_grad or value.untyped_storage()._cdata in written
+            own = value.requires_grad or storage_key(value) in written
             return own or str(source.target).startswith(layers)
         return source.op == "call_module" or bool(source.meta.get(EFFECT))
 

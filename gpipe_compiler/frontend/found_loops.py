@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.frontend.growing_graph import WRITES, TensorNodes
+from gpipe_compiler.frontend.growing_graph import TensorNodes
 from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.frontend.recorded_nodes import made_by, name_of, written_by
 from gpipe_compiler.frontend.trace_errors import by_found
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.symbolic import expression_of, is_symbolic, same_shape
@@ -126,13 +127,12 @@ class FoundLoops:
         """Whether rounds for rows without anything leave nothing behind, and whether all weights
         have gradients without them."""
         before, rounds = self._parts(loop)
-        memory = {item.untyped_storage()._cdata for node in before for item in _made(node)}
+        memory = set().union(*map(made_by, before))
         readers: dict[object, set[int]] = defaultdict(set)
         for number, nodes in enumerate(rounds):
             inside = {*nodes}
             for node in nodes:
-                written = node.meta.get(WRITES, ())
-                outside = any(item.untyped_storage()._cdata in memory for item in written)
+                outside = not memory.isdisjoint(written_by(node))
                 if (outside or not inside.issuperset(node.users)) and not self._puts(node):
                     return False
                 for source in _weights(node):
@@ -172,7 +172,7 @@ def _is_plain_loop(code: str) -> bool:
 
 
 def _verb(node: fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     return name if name.startswith("_") else name.rstrip("_")
 
 
@@ -243,10 +243,6 @@ def _is_count(node: fx.Node) -> bool:
         return True
     sums = _verb(node) in (*_COUNTS, *_TURNS) and len(node.all_input_nodes) == 1
     return sums and _is_count(node.all_input_nodes[0])
-
-
-def _made(node: fx.Node) -> list[torch.Tensor]:
-    return tensors_in(node.meta.get("val"))
 
 
 def _weights(node: fx.Node) -> Iterator[object]:

@@ -25,6 +25,7 @@ from gpipe_compiler.frontend.growing_graph import WRITES
 from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.user_code import definition
+from gpipe_compiler.ir.arguments import storage_key
 from gpipe_compiler.ir.own_functions import OwnFunction, function_of_text
 from gpipe_compiler.runtime.core.random import may_draw
 
@@ -203,10 +204,10 @@ def _refuse_writes(graph: fx.Graph, *, changes: bool) -> None:
         changes: whether it returns a gradient that it has made.
     """
     held = [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]
-    of_memory = {node.meta["val"].untyped_storage()._cdata: node for node in reversed(held)}
+    of_memory = {storage_key(node.meta["val"]): node for node in reversed(held)}
     for node in graph.nodes:
-        memory = (tensor.untyped_storage()._cdata for tensor in node.meta.get(WRITES, ()))
-        written = next((of_memory[item] for item in memory if item in of_memory), None)
+        memory = map(storage_key, node.meta.get(WRITES, ()))
+        written = next((of_memory[key] for key in memory if key in of_memory), None)
         if written is None:
             continue
         of_model = written.op == "get_attr"

@@ -19,7 +19,7 @@ from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.nests import has_tensors, is_literal
 from gpipe_compiler.frontend.position import Position, local_path
 from gpipe_compiler.frontend.size_nodes import SizeNodes
-from gpipe_compiler.ir.arguments import map_argument, tensors_in
+from gpipe_compiler.ir.arguments import map_argument, storage_key, tensors_in
 from gpipe_compiler.ir.branches import require
 
 EVENT = "gpipe_compiler_event"
@@ -333,5 +333,5 @@ def _memory(tensor: torch.Tensor) -> object:
     """Equal for tensors that are the same elements of the same memory, on meta too."""
     if tensor.layout is not torch.strided or isinstance(tensor, FakeTensor):
         return id(tensor)
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    place = storage_key(tensor), tensor.storage_offset()
     return *place, tensor.dtype, tensor.shape, tensor.stride()

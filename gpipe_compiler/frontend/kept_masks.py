@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gpipe_compiler.frontend.kept_tensors import stays_from
+from gpipe_compiler.frontend.recorded_nodes import name_of, nodes_from, stays_in
 
 _GIVES_PLACES = ("nonzero", "argwhere")
 _FLATTENS = ("squeeze", "view", "reshape", "flatten", "ravel")
@@ -38,9 +38,9 @@ def _places(node: fx.Node) -> list[fx.Node]:
     known = mask.meta["val"] if isinstance(mask, fx.Node) else None
     if not isinstance(known, torch.Tensor) or known.dtype is not torch.bool:
         return []
-    if not stays_from(node, known):
+    if not stays_in(known, nodes_from(node)):
         return []
-    name = _name(node)
+    name = name_of(node)
     separate = node.kwargs.get("as_tuple", False) is True
     if (name == "where" and len(node.args) == 1) or (name == "nonzero" and separate):
         parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -50,19 +50,14 @@ def _places(node: fx.Node) -> list[fx.Node]:
         return [parts[dim] for dim in range(known.ndim)] if every else []
     if name not in _GIVES_PLACES or separate or known.ndim != 1:
         return []
-    flat = [user for user in node.users if _name(user) in _FLATTENS]
+    flat = [user for user in node.users if name_of(user) in _FLATTENS]
     return flat if [user.meta["val"].ndim for user in flat] == [1] else []
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
 def _selects(reader: fx.Node, places: Sequence[fx.Node], mask: fx.Node) -> bool:
     """Whether a node selects by places, all of them at once, from what has as many as the mask; or
     asks how many there are."""
-    match _name(reader), reader.args:
+    match name_of(reader), reader.args:
         case "getitem", (fx.Node() as source, index):
             own = tuple(index if isinstance(index, tuple | list) else (index,)) == (*places,)
             return own and _fits(source, mask)
@@ -88,7 +83,7 @@ def _fits(source: fx.Node, mask: fx.Node) -> bool:
 
 def _select(graph: fx.Graph, reader: fx.Node, mask: fx.Node) -> None:
     """Lets a node select by a mask, or ask how many elements that selects."""
-    if _name(reader) != "size":
+    if name_of(reader) != "size":
         reader.op, reader.target = "call_function", operator.getitem
         reader.args = (reader.args[0], mask)
         return

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from gpipe_compiler.frontend.growing_graph import WRITES
+from gpipe_compiler.frontend.recorded_nodes import name_of, nodes_from, stays_in
 
 _READS = ("item", torch.Tensor.item)
 
@@ -74,7 +75,7 @@ def _read_from(node: fx.Node) -> fx.Node | None:
     known = source.meta["val"] if isinstance(source, fx.Node) else None
     if not isinstance(known, torch.Tensor) or known.dtype is torch.bool or known.is_complex():
         return None
-    return source if isinstance(source, fx.Node) and stays_from(node, known) else None
+    return source if isinstance(source, fx.Node) and stays_in(known, nodes_from(node)) else None
 
 
 def _mask_counted_by(node: fx.Node) -> fx.Node | None:
@@ -87,23 +88,13 @@ def _mask_counted_by(node: fx.Node) -> fx.Node | None:
     known = mask.meta["val"] if isinstance(mask, fx.Node) else None
     if not isinstance(known, torch.Tensor) or known.dtype is not torch.bool:
         return None
-    return mask if isinstance(mask, fx.Node) and stays_from(selected, known) else None
-
-
-def stays_from(node: fx.Node, tensor: torch.Tensor) -> bool:
-    """Whether nothing writes to a tensor from a node on."""
-    memory = tensor.untyped_storage()._cdata
-    while node.op != "root":
-        if any(item.untyped_storage()._cdata == memory for item in node.meta.get(WRITES, ())):
-            return False
-        node = node.next
-    return True
+    return mask if isinstance(mask, fx.Node) and stays_in(known, nodes_from(selected)) else None
 
 
 def _made_of(node: fx.Node, kept: _Kept) -> torch.Tensor | None:
     """What a node makes of tensors in place of numbers; None where that is something else, or is
     not known."""
-    function = _on_tensors(node.target)
+    function = _on_tensors(node)
     given = [kept.get(x, x.meta["val"]) if isinstance(x, fx.Node) else x for x in node.args]
     plain = all(isinstance(item, torch.Tensor | int | float) for item in given)
     if function is None or node.kwargs or not plain:
@@ -114,12 +105,12 @@ def _made_of(node: fx.Node, kept: _Kept) -> torch.Tensor | None:
     return made if made.is_floating_point() is isinstance(known, torch.SymFloat) else None
 
 
-def _on_tensors(target: Any) -> Callable[..., torch.Tensor] | None:
+def _on_tensors(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+    target, name = node.target, name_of(node)
     if target in _BOUNDS:
         return lambda *items: _bounded(target, items)
     if target is builtins.float:
         return torch.Tensor.float
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return _ARITHMETIC.get(name.removesuffix("_")) or _ARITHMETIC.get(name.removeprefix("i"))
 
 

@@ -31,7 +31,7 @@ from gpipe_compiler.frontend.noted_sizes import NotedSizes, SampleLists
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.trace_errors import PACKED, TRANSFORMED, own_gradients
 from gpipe_compiler.frontend.value_splits import write_value_splits
-from gpipe_compiler.ir.arguments import tensors_in
+from gpipe_compiler.ir.arguments import storage_key, tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
 from gpipe_compiler.runtime.core.random import may_draw
 
@@ -199,9 +199,9 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         made = self.tensors.known(value)
         earlier = itertools.takewhile(lambda node: node is not made, self.graph.nodes)
         values = [node.meta.get("val") for node in earlier]
-        held = {item.untyped_storage()._cdata for item in values if isinstance(item, torch.Tensor)}
+        held = {storage_key(item) for item in values if isinstance(item, torch.Tensor)}
         same = same_shape(value.shape, tensor.shape) and value.dtype == tensor.dtype
-        if not same or value.untyped_storage()._cdata in held:
+        if not same or storage_key(value) in held:
             raise TraceError(
                 "the `.data` of a tensor becomes that of another one, or of another shape or type",
                 location=calling_line(),
@@ -352,7 +352,7 @@ def _writes_lists(func: Any) -> bool:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    same = storage_key(one) == storage_key(other)
     return same and same_shape(one.shape, other.shape) and one.dtype == other.dtype
 
 

@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -201,6 +201,9 @@ class Pretrained:
     copied_weights: bool = False
 
 
+_NOT_LOOKED_AT: PythonState = MappingProxyType({})
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """A model and all that is known about how it is called.
@@ -227,7 +230,8 @@ class Subject:
             all run then in every run of an entry. None where it decides by itself.
         pretrained: where the numbers of a model on meta are, that was built from a folder of
             Hugging Face's; None for any other.
-        began: what copies of the model share of its Python state, before any of them was called.
+        began: what copies of the model share of its Python state, before any of them was called;
+            looked at when the first subject of the model is made.
         probes: what entries have found out by running the model, by its mode. A changed copy of a
             subject begins with none.
     """
@@ -250,11 +254,11 @@ class Subject:
     state: Mapping[str, str] = field(default_factory=dict)
     keeps: bool | None = None
     pretrained: Pretrained | None = None
-    began: PythonState = field(default_factory=dict, repr=False)
+    began: PythonState = field(default_factory=lambda: _NOT_LOOKED_AT, repr=False)
     probes: dict[bool, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.began:
+        if self.began is _NOT_LOOKED_AT:
             object.__setattr__(self, "began", shared_state(self.model, self.loss_fn))
         own = self.loss_fn
         if isinstance(own, FunctionType) and takes(own, 1) and not takes(own, 2):

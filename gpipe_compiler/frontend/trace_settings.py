@@ -126,8 +126,7 @@ def _cond(pred: Any, true_fn: Any, false_fn: Any, operands: Any = ()) -> Any:
 
     if pred:
         return with_zero_gradients(pred, true_fn(*operands), lambda: false_fn(*operands))
-    no = not pred if isinstance(pred, bool) else ~pred
-    return with_zero_gradients(no, false_fn(*operands), lambda: true_fn(*operands))
+    return with_zero_gradients(pred == 0, false_fn(*operands), lambda: true_fn(*operands))
 
 
 def _while_loop(cond_fn: Any, body_fn: Any, carried_inputs: Any) -> Any:

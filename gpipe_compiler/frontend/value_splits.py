@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from gpipe_compiler.frontend.growing_graph import WRITES
+from gpipe_compiler.frontend.recorded_nodes import nodes_from, stays_in
 from gpipe_compiler.ir.value_splits import split_by_values
 
 
@@ -64,10 +64,8 @@ def _taken_apart(whole: fx.Node) -> fx.Node:
 def _as_read(graph: fx.Graph, whole: fx.Node, split: fx.Node) -> fx.Node:
     """The tensor that was taken apart; a copy where it is written to before the split."""
     source = _taken_apart(whole)
-    memory = source.meta["val"].untyped_storage()._cdata
-    between = itertools.takewhile(lambda node: node is not split, _nodes_from(whole))
-    written = (tensor for node in between for tensor in node.meta.get(WRITES, ()))
-    if all(tensor.untyped_storage()._cdata != memory for tensor in written):
+    between = itertools.takewhile(lambda node: node is not split, nodes_from(whole))
+    if stays_in(source.meta["val"], between):
         return source
     with graph.inserting_before(whole):
         copy = graph.create_node("call_method", "clone", (source,))
@@ -91,7 +89,7 @@ def _element(number: Any) -> tuple[fx.Node | None, int]:
 
 def _ask_part(graph: fx.Graph, number: fx.Node, part: fx.Node, dim: int) -> None:
     """Lets whoever reads a number after the split ask the part how long it is."""
-    after = set(itertools.islice(_nodes_from(part), 1, None))
+    after = set(itertools.islice(nodes_from(part), 1, None))
     readers = [user for user in number.users if user in after]
     if readers:
         with graph.inserting_after(part):
@@ -99,9 +97,3 @@ def _ask_part(graph: fx.Graph, number: fx.Node, part: fx.Node, dim: int) -> None
         size.meta = {**part.meta, "val": number.meta["val"]}
         for reader in readers:
             reader.replace_input_with(number, size)
-
-
-def _nodes_from(node: fx.Node) -> Iterator[fx.Node]:
-    while node.op != "root":
-        yield node
-        node = node.next

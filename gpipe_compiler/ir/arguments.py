@@ -152,6 +152,11 @@ def choices(argument: Argument) -> Iterator[ByMode]:
             yield from choices(item)
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """The same number for tensors that share memory, as long as one of them is alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def tensors_in(item: object) -> list[torch.Tensor]:
     """Every tensor in a nest of tuples, lists, dicts, slices, and what else torch knows the leaves
     of."""

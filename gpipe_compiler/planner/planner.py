@@ -286,15 +286,13 @@ def make_plan(builder: CandidateBuilder, batch_size: int, *, exact_memory: bool 
     """
     choice, policy, training = builder.choice, builder.policy, builder.training
     _check_outputs(builder.facts.graph, choice.microbatches)
-    if exact_memory:
-        with saying_what_goes_together(builder.facts):
-            exact = choose_exactly(builder)
-        candidate = exact.candidate
+    with saying_what_goes_together(builder.facts):
+        exact = choose_exactly(builder) if exact_memory else None
+        candidate = builder.choose(builder.remat) if exact is None else exact.candidate
+    if exact is not None:
         devices = builder.devices_of(candidate)
         prediction = with_memory(candidate.prediction, exact.memory, choice.stages, devices)
     else:
-        with saying_what_goes_together(builder.facts):
-            candidate = builder.choose(builder.remat)
         prediction = candidate.prediction
         pairs = zip(prediction.device_bytes, builder.devices_of(candidate), strict=True)
         needed = tuple(device.needed(math.ceil(size)) for size, device in pairs)
