@@ -6,16 +6,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import Case, Refused, RefusedAtStep
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 class OneNumber(Two):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import Case, Refused, RefusedAtStep
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 
 
@@ -56,14 +57,6 @@ class Normalised(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.middle(self.norm(self.first(x))).tanh())
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def vectors(samples: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 
 
@@ -262,14 +263,6 @@ class Initialises(Two):
             self.scale.copy_(x.std(0))
             self.done.fill_(True)
         return self.head(x / self.scale)
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def padded(output: Tensor, target: Tensor) -> Tensor:

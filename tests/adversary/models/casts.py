@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, MANNERS, ONE_PIECE_BF16, Case
+from adversary.inputs import classes, rows, steps
 from torch import Tensor, nn
 
 BOTH = (
@@ -171,18 +172,6 @@ class GradScaled(Region):
         if self.last.weight.dtype in (torch.float16, torch.bfloat16):
             stream = stream.to(self.last.weight.dtype)
         return self.last(stream)
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
 
 
 def mean_logits(output: Tensor, target: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
+from adversary.inputs import classes, rows, steps
 from torch import Tensor, nn
 from torch._higher_order_ops import map as map_over
 from torch._higher_order_ops import scan, while_loop
@@ -268,18 +269,6 @@ class InPieces(Two):
     def forward(self, x: Tensor) -> Tensor:
         pieces = enumerate(self.first(x).split(16))
         return self.last(torch.cat([(1 + number) * piece.tanh() for number, piece in pieces]))
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def of_steps(output: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case
+from adversary.inputs import classes
 from torch import Tensor, nn
 
 
@@ -116,10 +117,6 @@ class Patches(nn.Module):
 
 def images(samples: int, channels: int = 3) -> Tensor:
     return torch.randn(samples, channels, 6, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def simple(name: str, model: type[nn.Module], channels: int = 3, **options: object) -> Case:

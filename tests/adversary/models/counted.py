@@ -8,26 +8,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import Case, Refused
+from adversary.inputs import classes, rows, steps, tokens
 from adversary.layers import Two
 from torch import Tensor, nn
 
 IGNORED = 2
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
-
-
-def tokens(samples: int) -> Tensor:
-    return torch.randint(3, (samples, 4))
 
 
 def total(output: Tensor, target: Tensor) -> Tensor:

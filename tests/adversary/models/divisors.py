@@ -7,14 +7,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import ONE_PIECE_BF16, Case, Refused
+from adversary.inputs import rows
 from adversary.layers import Two
 from torch import Tensor
 
 CLASSES = 3
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
 
 
 def classes(samples: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes
 from torch import Tensor, nn
 
 ROWS = 13
@@ -69,10 +70,6 @@ class OneHot(nn.Module):
 
 def ids(samples: int) -> Tensor:
     return torch.randint(ROWS, (samples, 4))
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def tied_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows, steps, tokens
 from torch import Tensor, nn
 
 
@@ -271,28 +272,12 @@ class GatedFeatures(Gated):
         return self.last(x + self.gate * x.mean(1, keepdim=True))
 
 
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
 def maps(samples: int) -> Tensor:
     return torch.randn(samples, 4, 6, 6)
 
 
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
-
-
 def of_places(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
-
-
-def tokens(samples: int) -> Tensor:
-    return torch.randint(3, (samples, 4))
 
 
 def of_map(samples: int) -> Tensor:

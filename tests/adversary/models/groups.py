@@ -5,19 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import Case, Refused, RefusedAtStep
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor
 
 TWELVE = 12
 """Samples of an example whose micro-batches begin at multiples of three."""
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def neighbours(output: Tensor, target: Tensor) -> Tensor:

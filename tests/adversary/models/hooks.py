@@ -8,6 +8,7 @@ import torch
 import torch.ao.quantization
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -365,14 +366,6 @@ class ScaledGradient(Two):
         hidden = self.first(x).tanh()
         hidden = 0.1 * hidden + 0.9 * hidden.detach()
         return self.last(self.middle(hidden).tanh())
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def simple(name: str, model: object, **options: object) -> Case:

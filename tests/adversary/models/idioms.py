@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -369,14 +370,6 @@ class LearnsSteps(nn.Module):
             self.two.weight, self.scales, zeros, 0, -128, 127, 1.0
         )
         return F.linear(h, weight, self.two.bias)
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def simple(name: str, model: object, **options: object) -> Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import Case
+from adversary.inputs import classes, rows, steps
 from torch import Tensor, nn
 
 
@@ -110,18 +111,6 @@ class AfterLoss(Two):
         hidden = hidden.detach()
         hidden.zero_()
         return out, hidden
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def first(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -346,20 +347,12 @@ class QuantStubs(nn.Module):
         return self.dequant(self.last(self.add.add(x, x)))
 
 
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
 def pictures(samples: int) -> Tensor:
     return torch.randn(samples, 2, 8, 8)
 
 
 def steps(samples: int) -> Tensor:
     return torch.randn(samples, 5, 4)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def tokens(samples: int) -> Tensor:

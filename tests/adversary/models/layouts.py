@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 
 
@@ -226,14 +227,6 @@ class Images(nn.Module):
 
 def steps(samples: int) -> Tensor:
     return torch.randn(5, samples, 4)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
 
 
 MIXES = Refused(("together",), ("--per-microbatch", "--microbatches 1"), accept="--per-microbatch")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import Case, Refused
+from adversary.inputs import classes, rows, steps
 from adversary.layers import Two
 from torch import Tensor, nn
 
@@ -92,10 +93,6 @@ def scaled_together(model: Uncertain, one: Tensor, other: Tensor) -> Tensor:
     return (one + other) * model.one.exp() - model.other
 
 
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
 def masked(samples: int) -> tuple[Tensor, Tensor]:
     mask = torch.rand(samples, 4) > 0.4
     mask[0, 0] = True
@@ -130,14 +127,6 @@ def anneals(output: Tensor, target: Tensor) -> Tensor:  # refused: annealed
 
 def with_metrics(output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return F.cross_entropy(output, target), {"right": (output.argmax(-1) == target).float().mean()}
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 PENALISED = Two()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
+from adversary.inputs import rows, steps
 from torch import Tensor, nn
 
 CLASSES = 5
@@ -15,14 +16,6 @@ IGNORED = -100
 
 def body(outputs: int = CLASSES) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, outputs))
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
 
 
 def classes(samples: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case
+from adversary.inputs import steps
 from torch import Tensor, nn
 
 
@@ -69,10 +70,6 @@ class Gathering(Masked):
             found = expert(tokens[where]) * chances[where, number, None]
             total = total.index_add(0, where, found.to(total.dtype))
         return self.head(x + total.view_as(x))
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
 
 
 def classes(samples: int) -> Tensor:

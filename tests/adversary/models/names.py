@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import Case
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 
 
@@ -127,14 +128,6 @@ class Shifted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x))
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 CODE = 'x\nimport os; raise SystemExit(3)\n"""'

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows, steps, tokens
 from torch import Tensor, nn
 
 IGNORED = -100
@@ -492,24 +493,8 @@ def averaged(output: Tensor, target: Tensor) -> Tensor:
     return torch.stack(parts).mean()
 
 
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
-
-
 def numbers(samples: int) -> Tensor:
     return torch.randn(samples)
-
-
-def tokens(samples: int) -> Tensor:
-    return torch.randint(3, (samples, 4))
 
 
 def padded(samples: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from adversary.case import ONE_PIECE_BF16, Case, Refused
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
 
 
@@ -287,14 +288,6 @@ class BatchSize(Two):
 
     def forward(self, x: Tensor) -> object:
         return self.last(self.hidden(x)), x.shape[0]
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def labelled(samples: int) -> tuple[Tensor, Tensor]:

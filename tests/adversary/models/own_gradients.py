@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 
@@ -334,14 +335,6 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def simple(name: str, model: object, **options: object) -> Case:

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 
@@ -282,14 +283,6 @@ def of_each_class(output: Tensor, target: Tensor) -> Tensor:
     each = F.one_hot(target, 3).float()
     losses = (each * F.cross_entropy(output, target, reduction="none")[:, None]).sum(0)
     return (losses / each.sum(0).clamp(min=1)).mean()  # refused: of_each_class
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def ids(samples: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows, steps
 from torch import Tensor, nn
 
 
@@ -166,18 +167,6 @@ class AttentionThatDrops(Two):
         x = self.first(x)
         chance = 0.2 if self.training else 0.0
         return self.last(F.scaled_dot_product_attention(x, x, x, dropout_p=chance).mean(1))
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def steps(samples: int) -> Tensor:
-    return torch.randn(samples, 4, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def logits_loss(output: dict[str, Tensor], target: Tensor) -> Tensor:

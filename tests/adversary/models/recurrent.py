@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case
+from adversary.inputs import classes
 from torch import Tensor, nn
 
 
@@ -124,10 +125,6 @@ def of_other_lengths(samples: int) -> Tensor:
 
 def steps(samples: int) -> Tensor:
     return torch.randn(samples, 5, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def of_steps(output: Tensor, target: Tensor) -> Tensor:

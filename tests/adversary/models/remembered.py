@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from adversary.case import Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor
 
@@ -122,14 +123,6 @@ class NotesForNobody(Two):
         self.notes.append(x.shape[0])
         self.share = 0.9 * self.share + 0.1
         return super().forward(x)
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def refused(name: str, model: type[Two], attribute: str, *, quick: bool = False) -> Case:

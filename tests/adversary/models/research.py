@@ -8,19 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case
+from adversary.inputs import classes, rows
 from torch import Tensor, nn
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
 
 
 def steps(samples: int) -> Tensor:
     return torch.randn(samples, 5, 8)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def mask(samples: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 
@@ -230,14 +231,6 @@ class Crossing(Two):
         rows = (x[:, 0] > 0).nonzero().squeeze(-1)  # refused: crossing
         hidden = self.body(x.index_select(0, rows))
         return self.last(hidden), rows
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def of_masked(output: Tensor, target: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, MANNERS, SAMPLES, Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 
@@ -459,16 +460,8 @@ def of_both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output[0], target) - 0.3 * F.cross_entropy(output[1], target)
 
 
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
 def signals(samples: int) -> Tensor:
     return torch.randn(samples, 2, 9)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, MANNERS, Case, Refused
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -341,14 +342,6 @@ class Critic(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.first(x)).relu())
-
-
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def byol(output: tuple[Tensor, Tensor], _: object) -> Tensor:

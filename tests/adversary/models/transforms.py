@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case, Refused, RefusedAtStep
+from adversary.inputs import classes, rows
 from adversary.layers import Two
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -393,10 +394,6 @@ class Ponders(Two):
         return self.last(x)
 
 
-def rows(samples: int) -> Tensor:
-    return torch.randn(samples, 6)
-
-
 def steps(samples: int) -> Tensor:
     return torch.randn(samples, 5, 6)
 
@@ -404,10 +401,6 @@ def steps(samples: int) -> Tensor:
 def masked(samples: int) -> tuple[Tensor, Tensor]:
     x = steps(samples)
     return x, torch.cat([torch.ones(samples, 1), torch.rand(samples, x.shape[1] - 1)], 1) > 0.3
-
-
-def classes(samples: int) -> Tensor:
-    return torch.randint(3, (samples,))
 
 
 def tokens(samples: int) -> Tensor:
