@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-
-from gpipe_compiler.ir.ops import FunctionCall, Op, ops_within
 
 Files: TypeAlias = tuple[tuple[str, tuple[tuple[int, str], ...]], ...]
 
@@ -73,11 +70,3 @@ def function_of_text(name: str, text: str) -> OwnFunction:
     exec(compile(text, f"<{name}>", "exec"), made)
     file = f"own_{name.lower()}_{hashlib.sha256(text.encode()).hexdigest()[:6]}"
     return OwnFunction(made[name], WrittenClass(f".{file}", ((file, ((0, text),)),)), text)
-
-
-def own_functions_of(op: Op) -> Iterator[OwnFunction]:
-    """Those that an op calls, or the region that it is."""
-    for inner in ops_within(op):
-        call = inner.call
-        if isinstance(call, FunctionCall) and isinstance(call.function, OwnFunction):
-            yield call.function

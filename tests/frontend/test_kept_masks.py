@@ -2,19 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from traced import graph_of
 
-from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir.interpret import Interpreter
-
-
-def graph_of(compute, *inputs):
-    class Model(nn.Module):
-        def forward(self, *given):
-            return compute(*given)
-
-    return trace(Subject("model", Model(), inputs, training=False))
 
 
 def rows():

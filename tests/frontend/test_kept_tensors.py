@@ -5,19 +5,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from traced import graph_of
 
-from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.frontend.tracing import trace
 from gpipe_compiler.ir.interpret import Interpreter
-
-
-def graph_of(compute, *inputs):
-    class Model(nn.Module):
-        def forward(self, *given):
-            return compute(*given)
-
-    return trace(Subject("model", Model(), inputs, training=False))
 
 
 def x_and_counts():

@@ -24,9 +24,9 @@ from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.shorten import EqualRun, LayerPlace, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace, trace_whole, unchecked
-from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, StateRef, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall, StateRef, ops_within
 from gpipe_compiler.ir.interpret import Interpreter
-from gpipe_compiler.ir.own_functions import own_functions_of
+from gpipe_compiler.ir.own_functions import OwnFunction
 from gpipe_compiler.ir.stretches import ShortStretch, Stretch
 from gpipe_compiler.runtime.core.precision import autocast
 from gpipe_compiler.runtime.spec import Precision
@@ -474,8 +474,8 @@ def test_functions_with_a_backward_of_their_own_are_met_where_they_are_called() 
 def test_a_backward_of_its_own_is_kept() -> None:
     graph = trace(subject_of(Adversarial(layers())))
 
-    found = [function.cls for op in graph.ops for function in own_functions_of(op)]
-    assert found == [Reversal]
+    called = [op.call.function for op in graph.ops if isinstance(op.call, FunctionCall)]
+    assert [own.cls for own in called if isinstance(own, OwnFunction)] == [Reversal]
 
 
 class Cast(Stack):
