@@ -197,7 +197,11 @@ def of_distributions(h: Tensor) -> Tensor:
     return h * (normal.log_prob(h) + other.log_prob(h + 1) + shares)[:, None] + far
 
 
-def test_what_distributions_ask_of_their_numbers_is_passed() -> None:
+def test_what_distributions_ask_of_their_numbers_is_passed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What was compiled in this process has switched that off for all.
+    monkeypatch.setattr(D.Distribution, "_validate_args", True)
     torch.manual_seed(0)
     model, x = Checked(of_distributions), torch.randn(4, 4)
     with pytest.warns(UserWarning, match="distribution.*this check is not in the package"):
