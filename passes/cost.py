@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gpipe_compiler.cluster import Arithmetic, Device
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import Graph, Op
+from gpipe_compiler.ir import Graph, Op, called
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.options import Calibration
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
@@ -266,7 +266,9 @@ def _unplannable_backward(op: Op, error: Exception) -> ModelError:
         why = f"does not run on tensors without numbers: {said(error)}"
         hint = "register for each operator that it calls what it returns, by register_fake"
     return ModelError(
-        f"the backward of {op.name} cannot be planned: it {why}", location=op.source, hint=hint
+        f"the backward of {called(op.call) or op.name} cannot be planned: it {why}",
+        location=op.source,
+        hint=hint,
     )
 
 
