@@ -32,8 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.dispatching import DispatchWatch
-from gpipe_compiler.ir.arguments import tensors_in
-from gpipe_compiler.passes.dry_run import storage_key
+from gpipe_compiler.ir.arguments import storage_key, tensors_in
 from gpipe_compiler.planner.memory.allocator import CachingAllocator, Footprint
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))

@@ -76,6 +76,12 @@ from gpipe_compiler.runtime.core.precision import lower_dtype
 from gpipe_compiler.runtime.spec import Precision
 
 
+def trace_mode(subject: Subject, training: bool, precision: Precision = Precision.FP32) -> Graph:
+    """The model's graph in one mode; see `record_mode`."""
+    recorded = record_mode(subject, training, precision)
+    return recorded.graph(recorded.free_among(recorded.free))
+
+
 def record_mode(
     subject: Subject,
     training: bool,

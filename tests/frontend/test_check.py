@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from traced import trace_mode
 
 from gpipe_compiler.errors import ModelError, TraceError
 from gpipe_compiler.frontend import check
 from gpipe_compiler.frontend.check import differences
 from gpipe_compiler.frontend.modes import merge
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, Graph, Mode, Ref, StateRef
 from gpipe_compiler.options import LossChoice

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from traced import trace_mode
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.passes.shapes import annotate

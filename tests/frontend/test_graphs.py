@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from traced import trace_mode
 
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import FunctionCall, MethodCall, ModuleCall, Ref, StateKind
 from gpipe_compiler.options import LossChoice

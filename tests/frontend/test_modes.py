@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from traced import trace_mode
 
 from gpipe_compiler.frontend.modes import combine, merge
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import ByMode, FunctionCall, Mode, Ref
 from gpipe_compiler.ir.interpret import Interpreter

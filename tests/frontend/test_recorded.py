@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from traced import trace_mode
 
 from gpipe_compiler.errors import TraceError
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject, Wish
 from gpipe_compiler.options import LossChoice
 

@@ -29,8 +29,8 @@ from taggers import (
 )
 from torch import Tensor
 from torch.nn import functional as F
-from traced import trace_mode
 
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.passes.loss_weight import weigh_loss

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from traced import trace_mode
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import plan, trace
 from gpipe_compiler.errors import PlanError, UsageError
 from gpipe_compiler.frontend import tracing
+from gpipe_compiler.frontend.recorded import trace_mode
 from gpipe_compiler.frontend.signature import read_signature
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.ir import Graph
