@@ -29,6 +29,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.graph import found_once
+from gpipe_compiler.ir.ops import in_one_mode
 from gpipe_compiler.ir.sizes import BATCH, asked, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
@@ -174,6 +175,19 @@ class _Walk:
 
     def _op(self, op: Op, found: Mapping[str, Way]) -> Way:
         """What an op makes, if it has no batch dimension; of one that has, whether it mixes."""
+        ways = {
+            self._in_one_mode(in_one_mode(op, training=training), found)
+            for training in ((True, False) if op.has_choices else (True,))
+        }
+        if len(ways) == 1:
+            return ways.pop()
+        if self._makes_rows(op):
+            return Unjoined.MIXED if Unjoined.MIXED in ways else Unjoined.ROWS
+        # Of numbers that are all the same, each of these is that number; their sum is not.
+        rest = ways - {Joined.SAME}
+        return rest.pop() if rest in ({Joined.MEAN}, {Joined.MAX}, {Joined.MIN}) else Joined.APART
+
+    def _in_one_mode(self, op: Op, found: Mapping[str, Way]) -> Way:
         read = op.inputs[:1] if verb(op) == "clone" else op.inputs  # a hook may read others
         ways = {found[name] for name in read} - {Joined.SAME}
         if not ways or verb(op).startswith("new_") or _asks_type(op):

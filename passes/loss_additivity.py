@@ -9,7 +9,7 @@ function with a bend, such as a bound on the loss: examples lie on one side of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -24,6 +24,7 @@ from gpipe_compiler.ir import (
     StateRef,
     ValueKind,
 )
+from gpipe_compiler.ir.ops import in_one_mode
 from gpipe_compiler.passes.loss_functions import (
     loss_arguments,
     mask_of_mean,
@@ -124,8 +125,8 @@ def never_additive(graph: Graph) -> Bent | None:
     sorting = next((op for op in loss_ops if _sorts_samples(graph, op)), None)
     if sorting is not None:
         return Bent(sorting, "it puts numbers of the samples in order, and micro-batches their own")
-    last = _dependences(graph).get(graph.loss.value)
-    return last if isinstance(last, Bent) else None
+    last = (found.get(graph.loss.value) for found in _dependences(graph))
+    return next((item for item in last if isinstance(item, Bent)), None)
 
 
 def _sorts_samples(graph: Graph, op: Op) -> bool:
@@ -142,20 +143,25 @@ def _sorts_samples(graph: Graph, op: Op) -> bool:
 
 def first_bent(graph: Graph) -> Bent | None:
     """What in a loss is no sum over samples, though what follows may make one of it."""
-    found = (item for item in _dependences(graph).values() if isinstance(item, Bent))
-    return next((item for item in found if not item.kinked), None)
+    found = (item for mode in _dependences(graph) for item in mode.values())
+    return next((item for item in found if isinstance(item, Bent) and not item.kinked), None)
 
 
-def _dependences(graph: Graph) -> dict[str, Dependence]:
-    """How what the loss is made of depends on the samples."""
+def _dependences(graph: Graph) -> Iterator[Mapping[str, Dependence]]:
+    """How what the loss is made of depends on the samples, in either mode."""
     assert graph.loss is not None
+    needed = graph.ancestors((graph.loss.value,))
+    ops = tuple(op for op in graph.ops if op.name in needed)
+    for training in (True, False) if any(op.has_choices for op in ops) else (True,):
+        own = tuple(in_one_mode(op, training=training) for op in ops)
+        yield _dependences_of(graph.replace(ops=own))
+
+
+def _dependences_of(graph: Graph) -> dict[str, Dependence]:
     found: dict[str, Dependence] = {
         source.name: SampleUse.ROWS for source in graph.inputs if source.batched
     }
-    needed = graph.ancestors((graph.loss.value,))
     for op in graph.ops:
-        if op.name not in needed:
-            continue
         for name in op.outputs:
             dependence = _of(graph, op, name, found)
             if dependence is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -211,6 +212,16 @@ LAST = Ref("")
 def put(args: Argument, last: Argument) -> Argument:
     """The arguments of a step that is done to this."""
     return map_argument(lambda leaf: last if leaf == LAST else leaf, args)
+
+
+def done_elsewhere(op: Op, factor: Ref) -> Step:
+    """The call of an op, done to another value than the scalar that it is done to, in no place."""
+    call = op.call
+    assert isinstance(call, FunctionCall | MethodCall)
+    args = map_argument(lambda leaf: LAST if leaf == factor else leaf, call.args)
+    if isinstance(call, MethodCall):
+        return dataclasses.replace(call, method=call.method.removesuffix("_"), args=args)
+    return dataclasses.replace(call, args=args)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from gpipe_compiler.ir import (
     ByMode,
     FunctionCall,
     Graph,
-    MethodCall,
     Mode,
     Op,
     Reduction,
@@ -32,7 +31,8 @@ from gpipe_compiler.ir import (
     ValueKind,
     called,
 )
-from gpipe_compiler.ir.arguments import map_argument
+from gpipe_compiler.ir.arguments import choices
+from gpipe_compiler.ir.ops import in_one_mode
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.joined_outputs import kind_of
@@ -45,6 +45,7 @@ from gpipe_compiler.passes.loss_functions import (
     Selected,
     Step,
     Summand,
+    done_elsewhere,
     mask_of_mean,
     mean_over_targets,
 )
@@ -123,23 +124,28 @@ class Terms:
         """The kind of a scalar of some kind times a factor, or divided by it."""
         if self.same_for_all(factor):
             return kind
-        if not isinstance(factor, Ref) or not grows_with_batch(self._number(factor.name)):
+        if kind is None or not grows_with_batch(self._number(getattr(factor, "name", ""))):
             return None
         turned = {("mul", Reduction.MEAN): Reduction.SUM, ("div", Reduction.SUM): Reduction.MEAN}
-        return None if kind is None else turned.get((name, kind))
+        return turned.get((name, kind))
 
     def _summands(self, value: str) -> Iterator[Summand]:
+        op = self.graph.producer.get(value)
         if value not in self.graph.batched:
             yield Summand(ConstantTerm(), value)
-            return
-        op = self.graph.producer.get(value)
-        if op is None or op.result != value:
+        elif op is None or op.result != value:
             yield Summand(Other(op, None), value)
-            return
-        args = op.call.args
+        elif any(map(self._chooses_scalars, choices(op.call.args))):
+            yield from self._by_mode(op)
+        else:
+            yield from self._made_by(op)
+
+    def _made_by(self, op: Op) -> Iterator[Summand]:
+        (value,), args = op.outputs, op.call.args
         match verb(op):
-            case "clone" if isinstance(args[0], ByMode):
-                yield from self._by_mode(op, args[0])
+            case "clone" if self.graph.op_of[op.name].has_choices:
+                self.adding.append(op)
+                yield from self._summands_of(args[0])
             case _ if self.keeps(op):
                 yield from self._scaled(op, args[0])
             case "neg":
@@ -221,12 +227,16 @@ class Terms:
         for summand in self._summands_of(right):
             yield dataclasses.replace(summand, scale=(*summand.scale, *steps))
 
-    def _by_mode(self, op: Op, choice: ByMode) -> Iterator[Summand]:
-        """The terms of a loss that is another one in each mode."""
-        self.adding.append(op)
-        modes = {Mode.TRAIN: choice.train, Mode.EVAL: choice.evaluation}
-        for mode, argument in modes.items():
-            for summand in self._summands_of(argument):
+    def _chooses_scalars(self, choice: ByMode) -> bool:
+        """Whether a choice is between scalars that the terms may differ in."""
+        sides = choice.train, choice.evaluation
+        scalars = [self.is_scalar(side) or self.same_for_all(side) for side in sides]
+        return all(scalars) and not self.same_for_all(choice)
+
+    def _by_mode(self, op: Op) -> Iterator[Summand]:
+        """The terms of what is made of other scalars in each mode."""
+        for mode in (Mode.TRAIN, Mode.EVAL):
+            for summand in self._made_by(in_one_mode(op, training=mode is Mode.TRAIN)):
                 if summand.mode in (Mode.ALWAYS, mode):
                     yield dataclasses.replace(summand, mode=mode)
 
@@ -247,7 +257,7 @@ class Terms:
             return
         self.adding.append(op)
         for summand in found:
-            step = _elsewhere(op, factor)
+            step = done_elsewhere(op, factor)
             yield dataclasses.replace(summand, scale=(*summand.scale, step))
 
     def _divided(self, op: Op, dividend: Argument, divisor: Argument) -> Iterator[Summand]:
@@ -389,13 +399,3 @@ class Terms:
 
 _FUNCTIONS: Mapping[str, Callable[..., object]] = {"mul": operator.mul, "div": operator.truediv}
 _NEGATED = FunctionCall(operator.neg, (LAST,))
-
-
-def _elsewhere(op: Op, factor: Ref) -> Step:
-    """The call of an op, done to another value than the scalar that it is done to, in no place."""
-    call = op.call
-    assert isinstance(call, FunctionCall | MethodCall)
-    args = map_argument(lambda leaf: LAST if leaf == factor else leaf, call.args)
-    if isinstance(call, MethodCall):
-        return dataclasses.replace(call, method=call.method.removesuffix("_"), args=args)
-    return dataclasses.replace(call, args=args)

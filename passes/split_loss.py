@@ -67,11 +67,12 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
         added: the ops of the graph that only add up terms, or scale sums of them.
     """
     assert graph.loss is not None
-    adding = {op.name for op in added}
     summands = [summand for group in groups for summand in group.summands]
     scales = [step.args for summand in summands for step in summand.scale]
-    needed = {*graph.output_values, *value_names(tuple(scales))}
-    needed.update(s.value for s in summands if isinstance(s.value, str))
+    taken = {s.value for s in summands if isinstance(s.value, str)}
+    needed = {*graph.output_values, *value_names(tuple(scales)), *taken}
+    # What adds terms up in one mode may make one in the other.
+    adding = {op.name for op in added if taken.isdisjoint(op.outputs)}
     writers = effects(graph).writes
 
     def droppable(op: Op) -> bool:
@@ -85,6 +86,8 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
         return None
     scalars = {s.mode: s.value for s in reversed(summands) if isinstance(s.value, str)}
+    if Mode.ALWAYS not in scalars and len(scalars) < len((Mode.TRAIN, Mode.EVAL)):
+        return None  # in one mode nothing is made that a number could be like
     tail = Tail(graph, kept, scalars)
     terms = tuple(
         LossTerm(tail.sum(group.summands), group.reduction or Reduction.MEAN, group.weight)
@@ -140,13 +143,14 @@ class Tail:
 
     def sum(self, summands: Sequence[Summand]) -> str:
         """The sum of some terms, as a value: of those that go into the loss in each mode."""
+        scaled = [(summand.mode, self._scaled(summand)) for summand in summands]
+        if all(mode is Mode.ALWAYS for mode, _ in scaled):
+            return self.add_up([value for _, value in scaled])
         sums = {}
-        for mode in self.like:
-            own = [self._scaled(summand) for summand in summands if summand.mode is mode]
-            sums[mode] = self.add_up(own, mode) if own else self._number(0.0, mode)
-        if Mode.ALWAYS in sums:
-            return sums[Mode.ALWAYS]
-        choice = ByMode(Ref(sums[Mode.TRAIN]), Ref(sums[Mode.EVAL]))
+        for mode in (Mode.TRAIN, Mode.EVAL):
+            own = [value for of, value in scaled if of in (Mode.ALWAYS, mode)]
+            sums[mode] = Ref(self.add_up(own, mode) if own else self._number(0.0, mode))
+        choice = ByMode(sums[Mode.TRAIN], sums[Mode.EVAL])
         return self._new(FunctionCall(operator.pos, (choice,)), "term")
 
     def add_up(self, values: Sequence[str], mode: Mode = Mode.ALWAYS) -> str:
@@ -168,7 +172,8 @@ class Tail:
         return value
 
     def _number(self, number: float, mode: Mode) -> str:
-        call = MethodCall("new_full", (Ref(self.like[mode]), (), number))
+        like = self.like.get(mode) or self.like[Mode.ALWAYS]
+        call = MethodCall("new_full", (Ref(like), (), number))
         return self._new(call, "number", mode)
 
     def _new(self, call: Call, wish: str, mode: Mode = Mode.ALWAYS) -> str:

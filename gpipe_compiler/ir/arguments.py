@@ -152,6 +152,21 @@ def choices(argument: Argument) -> Iterator[ByMode]:
             yield from choices(item)
 
 
+def in_mode(argument: Argument, *, training: bool) -> Argument:
+    """The argument of one mode, without choices."""
+    match argument:
+        case ByMode(train=train, evaluation=evaluation):
+            return in_mode(train if training else evaluation, training=training)
+        case tuple() | list():
+            return type(argument)(in_mode(item, training=training) for item in argument)
+        case dict():
+            return {key: in_mode(item, training=training) for key, item in argument.items()}
+        case slice(start=start, stop=stop, step=step):
+            return slice(*(in_mode(item, training=training) for item in (start, stop, step)))
+        case _:
+            return argument
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)

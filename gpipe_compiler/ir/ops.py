@@ -20,6 +20,7 @@ from gpipe_compiler.ir.arguments import (
     Ref,
     StateRef,
     choices,
+    in_mode,
     leaves,
     renamed,
     state_names,
@@ -279,6 +280,15 @@ def reading(op: Op, names: Mapping[str, str]) -> Op:
         return op
     call = with_arguments(op.call, lambda argument: renamed(argument, names))
     return dataclasses.replace(op, call=call)
+
+
+def in_one_mode(op: Op, *, training: bool) -> Op:
+    """The op with the arguments that it has in one mode."""
+    if not op.has_choices:
+        return op
+    return dataclasses.replace(
+        op, call=with_arguments(op.call, lambda item: in_mode(item, training=training))
+    )
 
 
 def without_unread(
