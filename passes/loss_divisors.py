@@ -128,7 +128,7 @@ def _divisor(terms: Terms, term: Division) -> Count | None:
     base, *options = op.call.args or (None,)
     several = _adds_sums(terms, op)
     if several:
-        total: Step = FunctionCall(operator.add, (LAST, *options))
+        total: Step = FunctionCall(getattr(operator, verb(op)), (LAST, *options))
     elif _is_over_samples(terms, op):
         total = _as_sum(op, (LAST, *options))
     else:
@@ -249,21 +249,20 @@ def _is_over_samples(terms: Terms, op: Op, *others: str) -> bool:
 
 
 def _adds_sums(terms: Terms, op: Op) -> bool:
-    """Whether an op adds sums over samples, such as those of several levels."""
+    """Whether an op adds sums over samples, such as those of several levels, or takes them from
+    each other, or from how many elements there are."""
     args, options = op.arguments
-    makers = [
-        terms.graph.producer.get(_apart_from_type(terms, getattr(x, "name", ""))) for x in args
-    ]
-    return (
-        (verb(op), len(args), options) == ("add", 2, {})
-        and all(terms.is_scalar(item) for item in args)
-        and all(
-            made is not None
-            and (
-                _adds_sums(terms, made) or (verb(made) != "mean" and _is_over_samples(terms, made))
-            )
-            for made in makers
-        )
+    if verb(op) not in ("add", "sub") or len(args) != 2 or options:
+        return False
+    numbers = [terms.grows_with_batch(item) for item in args]
+    sums = [terms.is_scalar(item) and _is_sum(terms, item.name) for item in args]
+    return any(sums) and all(map(operator.or_, numbers, sums))
+
+
+def _is_sum(terms: Terms, value: str) -> bool:
+    op = terms.graph.producer.get(_apart_from_type(terms, value))
+    return op is not None and (
+        _adds_sums(terms, op) or (verb(op) != "mean" and _is_over_samples(terms, op))
     )
 
 

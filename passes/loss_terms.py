@@ -92,6 +92,10 @@ class Terms:
             case _:
                 return False
 
+    def grows_with_batch(self, argument: Argument) -> bool:
+        """Whether an argument is a number that is a fixed multiple of the samples."""
+        return isinstance(argument, Ref) and grows_with_batch(self._number(argument.name))
+
     def _number(self, name: str) -> Argument:
         known = self.graph.values.get(name)
         is_number = known is not None and known.kind is ValueKind.SCALAR
@@ -124,7 +128,7 @@ class Terms:
         """The kind of a scalar of some kind times a factor, or divided by it."""
         if self.same_for_all(factor):
             return kind
-        if kind is None or not grows_with_batch(self._number(getattr(factor, "name", ""))):
+        if kind is None or not self.grows_with_batch(factor):
             return None
         turned = {("mul", Reduction.MEAN): Reduction.SUM, ("div", Reduction.SUM): Reduction.MEAN}
         return turned.get((name, kind))

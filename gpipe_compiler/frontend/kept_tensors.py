@@ -96,7 +96,7 @@ def _made_of(node: fx.Node, kept: _Kept) -> torch.Tensor | None:
     not known."""
     function = _on_tensors(node)
     given = [kept.get(x, x.meta["val"]) if isinstance(x, fx.Node) else x for x in node.args]
-    plain = all(isinstance(item, torch.Tensor | int | float) for item in given)
+    plain = all(isinstance(item, torch.Tensor | int | float | torch.SymInt) for item in given)
     if function is None or node.kwargs or not plain:
         return None
     made, known = function(*given), node.meta["val"]

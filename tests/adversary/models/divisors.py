@@ -115,7 +115,28 @@ def small_weights(samples: int) -> tuple[Tensor, Tensor]:
 
 def all_but_ignored(output: Tensor, target: Tensor) -> Tensor:
     total = (of_each(output, target) * (target >= 0)).sum()
-    return total / (len(target) - (target < 0).sum())  # refused: all_but_ignored
+    return total / (len(target) - (target < 0).sum())
+
+
+def all_but_padded(output: Tensor, target: Tensor) -> Tensor:
+    """The label smoothing of Hugging Face's Trainer."""
+    losses, target = -output.log_softmax(-1), target.unsqueeze(-1)
+    padding = target.lt(0)
+    of_class = losses.gather(-1, target.clamp(min=0)).masked_fill_(padding, 0.0)
+    of_all = losses.sum(-1, keepdim=True).masked_fill_(padding, 0.0)
+    number = padding.numel() - padding.long().sum()
+    return 0.9 * of_class.sum() / number + 0.1 * of_all.sum() / (number * losses.shape[-1])
+
+
+def all_but_padded_number(output: Tensor, target: Tensor) -> Tensor:
+    total = (of_each(output, target) * (target >= 0)).sum()
+    return total / (target.numel() - (target < 0).sum().item())
+
+
+def all_but_some(output: Tensor, target: Tensor) -> Tensor:
+    valid, special = target >= 0, target == 1
+    total = (of_each(output, target) * (valid & ~special)).sum()
+    return total / (valid.sum() - special.sum()).clamp(min=1)
 
 
 def by_share(output: Tensor, target: Tensor) -> Tensor:
@@ -219,6 +240,10 @@ def refused(loss: Callable[..., Tensor], target: Callable[[int], object] = class
 
 
 CASES = [
+    exact(all_but_ignored),
+    exact(all_but_padded),
+    exact(all_but_padded_number),
+    exact(all_but_some),
     exact(one_more_for_none),
     exact(one_for_none),
     exact(filled_for_none),
@@ -241,7 +266,6 @@ CASES = [
         target=classes,
     ),
     returning("trained_on", Trains),
-    refused(all_but_ignored),
     refused(by_share),
     refused(by_root, all_valid),
     refused(by_longest, lengths),
