@@ -319,7 +319,7 @@ CASES = (
     Case("tuple", AsTuple, rows, first, classes),
     Case("parameters", WithParameters, rows, weighed, classes),
     Case("list", AsList, rows, first, classes),
-    Case("dict", AsDict, rows, first, classes, quick=True),
+    Case("dict", AsDict, rows, first, classes),
     Case("ordered_dict", AsOrderedDict, rows, lambda y, t: F.cross_entropy(y["out"], t), classes),
     Case("named_tuple", AsNamedTuple, rows, first, classes),
     Case("named_tuple_inference", AsNamedTuple, rows, options="--mode infer"),
