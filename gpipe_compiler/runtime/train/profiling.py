@@ -44,6 +44,7 @@ class StepProfiler:
         self.pipe, self.folder, self.first, self.last = pipe, folder, first, first + steps
         self._step: AbstractContextManager[object] | None = None
         self._recorded = 0
+        self._prepared = self._started = False
         self._profile = profile(
             # The stages of a process that has several devices run on threads of their own.
             experimental_config=_ExperimentalConfig(profile_all_threads=True)
@@ -53,9 +54,11 @@ class StepProfiler:
         """A step begins."""
         if step == self.first < self.last:
             self._profile.prepare_trace()
+            self._prepared = True
         elif self.first < step <= self.last:
             if step == self.first + 1:
                 self._profile.start_trace()
+                self._started = True
                 self._watch(_NamedRun)
             named: AbstractContextManager[object] = record_function(f"step {step}")
             named.__enter__()
@@ -80,8 +83,7 @@ class StepProfiler:
         first, self.last = self.first + 1, self.first
         if not self._recorded:
             return "nothing was profiled: no step came after the first, which warms up"
-        self._profile.stop_trace()
-        self._watch(EngineRun)
+        self.close()
         name = f"trace_steps_{first}-{self._recorded}.json"
         file = self.folder / name
 
@@ -92,6 +94,17 @@ class StepProfiler:
 
         together(self.pipe.world, "writing the trace", self._own, write)
         return f"trace of all ranks: {file} (open it in https://ui.perfetto.dev)"
+
+    def close(self) -> None:
+        """End what was begun, however the run ends: torch has one profiler for all of a process."""
+        if self._step is not None:  # which failed
+            self._step.__exit__(None, None, None)
+        if self._prepared and not self._started:
+            self._profile.start_trace()  # torch 2.11 does not stop before
+        if self._prepared:
+            self._profile.stop_trace()
+            self._watch(EngineRun)
+        self._step, self._prepared, self._started = None, False, False
 
     def _watch(self, run_class: type[EngineRun]) -> None:
         for engine in self.pipe.execution.engines:

@@ -171,6 +171,7 @@ class _Training:
         return not (self.pipe.spec.sizes and self.hooks.train_data)
 
     def close(self) -> None:
+        self.profiler.close()
         self.checkpoints.close()
         self.reports.close()
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import forked
 import pytest
+import torch
 from tiny_pipelines import skip_spec
+from torch.profiler import ProfilerActivity, profile
 from training_commands import PLAIN, Run
 
+from gpipe_compiler.runtime.train.optimizer import Update
 from gpipe_compiler.runtime.train.profiling import merged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,6 +79,31 @@ def test_one_process_with_several_devices(tmp_path, monkeypatch, capsys):
 
     assert run("--steps", 1, "--profile", 5) == 0
     assert "nothing was profiled" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_run_that_fails_leaves_the_profiler_to_others(tmp_path, monkeypatch, failing):
+    """While it warms up, and while it records: torch has one profiler for the whole process."""
+    monkeypatch.chdir(tmp_path)
+    run = Run(tmp_path, skip_spec(), PLAIN)
+    update, steps = Update.__call__, []
+
+    def step(self, batches, number):
+        steps.append(number)
+        if number == failing:
+            raise ZeroDivisionError
+        return update(self, batches, number)
+
+    monkeypatch.setattr(Update, "__call__", step)
+    with pytest.raises(ZeroDivisionError):
+        run("--steps", 4, "--profile", 2)
+    assert steps == list(range(1, failing + 1))
+
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        torch.ones(2).tanh()
+    names = {event.name for event in seen.events()}
+    assert "aten::tanh" in names
+    assert f"step {failing}" not in names
 
 
 def test_gpus_and_clocks_of_ranks_are_told_apart():
