@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, guard_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -89,17 +90,44 @@ their results are like."""
 
 _SLICE = torch.ops.aten.slice.Tensor
 
+_LARGER: Callable[[Any, Any], Any] = torch.sym_max
+_SMALLER: Callable[[Any, Any], Any] = torch.sym_min
+
 _GROUPED = getattr(torch.ops.aten, "_grouped_mm", None)
 """A product for each group of rows, as experts have it. Without numbers torch takes bfloat16 alone;
 its kernels take other types."""
 
 
-def _rely_on_signs(bounds: Iterable[object]) -> None:
-    """Takes it for granted that bounds of a slice, where they follow from sizes, count from the end
-    that the example's do: else no expression says how many elements there are."""
-    for bound in bounds:
-        if isinstance(bound, torch.SymInt) and not free_unbacked_symbols(bound):
-            bool(bound >= 0)  # torch relies on it from here on, where it does not follow
+def _slice(
+    tensor: torch.Tensor, dim: int, start: Any = None, end: Any = None, step: int = 1
+) -> torch.Tensor:
+    """A slice whose bounds may follow from sizes.
+
+    Such bounds count from the end that those of the example do, which other sizes are held to.
+    Torch 2.11 would not say how many elements there are.
+    """
+    sizes, strides = list(tensor.shape), list(tensor.stride())
+    size = sizes[dim]
+    start = _bound(size, 0 if start is None else start)
+    end = size if end is None or end == sys.maxsize else _bound(size, end)
+    length = end - start
+    if not guard_or_false(length >= 0):
+        length = _LARGER(length, 0)
+    sizes[dim], strides[dim] = (length + step - 1) // step, strides[dim] * step
+    offset: Any = tensor.storage_offset() + start * tensor.stride(dim)
+    return tensor.as_strided(sizes, strides, offset)
+
+
+def _bound(size: Any, bound: Any) -> Any:
+    """Where a bound is, from the beginning."""
+    if bound >= 0:
+        return bound if guard_or_false(bound <= size) else _SMALLER(bound, size)
+    return bound + size if guard_or_false(bound >= -size) else _LARGER(bound + size, 0)
+
+
+def _follow_from_sizes(bounds: Sequence[object]) -> bool:
+    symbols = [bound for bound in bounds if isinstance(bound, torch.SymInt)]
+    return bool(symbols) and not any(map(free_unbacked_symbols, symbols))
 
 
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
@@ -134,8 +162,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
         return self.dispatch(func, types, args, kwargs or {})
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _SLICE:
-            _rely_on_signs(args[2:4])
+        if func is _SLICE and _follow_from_sizes(args[2:4]):
+            with self:
+                return _slice(*args)
         if _GROUPED is not None and func is _GROUPED.default:
             return self._grouped(func, types, args, kwargs or {})
         if func is _BINCOUNT:

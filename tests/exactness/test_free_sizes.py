@@ -558,11 +558,26 @@ class Resized(nn.Module):
         return self.second(y).transpose(1, 2)
 
 
+class LastHalf(nn.Module):
+    """Takes a slice of which both bounds follow from the length, and the end may be beyond it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return self.second(self.first(x)[:, -length // 2 : 2 * length - 3]).sum(1)
+
+
 def next_token_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output[:, :-1].reshape(-1, VOCABULARY), target[:, 1:].reshape(-1))
 
 
-@pytest.mark.parametrize(("make", "free"), [(Prefix, True), (EvenLength, False), (Resized, False)])
+@pytest.mark.parametrize(
+    ("make", "free"),
+    [(Prefix, True), (LastHalf, True), (EvenLength, False), (Resized, False)],
+)
 def test_sizes_that_only_a_formula_tells_are_free_or_fixed(
     make: Callable[[], nn.Module], free: bool, tmp_path: Path
 ) -> None:
