@@ -122,11 +122,13 @@ def normal_form(given: object, location: SourceLocation | None) -> Call:
         case Mapping():
             call = (), _keywords(given, location)
         case _:
-            as_list = "return tuple(...) of it, or (list,) where forward takes a list"
+            as_one = "(it,) where forward takes it as one argument"
             raise ModelError(
                 f"example_inputs() returns {_a(given)}, not {_FORMS}",
                 location=location,
-                hint=as_list if isinstance(given, list) else f"return {_FORMS}",
+                hint=f"return tuple(...) of it, or {as_one}"
+                if isinstance(given, list)
+                else f"return {_FORMS}; {as_one}",
             )
     check_tensors(call, "example_inputs()", location)
     return call

@@ -96,7 +96,7 @@ BAD_FILES = {
         "def example_inputs():\n    return [torch.ones(4, 3)]\n",
         "model.py:6: example_inputs() returns a list, not a tensor, a tuple of positional "
         "arguments, a dict of keyword arguments, or (args, kwargs)\n"
-        "  hint: return tuple(...) of it, or (list,) where forward takes a list",
+        "  hint: return tuple(...) of it, or (it,) where forward takes it as one argument",
     ),
     "example without tensors": (
         "def example_inputs():\n    return 3, None\n",

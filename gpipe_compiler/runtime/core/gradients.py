@@ -236,6 +236,11 @@ def give_back(
 
 def refuse_transforms() -> None:
     """UsageError within what the threads and processes of a pipeline know nothing of."""
+    if torch.compiler.is_compiling():
+        raise UsageError(
+            "torch.compile cannot follow a call of a pipeline into its threads and processes",
+            hint="Pipeline(compile_blocks=True) compiles the layers of its stages",
+        )
     inside = torch._C._functorch.peek_interpreter_stack() is not None
     if inside or torch.autograd.forward_ad._current_level >= 0:
         raise UsageError(

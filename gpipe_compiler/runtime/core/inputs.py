@@ -198,11 +198,11 @@ def passed_to(spec: PipelineSpec, inputs: Inputs, target: object) -> Values:
 def nest_of(inputs: Inputs, target: object) -> dict[str, object]:
     """What is passed, as the paths of the pipeline's inputs lead through it."""
     match inputs:
-        case (tuple() as args, dict() as kwargs):
+        case (tuple() as args, Mapping() as kwargs):
             pass
         case tuple():
             args, kwargs = inputs, {}
-        case dict():
+        case Mapping():
             args, kwargs = (), inputs
         case _:
             args, kwargs = (inputs,), {}
@@ -293,7 +293,7 @@ def look_up(call: Mapping[str, object], path: Sequence[str | int]) -> object:
     item: object = call
     for key in path:
         match item:
-            case dict() if key in item:
+            case Mapping() if key in item:
                 item = item[key]
             case tuple() | list() if isinstance(key, int) and key < len(item):
                 item = item[key]
@@ -384,7 +384,7 @@ def _describe(item: object) -> str:
     match item:
         case torch.Tensor():
             return f"a tensor {_as_text(item.shape)}"
-        case dict():
+        case Mapping():
             return "{" + ", ".join(f"{key!r}: {_describe(v)}" for key, v in item.items()) + "}"
         case tuple() | list():
             return f"{type(item).__name__}({', '.join(map(_describe, item))})"

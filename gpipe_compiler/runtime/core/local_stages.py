@@ -229,7 +229,11 @@ class LocalStages:
             UsageError: naming what is missing, unknown, or of another shape; nothing is copied.
         """
         spec = self.spec
-        given = {spec.aliases.get(name, name): tensor for name, tensor in state.items()}
+        given: dict[str, dict[str, torch.Tensor]] = {}
+        # Of several names of a tensor the model's last one counts, in whatever order they come.
+        for own in (*(n for n in state if n not in spec.aliases), *spec.aliases):
+            if own in state:
+                given.setdefault(spec.aliases.get(own, own), {})[own] = state[own]
         missing: dict[str, None] = {}
         problems, copies = [], []
         first: dict[str, torch.Tensor] = {}
@@ -238,11 +242,13 @@ class LocalStages:
                 continue  # it lies where the first one is gathered
             if name not in given:
                 missing[name] = None
-            elif given[name].shape != tensor.shape:
-                shapes = tuple(given[name].shape), tuple(tensor.shape)
-                problems.append(f"{name} has shape {shapes[0]}, not {shapes[1]}")
-            else:
-                copies.append((tensor, given[name]))
+                continue
+            for own, source in given[name].items():
+                if source.shape != tensor.shape:
+                    shapes = tuple(source.shape), tuple(tensor.shape)
+                    problems.append(f"{own} has shape {shapes[0]}, not {shapes[1]}")
+                else:
+                    copies.append((tensor, source))
         known = {name for stage in spec.stages for name in stage.state.values()}
         unknown = [name for name in given if name not in known]
         if strict:

@@ -99,7 +99,7 @@ def _replaced(item: Any, parts: Mapping[Path, torch.Tensor]) -> Any:
         return type(item)(*items) if hasattr(item, "_fields") else type(item)(items)
     result = copy.copy(item)
     for key, rests in inner.items():
-        if isinstance(item, dict | list):
+        if isinstance(item, Mapping | list):
             result[key] = _replaced(item[key], rests)
         else:
             setattr(result, str(key), _replaced(getattr(item, str(key)), rests))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict, UserDict
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -201,6 +203,27 @@ def test_state_dict_round_trip():
             )
         with pytest.raises(UsageError, match="shape"):
             two.load_state_dict(state | {"l1.bias": torch.zeros(1)}, strict=False)
+
+
+def test_of_several_names_of_a_tensor_the_last_one_of_the_model_is_loaded():
+    """As torch's modules load them, in whatever order they come; each has to fit."""
+    with Pipeline(tied_spec(), None) as pipe:
+        state = pipe.state_dict()
+        for names in (["emb.weight", "head.weight"], ["head.weight", "emb.weight"]):
+            numbers = {name: torch.full_like(state[name], len(name)) for name in names}
+            pipe.load_state_dict(numbers, strict=False)
+            assert_same(pipe.state_dict()["emb.weight"], numbers["head.weight"])
+        with pytest.raises(UsageError, match=r"emb\.weight has shape \(1,\)"):
+            pipe.load_state_dict(state | {"emb.weight": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("kind", [UserDict, MappingProxyType, OrderedDict])
+def test_any_mapping_gives_arguments_and_holds_tensors(kind):
+    """Such as the batches of Hugging Face's tokenizers."""
+    inputs, target, _ = data_for("tied", 8)
+    with Pipeline(tied_spec(), None) as pipe:
+        own = {"batch": kind(inputs["batch"])}
+        assert_same(pipe.step(inputs, target), pipe.step(kind(own), kind(target)))
 
 
 def test_what_initialises_itself_does_not_depend_on_the_cut():

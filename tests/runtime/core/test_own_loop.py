@@ -131,6 +131,19 @@ def test_transforms_of_a_call_are_refused(transform):
             pipe(torch.autograd.forward_ad.make_dual(x, x))
 
 
+@pytest.mark.slow
+def test_a_call_in_a_compiled_function_is_refused():
+    inputs, _, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        for call in (
+            torch.compile(pipe, backend="eager"),
+            torch.compile(pipe.step, backend="eager"),
+        ):
+            with pytest.raises(UsageError, match=r"torch\.compile cannot follow") as caught:
+                call(inputs)
+            assert "compile_blocks=True" in caught.value.hint
+
+
 def test_a_pipeline_is_not_pickled():
     with Pipeline(skip_spec(), None) as pipe, pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(pipe)
