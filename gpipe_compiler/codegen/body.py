@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
-from gpipe_compiler.codegen.bindings import returned
+from gpipe_compiler.codegen.bindings import Bindings, returned
 from gpipe_compiler.codegen.body_writer import BodyWriter
 from gpipe_compiler.codegen.expressions import ExpressionWriter, grouped
 from gpipe_compiler.codegen.layout import name
 from gpipe_compiler.codegen.method_text import MethodBody, with_type, without_names
 from gpipe_compiler.codegen.methods import Method, is_tensor, value_kind
 from gpipe_compiler.codegen.names import RESERVED, Identifiers
-from gpipe_compiler.codegen.releases import Releases
+from gpipe_compiler.codegen.releases import DelWriter, Releases
 from gpipe_compiler.codegen.sizes import SizeReader, with_sizes_of_arguments
 from gpipe_compiler.codegen.value_names import argument_name, name_of_result
 from gpipe_compiler.codegen.variables import Uses, Variables, with_callers
@@ -58,18 +58,10 @@ def write_body(
     reader = SizeReader(graph, writer, variables, uses, method.multiples, ops)
     reader.give(method.given, [value for value in method.arguments if value in graph.values])
     reader.give_sizes(sizes)
-    writing = BodyWriter(
-        graph,
-        writer,
-        variables,
-        names,
-        uses,
-        releases,
-        method.size_of,
-        unlike,
-        method.names,
-        method.draws,
-    )
+    dels = DelWriter(variables, releases, writer)
+    told = method.size_of, unlike, method.names
+    bindings = Bindings(graph, writer, variables, uses, dels, *told)
+    writing = BodyWriter(bindings, names, method.draws)
     writing.statements.extend(reader.statements)
     writing.write(ops)
     makers = {value: op for op in ops for value in op.outputs}

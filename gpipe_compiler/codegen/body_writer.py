@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings
-from gpipe_compiler.codegen.expressions import (
-    ExpressionWriter,
-    context_of,
-    outer_argument,
-    reads_in_order,
-)
+from gpipe_compiler.codegen.expressions import context_of, outer_argument, reads_in_order
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
 from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
 from gpipe_compiler.codegen.left_out import Ways, draws_within
@@ -29,7 +24,6 @@ from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import (
     Call,
     FunctionCall,
-    Graph,
     MethodCall,
     Mode,
     ModuleCall,
@@ -41,7 +35,6 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.forms import states_read
 from gpipe_compiler.ir.left_out import may_leave_out
-from gpipe_compiler.runtime.sizes import Dim
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
@@ -75,32 +68,17 @@ class BodyWriter:
     `pending` until its reader comes, as long as the order in which ops run stays what it was.
     """
 
-    graph: Graph
-    writer: ExpressionWriter
-    variables: Variables
+    bindings: Bindings
     names: Identifiers
-    uses: Uses
-    releases: Releases
-    size_of: Callable[[str], Dim | None] = lambda _: None
-    unnoted: Collection[str] = ()
-    told: Mapping[str, str] = field(default_factory=dict)
     draws: Mapping[str, int] | None = None
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.dels = DelWriter(self.variables, self.releases, self.writer)
-        self.bindings = Bindings(
-            self.graph,
-            self.writer,
-            self.variables,
-            self.uses,
-            self.dels,
-            self.size_of,
-            self.unnoted,
-            self.told,
-        )
-        self.loops = LoopLines(self.graph, self.writer, self.variables, self.names, self.bindings)
+        bindings = self.bindings
+        self.graph, self.writer, self.dels = bindings.graph, bindings.writer, bindings.dels
+        self.variables, self.uses = bindings.variables, bindings.uses
+        self.loops = LoopLines(self.names, bindings)
 
     def write(self, ops: Sequence[Op]) -> None:
         self.ops, self.runs = ops, find_runs(ops)
@@ -214,7 +192,7 @@ class BodyWriter:
 
     def _inlines(self, op: Op, made: FunctionCall) -> bool:
         """Whether it is written where it is used: an attribute, or what decides on a layer."""
-        known = isinstance(op.result, str) and op.result not in self.releases.asked
+        known = isinstance(op.result, str) and op.result not in self.dels.releases.asked
         if known and self.uses.is_condition(op, self.uses.count, self.uses.reader):
             return True
         if not known or not is_attribute(made):
@@ -328,9 +306,8 @@ class BodyWriter:
         ops = drop_dead(block.ops, value_names(block.outputs))
         uses = Uses.of(ops, tuple(value_names(block.outputs)))
         variables = Variables(self.names, uses.last, lambda _: None)
-        writing = BodyWriter(
-            self.graph, inner, variables, self.names, uses, Releases({}, frozenset())
-        )
+        dels = DelWriter(variables, Releases({}, frozenset()), inner)
+        writing = BodyWriter(Bindings(self.graph, inner, variables, uses, dels), self.names)
         writing.write(ops)
         body = list(writing.statements)
         for target, argument in zip(results, block.outputs, strict=True):

@@ -12,8 +12,7 @@ from gpipe_compiler.codegen.loops import Loop
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one, plain_name
-from gpipe_compiler.codegen.variables import Variables
-from gpipe_compiler.ir import FunctionCall, Graph, Mode, Op, Ref
+from gpipe_compiler.ir import FunctionCall, Mode, Op, Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +39,14 @@ class _OpenLoop:
 class LoopLines:
     """Writes the loops of a method; others write the ops of their rounds in between."""
 
-    graph: Graph
-    writer: ExpressionWriter
-    variables: Variables
     names: Identifiers
     bindings: Bindings
     open: list[_OpenLoop] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        bindings = self.bindings
+        self.graph, self.writer = bindings.graph, bindings.writer
+        self.variables = bindings.variables
 
     def begin(
         self, op: Op, loop: Loop, position: int, statements: list[Statement]
