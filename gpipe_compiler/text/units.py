@@ -81,11 +81,10 @@ def format_type(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
 
 
-def format_source(source: str, home: Path | None = None) -> str:
-    """A source line `file:line`, its file relative to `home` (the current directory) if below."""
+def format_source(source: str) -> str:
+    """A source line `file:line`, its file relative to the current directory if below."""
     file, _, line = source.rpartition(":")
-    path = Path(file)
-    base = Path.cwd() if home is None else home
+    path, base = Path(file), Path.cwd()
     return printable(f"{path.relative_to(base)}:{line}" if path.is_relative_to(base) else source)
 
 
@@ -105,11 +104,11 @@ def portable_source(source: str) -> str:
     return printable(f"{kept}:{source.rpartition(':')[2]}")
 
 
-def short_path(path: str, most: int = 28) -> str:
+def short_path(path: str) -> str:
     """The path of a module for a table: of a long one its last names, at least one."""
     names = printable(path).split(".")
     kept = ".".join(names)
-    while len(kept) > most and len(names) > 1:
+    while len(kept) > 28 and len(names) > 1:
         del names[0]
         kept = f"…{'.'.join(names)}"
     return kept
