@@ -8,9 +8,8 @@ compile(subject, options, directory)         # the same, and the proof that it e
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -230,8 +229,12 @@ def compile(  # noqa: A001  # the word for what it does, in a namespace of its o
     if directory is None:
         return Compiled(made, None, None, frontier=frontier, batch=target.batch)
     package = _Package(target, made, progress)
-    with _left_aside(directory):
+    try:
         placed = place(directory, package.write, force=options.force, check=package.check)
+    except ValidationError as error:
+        left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
+        hint = f"{error.hint}; {left}" if error.hint else left
+        raise ValidationError(error.problem, location=error.location, hint=hint) from error
     return Compiled(
         package.plan,
         placed,
@@ -327,14 +330,3 @@ class _Package:
             listing = "".join(f"\n  - {fault}" for fault in faults[:20])
             more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
             raise ValidationError(f"the package does not reproduce the model:{listing}{more}")
-
-
-@contextlib.contextmanager
-def _left_aside(directory: Path) -> Iterator[None]:
-    """Has a ValidationError say where the package stands that was meant for a directory."""
-    try:
-        yield
-    except ValidationError as error:
-        left = f"the package is left in {failed_place(directory)} to look at; do not train with it"
-        hint = f"{error.hint}; {left}" if error.hint else left
-        raise ValidationError(error.problem, location=error.location, hint=hint) from error

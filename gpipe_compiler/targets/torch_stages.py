@@ -20,7 +20,7 @@ from gpipe_compiler.frontend.comparable_runs import settles_in_eval
 from gpipe_compiler.frontend.materialise import materialised, real_example
 from gpipe_compiler.frontend.probing import on_meta
 from gpipe_compiler.frontend.signature import resized, with_state
-from gpipe_compiler.frontend.subject import Hooks, Pretrained, Subject
+from gpipe_compiler.frontend.subject import Hooks, Subject
 from gpipe_compiler.frontend.user_code import NEEDS_NUMBERS
 from gpipe_compiler.ir import Graph
 from gpipe_compiler.ir.branches import required_lines
@@ -138,7 +138,9 @@ class TorchStages:
 
     def write(self, plan: Plan, folder: Path, progress: Progress) -> None:
         subject = self.found.subject
-        write_reported(plan, folder, subject.hooks, progress, self._example, subject.pretrained)
+        example, pretrained = self._example, subject.pretrained
+        write_package(plan, folder, subject.hooks, progress, example, pretrained)
+        write_report(plan, folder / "report.html")
 
     def validate(self, plan: Plan, folder: Path) -> Validation | str:
         subject, options = self.found.subject, self.options
@@ -228,25 +230,12 @@ def emit(
             "the plan has no graph, so there is no code to write",
             hint="plan the graph again: a plan read from JSON has no graph",
         )
-    tell = progress or (lambda _: None)
-    return place(
-        directory,
-        lambda folder: write_reported(plan, folder, hooks, tell, example),
-        force=force,
-    )
 
+    def write(folder: Path) -> None:
+        write_package(plan, folder, hooks, progress or (lambda _: None), example)
+        write_report(plan, folder / "report.html")
 
-def write_reported(
-    plan: Plan,
-    folder: Path,
-    hooks: Hooks | None,
-    tell: Progress,
-    example: Mapping[str, torch.Tensor] | None = None,
-    pretrained: Pretrained | None = None,
-) -> None:
-    """Writes the files of a package, its report among them, into an empty folder; see `emit`."""
-    write_package(plan, folder, hooks, tell, example, pretrained)
-    write_report(plan, folder / "report.html")
+    return place(directory, write, force=force)
 
 
 def _traced(subject: Subject, precision: Precision) -> Graph:
