@@ -101,9 +101,13 @@ def _report(error: GPipeCompilerError, as_json: bool) -> int:
     return error.exit_code
 
 
+_KEPT = 4 * 2**20
+"""Bytes of the largest freed blocks that are kept for what runs next."""
+
+
 def _compile(arguments: argparse.Namespace) -> None:
     if not is_graph(arguments.model):
-        keep_memory()
+        keep_memory(_KEPT)
         let_threads_sleep(measured=arguments.cost == "measured")
         with spare() if _validates(arguments) else nullcontext(fresh) as launch:
             with importing():

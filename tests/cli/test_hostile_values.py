@@ -189,3 +189,32 @@ def test_a_stdout_that_is_closed(workplace: Path) -> None:
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+MEASURED = """
+from pathlib import Path
+
+def resident():
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
+
+own_build = build_model
+
+def build_model():
+    blocks = [b"1" * 2**23 for _ in range(32)]
+    held = resident()
+    del blocks[::2]
+    Path("resident.txt").write_text(str(held - resident()))
+    return own_build()
+"""
+"""Lets go of every other of 32 blocks of 8 MiB, and says how many KiB its process then lacks."""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what is resident")
+def test_large_blocks_that_are_freed_are_given_back(workplace: Path) -> None:
+    """What a model's kernels take and let go of, each of a size of its own, would add up."""
+    (workplace / "model.py").write_text(MODEL + MEASURED)
+    command = [sys.executable, "-c", PRINTING.replace("graph.json", "model.py")]
+    subprocess.run(command, capture_output=True, check=True)
+
+    assert int((workplace / "resident.txt").read_text()) > 120 * 2**10

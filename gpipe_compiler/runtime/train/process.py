@@ -81,15 +81,19 @@ _BLOCK = 128 * 1024
 """Bytes of blocks that are mapped by themselves: what glibc begins with (M_MMAP_THRESHOLD)."""
 
 
-def keep_memory() -> None:
+def keep_memory(block: int = _LARGEST // 2) -> None:
     """Let glibc's malloc keep freed memory for the next micro-batch, as long as the process lives.
 
     By default it gives every large block back to the system when it is freed, and takes the page
     faults of a new one for the next op: a sixth of the time of ResNet-50 in the plain accumulation
     of small micro-batches. What is kept does not serve all requests: the process takes up to 1.6
     times its tensors.
+
+    Args:
+        block: bytes of the largest that are kept. Where many things run, each with kernels that
+            take memory of other sizes, what is kept of larger ones serves none: it adds up.
     """
-    _malloc(_LARGEST // 2, _LARGEST)
+    _malloc(block, _LARGEST)
 
 
 def give_back_memory() -> None:
