@@ -24,6 +24,7 @@ from gpipe_compiler.ir.ops import with_arguments
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.precision import autocast
+from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import said
 
 RunOp = Callable[[], Any]
@@ -97,7 +98,7 @@ class DryRun:
             except RAISED_BY_OPS as error:
                 before = self.graph.ancestors(op.inputs)
                 behind = next((one for one in selecting if one.name in before), None)
-                raise _refusal(op, batch_size, error, behind) from error
+                raise refusal(self.graph, op, batch_size, error, behind) from error
             finally:
                 if self.mode.guesses > guesses:
                     selecting.append(op)
@@ -209,7 +210,9 @@ def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
     return dataclasses.replace(op, call=call)
 
 
-def _refusal(op: Op, batch_size: int, error: Exception, selecting: Op | None) -> ModelError:
+def refusal(
+    graph: Graph, op: Op, batch_size: int, error: Exception, selecting: Op | None = None
+) -> ModelError:
     """The error of an op that fails, perhaps as what an earlier one selects may be any number."""
     match error:
         case DynamicOutputShapeException():
@@ -234,6 +237,14 @@ def _refusal(op: Op, batch_size: int, error: Exception, selecting: Op | None) ->
                 "__init__ makes by mask.nonzero().squeeze(1); or keep the shape by torch.where"
             )
             op = selecting
+        case _ if graph.precision is not Precision.FP32:
+            precision = graph.precision.value
+            problem = f"{op.name} fails in {precision}, on {batch_size} samples: {said(error)}"
+            hint = (
+                "plain PyTorch has to run the model under autocast: compute this in fp32, "
+                "`with torch.autocast(x.device.type, enabled=False):` of x.float(), or compile it "
+                "for another precision"
+            )
         case _:
             problem = f"{op.name} fails on {batch_size} samples: {said(error)}"
             hint = "every stage runs micro-batches: the model has to accept that many samples"

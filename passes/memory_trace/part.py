@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter, bind
+from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, refusal
 from gpipe_compiler.runtime.core.engine import Engine
 from gpipe_compiler.runtime.core.options import ExecutionOptions
 from gpipe_compiler.runtime.core.request import RandomKey, RunRequest, StepRequest
@@ -227,7 +228,12 @@ class PartModule(nn.Module):
         op = self.part.ops[position]
         if self.interpreter.runs(op):
             self.started(position)
-            bind(op.result, self.interpreter.call(op.call, environment), environment)
+            try:
+                made = self.interpreter.call(op.call, environment)
+            except RAISED_BY_OPS as error:  # fakes of one kind know less of types than another's
+                graph = self.part.graph
+                raise refusal(graph, op, graph.batch_size, error) from error
+            bind(op.result, made, environment)
         for name in self.part.done[position]:
             environment.pop(name, None)
 

@@ -5,6 +5,7 @@ This file and all of `models/` know plain PyTorch only: the judge imports them t
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -119,8 +120,8 @@ class Case:
     def precision(self, arguments: Mapping[str, Any]) -> str:
         """What a pipeline with these arguments computes in: as compiled unless it is told."""
         words = self.options.split()
-        given = words[words.index("--precision") + 1] if "--precision" in words else "fp32"
-        return str(arguments.get("precision", given))
+        given = [word for asked, word in itertools.pairwise(words) if asked == "--precision"]
+        return str(arguments.get("precision", given[-1] if given else "fp32"))
 
     def build(self) -> nn.Module:
         """The model with the weights that the compiler sees."""

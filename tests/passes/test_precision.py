@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_compiler.cluster import Device
+from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import Ref
 from gpipe_compiler.passes.cost import roofline
 from gpipe_compiler.passes.cross_sample_ops import mixing_ops
@@ -48,6 +49,19 @@ def test_types_are_those_of_an_eager_run(builder, eager, precision: Precision) -
     assert found == {name: tensor.dtype for name, tensor in real.items()}
     assert annotated.precision is precision
     assert len(set(found.values())) == (2 if precision in LOWER else 1)
+
+
+def test_what_does_not_run_under_autocast_is_refused_for_that(builder):
+    b = builder(x=torch.randn(BATCH, 8))
+    b.add_module("first", nn.Linear, 8, 4)
+    start = b.call(torch.zeros, 2, 4, name="start")
+    index = b.call(torch.zeros, 2, 4, dtype=torch.long, name="index")
+    h = b.call(torch.scatter_add, start, 0, index, b.module("first", Ref("x"), name="first"))
+    graph = b.graph(h)
+    annotate(graph, BATCH, Precision.FP32)
+    with pytest.raises(ModelError, match=r"scatter_add\S* fails in bf16") as caught:
+        annotate(graph, BATCH, Precision.BF16)
+    assert "enabled=False" in str(caught.value)
 
 
 def chain(builder):

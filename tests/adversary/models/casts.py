@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import FP32_ONLY, MANNERS, ONE_PIECE_BF16, Case
+from adversary.case import FP32_ONLY, MANNERS, ONE_PIECE_BF16, Case, Refused
 from adversary.inputs import classes, rows, steps
 from torch import Tensor, nn
 
@@ -174,6 +174,25 @@ class GradScaled(Region):
         return self.last(stream)
 
 
+class Rotated(Region):
+    """Turns pairs of features as complex numbers, which torch has not of 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pairs = self.first(x).unflatten(-1, (-1, 2))
+        turned = torch.view_as_complex(pairs) * 1j  # refused: complex_of_16_bits
+        return self.last(torch.view_as_real(turned).flatten(1))
+
+
+class Scattered(Region):
+    """Adds what a layer makes of 16 bits to a tensor of 32, which scatter does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        places = torch.zeros_like(hidden, dtype=torch.long)
+        start = torch.zeros(hidden.shape)
+        return self.last(start.scatter_add(1, places, hidden))  # refused: scattered_16_bits
+
+
 def mean_logits(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.mean(1), target)
 
@@ -198,7 +217,24 @@ def both_ways(name: str, model: type[nn.Module], **options: object) -> tuple[Cas
     )
 
 
+def not_in_bf16(name: str, model: type[nn.Module]) -> Case:
+    return Case(
+        name,
+        model,
+        rows,
+        F.cross_entropy,
+        classes,
+        options="--precision bf16",
+        expect=Refused(
+            ("fails in bf16",), ("enabled=False",), "--precision fp32", reference="whole"
+        ),
+        manners=({}, {"schedule": "1f1b", "remat": "full"}),
+    )
+
+
 CASES = (
+    not_in_bf16("complex_of_16_bits", Rotated),
+    not_in_bf16("scattered_16_bits", Scattered),
     *both_ways("rms_norm", Normed, quick=True),
     *both_ways("region", Region, quick=True),
     *both_ways("decorated", Decorated),
