@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from gpipe_compiler.errors import ModelError, TraceError
 from gpipe_compiler.ir import State, StateKind
@@ -132,13 +133,26 @@ def copied_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         TraceError: when Python cannot copy the model.
     """
     try:
-        return copy.deepcopy(model, memo)
+        with _CopiesWhatWasMade():
+            return copy.deepcopy(model, memo)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise TraceError(
             f"the model cannot be copied: {error}",
             hint="tracing works on a copy, so that the model stays as it is: "
             "give the module that holds the object a __deepcopy__, or create the object in forward",
         ) from error
+
+
+class _CopiesWhatWasMade(TorchFunctionMode):
+    """Has deepcopy take the numbers of tensors that an earlier call of the model has made and left
+    in a list, a dict or an object: torch copies those alone that have no history."""
+
+    def __torch_function__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func is torch.Tensor.__deepcopy__ and not args[0].is_leaf:
+            return _clone(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def same_constant(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -200,6 +200,16 @@ def test_a_copy_shares_parameters_where_it_may_and_nothing_else(share):
     assert copied.extra is not model.extra
 
 
+def test_a_copy_has_what_a_call_has_left_in_lists():
+    model = nn.Linear(2, 2)
+    model.outputs = [model(torch.ones(1, 2))]
+    copied = isolated(model)
+
+    assert copied.outputs[0] is not model.outputs[0]
+    assert copied.outputs[0].is_leaf
+    assert torch.equal(copied.outputs[0], model.outputs[0])
+
+
 def test_tied_state_is_listed_once_with_its_aliases():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +126,28 @@ class NotesForNobody(Two):
         return super().forward(x)
 
 
+class Collected(Two):
+    """What a call has made stays in a list, a dict and an object until the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalties: list[Tensor] = []
+        self.features: dict[str, Tensor] = {}
+        self.last_call = SimpleNamespace(output=None)
+        self(torch.zeros(1, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.penalties.clear()
+        y = super().forward(x)
+        self.penalties.append(y.square().mean(1))
+        self.features["last"] = self.last_call.output = y
+        return self.last_call.output, self.penalties[-1] + self.features["last"].sum(1)
+
+
+def of_both(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + output[1].mean()
+
+
 def refused(name: str, model: type[Two], attribute: str, *, quick: bool = False) -> Case:
     expect = Refused((attribute, "forward changes", "another result"), ("a buffer of the model",))
     return Case(name, model, rows, F.cross_entropy, classes, expect=expect, quick=quick)
@@ -139,5 +162,6 @@ CASES = (
     refused("anneals_tensor", AnnealsTensor, "self.temperature"),
     refused("many_epochs", ManyEpochs, "self.epochs"),
     refused("long_memory", LongMemory, "self.seen"),
+    Case("collected", Collected, rows, of_both, classes),
     Case("notes_for_nobody", NotesForNobody, rows, F.cross_entropy, classes),
 )
