@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     are_same,
     double,
     generator_states,
+    host_draws_alike,
     larger_batch,
     other_values,
     with_other_weights,
@@ -268,7 +269,8 @@ class Proof:
     def _run(self, inputs: Sequence[torch.Tensor]) -> Any:
         """What the model returns; its state is afterwards what it was."""
         args, kwargs, _ = self.signature.rebuild(inputs)
-        with state_restored(self.model), torch.no_grad(), torch.random.fork_rng(), quiet():
+        own = state_restored(self.model)
+        with own, torch.no_grad(), torch.random.fork_rng(), host_draws_alike(), quiet():
             torch.manual_seed(_SEED)
             if not self._draws:
                 states = generator_states()

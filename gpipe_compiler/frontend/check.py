@@ -27,6 +27,7 @@ from gpipe_compiler.errors import GPipeCompilerError, ModelError, Notice, summar
 from gpipe_compiler.frontend.comparable_runs import (
     EvenDraws,
     different,
+    host_state,
     is_noise,
     larger_batch,
     may_be_rounding,
@@ -35,7 +36,7 @@ from gpipe_compiler.frontend.comparable_runs import (
     with_other_weights,
 )
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.host_draws import host_state, refuse_host_draws, refuse_seeding
+from gpipe_compiler.frontend.host_draws import refuse_host_draws, refuse_seeding
 from gpipe_compiler.frontend.python_state import buffer_assigned
 from gpipe_compiler.frontend.recompute import activations_kept, refuse_other_recomputation
 from gpipe_compiler.frontend.repeated_calls import refuse_remembered

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -75,6 +77,37 @@ def generator_states() -> list[torch.Tensor]:
     if torch.cuda.is_available():
         states.extend(torch.cuda.get_rng_state_all())
     return states
+
+
+def host_state() -> tuple[object, ...]:
+    """That of the generators of Python and, where it is loaded, of NumPy."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    name, keys, *rest = numpy.random.get_state()
+    return random.getstate(), (name, keys.tobytes(), *rest)
+
+
+def restore_host(state: tuple[Any, ...]) -> None:
+    """Puts these generators back to where they stood."""
+    random.setstate(state[0])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and len(state) > 1:
+        name, keys, *rest = state[1]
+        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+@contextlib.contextmanager
+def host_draws_alike() -> Iterator[None]:
+    """Around a run in which Python and NumPy draw what they draw in any other such run."""
+    kept = host_state()
+    random.seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+    try:
+        yield
+    finally:
+        restore_host(kept)
 
 
 MANY = 129

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -14,6 +13,7 @@ from torch import nn
 
 from gpipe_compiler.errors import ModelError, SourceLocation, TraceError
 from gpipe_compiler.frontend.both_ways import decided_by_draws
+from gpipe_compiler.frontend.comparable_runs import host_state, restore_host
 from gpipe_compiler.frontend.deciding import Decisions
 from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.locate import calling_line, is_users, location
@@ -49,7 +49,7 @@ def refuse_host_draws(entry: Entry, samples: int) -> None:
     except Exception:  # noqa: BLE001  # whatever the user's code raises: the trace reports it
         return
     finally:
-        _restore(kept)
+        restore_host(kept)
     raise ModelError(
         "the model draws numbers of Python's or NumPy's to decide what it computes: a stage would "
         "hold what one draw led to",
@@ -84,23 +84,6 @@ def refuse_seeding(model: nn.Module, entry: Entry, samples: int) -> None:
             hint="draw what is always the same once, into a buffer in __init__; or seed outside "
             "of forward, before training",
         )
-
-
-def host_state() -> tuple[object, ...]:
-    """That of the generators of Python and, where it is loaded, of NumPy."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return (random.getstate(),)
-    name, keys, *rest = numpy.random.get_state()
-    return random.getstate(), (name, keys.tobytes(), *rest)
-
-
-def _restore(state: tuple[Any, ...]) -> None:
-    random.setstate(state[0])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and len(state) > 1:
-        name, keys, *rest = state[1]
-        numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
 def _equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:

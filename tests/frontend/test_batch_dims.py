@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -289,3 +290,18 @@ def test_packages_for_onnxruntime_are_cut_along_dimension_0_only(tmp_path: Path)
         compile_exported(subject, options, None)
 
     assert "--microbatches 1" in raised.value.hint
+
+
+class DrawsInPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * random.uniform(1, 2)
+
+
+def test_the_batch_is_found_whatever_python_draws() -> None:
+    """So that such a model is refused for its draws; they go on as if nobody had looked."""
+    random.seed(1)
+    drawn = random.random()
+    random.seed(1)
+    found = find_batch_dims(Subject("draws", DrawsInPython(), (torch.randn(BATCH, WIDTH),)))
+    assert found.subject.batch_dims == {"x": 0}
+    assert random.random() == drawn
