@@ -29,7 +29,6 @@ from gpipe_compiler.ir import (
     StateRef,
     Value,
     ValueKind,
-    called,
 )
 from gpipe_compiler.ir.arguments import choices
 from gpipe_compiler.ir.ops import in_one_mode
@@ -49,7 +48,14 @@ from gpipe_compiler.passes.loss_functions import (
     mask_of_mean,
     mean_over_targets,
 )
-from gpipe_compiler.passes.verbs import MOVES, SAME, counted_above_zero, number_of, verb
+from gpipe_compiler.passes.verbs import (
+    MOVES,
+    SAME,
+    asks_for_number,
+    counted_above_zero,
+    number_of,
+    verb,
+)
 from gpipe_compiler.runtime.sizes import Expression
 
 _Divisor: TypeAlias = tuple[str, tuple[tuple[str, Argument], ...]]
@@ -186,7 +192,9 @@ class Terms:
 
     def _guarded(self, op: Op, condition: Argument, one: Argument, other: Argument) -> Summand:
         """`where(n > 0, term, 0)`, or `where(n == 0, 0, term)`."""
-        found = self._is_number(condition, one, other) or counted_above_zero(self.graph, condition)
+        found = asks_for_number(self.graph, condition, one, other) or counted_above_zero(
+            self.graph, condition
+        )
         if found is not None:
             counted, is_above = found
             term, nothing = (one, other) if is_above else (other, one)
@@ -202,18 +210,6 @@ class Terms:
             return Summand(Guarded(op, counted, inner[0]), op.outputs[0])
         del self.adding[before:]
         return None
-
-    def _is_number(
-        self, condition: Argument, one: Argument, other: Argument
-    ) -> tuple[None, bool] | None:
-        """Of `isfinite` and `isnan` of one of both, whether the condition holds where it is one."""
-        op, holds = self.graph.producer.get(getattr(condition, "name", "")), True
-        while op is not None and called(op.call) in ("invert", "logical_not", "bitwise_not"):
-            op, holds = self.graph.producer.get(op.inputs[0]), not holds
-        if op is None or verb(op) not in ("isfinite", "isnan"):
-            return None
-        holds = holds is (verb(op) == "isfinite")
-        return (None, holds) if op.call.args[0] == (one if holds else other) else None
 
     def _adds_scalars(self, op: Op) -> bool:
         """Whether an op adds two scalars, without options that depend on tensors (`alpha=`)."""
@@ -238,11 +234,19 @@ class Terms:
         return all(scalars) and not self.same_for_all(choice)
 
     def _by_mode(self, op: Op) -> Iterator[Summand]:
-        """The terms of what is made of other scalars in each mode."""
+        """The terms of what is made of other scalars in each mode; those of both come once."""
+        own: dict[Mode, list[Summand]] = {}
         for mode in (Mode.TRAIN, Mode.EVAL):
-            for summand in self._made_by(in_one_mode(op, training=mode is Mode.TRAIN)):
-                if summand.mode in (Mode.ALWAYS, mode):
-                    yield dataclasses.replace(summand, mode=mode)
+            found = self._made_by(in_one_mode(op, training=mode is Mode.TRAIN))
+            own[mode] = [item for item in found if item.mode in (Mode.ALWAYS, mode)]
+        rest = own[Mode.EVAL]
+        for summand in own[Mode.TRAIN]:
+            if summand in rest:
+                rest.remove(summand)
+                yield summand
+            else:
+                yield dataclasses.replace(summand, mode=Mode.TRAIN)
+        yield from (dataclasses.replace(summand, mode=Mode.EVAL) for summand in rest)
 
     def _summands_of(self, argument: Argument) -> Iterator[Summand]:
         if isinstance(argument, Ref):

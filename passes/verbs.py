@@ -265,3 +265,16 @@ def _are_booleans(graph: Graph, value: Ref) -> bool:
     if graph.values[value.name].dtype is torch.bool or op is None or verb(op) not in SAME:
         return graph.values[value.name].dtype is torch.bool
     return isinstance(op.call.args[0], Ref) and _are_booleans(graph, op.call.args[0])
+
+
+def asks_for_number(
+    graph: Graph, condition: Argument, one: Argument, other: Argument
+) -> tuple[None, bool] | None:
+    """Of `isfinite` and `isnan` of one of both, whether the condition holds where it is one."""
+    op, holds = graph.producer.get(getattr(condition, "name", "")), True
+    while op is not None and called(op.call) in ("invert", "logical_not", "bitwise_not"):
+        op, holds = graph.producer.get(op.inputs[0]), not holds
+    if op is None or verb(op) not in ("isfinite", "isnan"):
+        return None
+    holds = holds is (verb(op) == "isfinite")
+    return (None, holds) if op.call.args[0] == (one if holds else other) else None

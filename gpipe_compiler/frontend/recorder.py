@@ -29,7 +29,7 @@ from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import OPENED, at_number, has_tensors, numbered, widened
 from gpipe_compiler.frontend.noted_sizes import NotedSizes, SampleLists
 from gpipe_compiler.frontend.state import named_state
-from gpipe_compiler.frontend.trace_errors import PACKED, TRANSFORMED, own_gradients
+from gpipe_compiler.frontend.trace_errors import OWN_GENERATOR, PACKED, TRANSFORMED, own_gradients
 from gpipe_compiler.frontend.value_splits import write_value_splits
 from gpipe_compiler.ir.arguments import storage_key, tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
@@ -133,6 +133,8 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             return made
         if func is torch._VF._pack_padded_sequence:
             raise PACKED.at(calling_line())
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise OWN_GENERATOR.at(calling_line())
         if name in ("__getitem__", "__setitem__"):
             with self:  # what is asked of a tensor in brackets is asked of it by itself
                 args = args[0], numbered(args[1]), *args[2:]

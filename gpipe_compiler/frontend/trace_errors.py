@@ -41,6 +41,11 @@ TRANSFORMED = _Cause(
     "compute on the whole batch at once: torch's ops take batches; write derivatives with torch's "
     "operators",
 )
+OWN_GENERATOR = _Cause(
+    r"\bgenerator\s*=",
+    "the model draws from a torch.Generator of its own",
+    "draw without generator=: a package draws from the seed of its pipeline",
+)
 PACKED = _Cause(
     r"pack(ed|_padded)_sequence|PackedSequence",
     "the model packs sequences, which no graph holds",
@@ -106,11 +111,7 @@ _CAUSES = (
         "lengths of a batch",
         "build it with mask_time_prob=0.0 and mask_feature_prob=0.0, and mask in the data loader",
     ),
-    _Cause(
-        r"\bgenerator\s*=",
-        "the model draws from a torch.Generator of its own",
-        "draw without generator=: a package draws from the seed of its pipeline",
-    ),
+    OWN_GENERATOR,
 )
 
 

@@ -45,6 +45,13 @@ class OwnGenerator(Two):
         return self.last(x)
 
 
+class GeneratorOfTheCall(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        own = torch.Generator().manual_seed(3)
+        noise = torch.randn(6, generator=own)  # refused: generator_of_the_call
+        return self.last(self.first(x + noise))
+
+
 class Seeds(Two):
     def forward(self, x: Tensor) -> Tensor:
         torch.manual_seed(3)  # refused: seeds
@@ -223,6 +230,14 @@ CASES = (
         expect=Refused(
             ("forward seeds torch's generator",), ("into a buffer", "outside of forward")
         ),
+    ),
+    Case(
+        "generator_of_the_call",
+        GeneratorOfTheCall,
+        rows,
+        F.cross_entropy,
+        classes,
+        expect=Refused(("a torch.Generator of its own",), ("without generator=",)),
     ),
     Case(
         "own_generator",
