@@ -17,7 +17,6 @@ from ..errors import AgreedError, UsageError
 from ..spec import PipelineSpec
 from .distributed import Network
 from .inputs import BoundCall, passed_to
-from .local_stages import summed
 from .reducer import Reducer
 from .shards import is_divided, local
 
@@ -296,17 +295,10 @@ def hooks_once(
         for parameter, gradient in zip(hooked, before, strict=True):
             parameter.grad = gradient
     for parameter, gradient in zip(hooked, made, strict=True):
-        if gradient is not None:
-            _accumulate(parameter, gradient, hooks=not deferred)
-
-
-def _accumulate(parameter: nn.Parameter, gradient: torch.Tensor, *, hooks: bool = True) -> None:
-    """Add to the gradient of a parameter, as a backward does."""
-    if hooks and _hooks(parameter):
-        torch.autograd.backward([parameter], [gradient])
-        return
-    before = parameter.grad
-    parameter.grad = gradient if before is None else summed(before, gradient)
+        if gradient is not None and not deferred:
+            torch.autograd.backward([parameter], [gradient])
+        elif gradient is not None:
+            parameter.grad = gradient
 
 
 # --- a loss whose backward() gives the gradients ------------------------------------------------
@@ -336,32 +328,35 @@ def deferred(step: Callable[[], torch.Tensor], parameters: Sequence[nn.Parameter
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-    held = [(parameter, gradient) for parameter, gradient in made if gradient is not None]
-    anchor = torch.zeros((), requires_grad=True)
-    result: torch.Tensor = _Loss.apply(anchor, loss, held)  # type: ignore[no-untyped-call]  # torch
+    held = {parameter: gradient for parameter, gradient in made if gradient is not None}
+    anchor = torch.zeros((), requires_grad=True)  # where nothing has a gradient
+    result: torch.Tensor = _Loss.apply(  # type: ignore[no-untyped-call]  # torch
+        anchor, loss, [*held.values()], *held
+    )
     return result
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradients are there already."""
+    """A loss whose gradients are there already: autograd takes them where it takes any others."""
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
         loss: torch.Tensor,
-        held: list[tuple[nn.Parameter, torch.Tensor]],
+        gradients: list[torch.Tensor],
+        *parameters: nn.Parameter,
     ) -> torch.Tensor:
-        ctx.held = held
+        ctx.held = gradients
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *factors: torch.Tensor) -> tuple[None, None, None]:
-        """Add the gradients, times the gradient of the loss."""
+    def backward(ctx: Any, *factors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients, times the gradient of the loss."""
         if ctx.held is None:
             raise UsageError("backward() of a loss of a pipeline can be called once")
+        gradients, ctx.held = ctx.held, None
         with torch.no_grad():
-            for parameter, gradient in ctx.held:
-                _accumulate(parameter, gradient.mul_(factors[0].to(gradient.device)))
-        ctx.held = None
-        return None, None, None
+            for gradient in gradients:
+                gradient.mul_(factors[0].to(gradient.device))
+        return None, None, None, *gradients

@@ -66,6 +66,23 @@ def test_a_hook_takes_what_a_loss_is_scaled_by():
         torch.testing.assert_close(weight.grad, expected)
 
 
+def test_a_loss_gives_gradients_to_whoever_asks_autograd():
+    """To `torch.autograd.grad`, and to a backward that is to reach some parameters alone."""
+    inputs, target, _ = data_for("skip", 8)
+    with Pipeline(skip_spec(), None) as pipe:
+        parameters = [p for p in pipe.parameters() if p.requires_grad]
+        pipe.step(inputs, target)
+        expected = [parameter.grad.clone() for parameter in parameters]
+        pipe.zero_grad()
+        found = torch.autograd.grad(2 * pipe.loss(inputs, target), parameters)
+        torch.testing.assert_close(found, tuple(2 * gradient for gradient in expected))
+        assert all(parameter.grad is None for parameter in parameters)
+        first, *others = parameters
+        pipe.loss(inputs, target).backward(inputs=[first])
+        torch.testing.assert_close(first.grad, expected[0])
+        assert all(parameter.grad is None for parameter in others)
+
+
 def test_what_failed_leaves_gradients_and_hooks_as_they_were():
     inputs, target, _ = data_for("skip", 8)
     with Pipeline(skip_spec(), None) as pipe:
