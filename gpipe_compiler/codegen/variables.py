@@ -187,6 +187,8 @@ class Uses:
         value, made = op.result, op.call
         if op.mode is not Mode.TRAIN or not isinstance(value, str) or count.get(value) != 1:
             return False
+        if value not in reader:  # it is returned
+            return False
         compares = isinstance(made, FunctionCall) and BINARY.get(made.function, ("", None))[1]
         choice = reader[value].call.args[:1]
         return (

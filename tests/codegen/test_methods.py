@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,8 @@ from torch.nn import functional as F
 
 from gpipe_compiler.codegen.imports import Imports
 from gpipe_compiler.codegen.method_text import types_of
-from gpipe_compiler.ir import Graph, Value, ValueKind
+from gpipe_compiler.codegen.variables import Uses
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, Op, Ref, Value, ValueKind
 from gpipe_compiler.options import LossChoice
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.targets.torch_stages import emit
@@ -80,3 +82,9 @@ def test_an_argument_that_is_no_tensor_nor_number_is_of_any_type() -> None:
     found = types_of(graph, [*values], [*values], imports)
     assert found == {"x": "Tensor", "rows": "int", "dtype": "Any"}
     assert imports.lines() == ["from typing import Any"]
+
+
+def test_what_training_alone_makes_may_be_returned_and_read_by_nothing_else() -> None:
+    """A buffer's rows that go into the loss of a later stage, for example."""
+    made = Op("made", FunctionCall(operator.gt, (Ref("x"), 2)), "made", mode=Mode.TRAIN)
+    assert Uses.of((made,), returns=("made",)).count["made"] == 1
