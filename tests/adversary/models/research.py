@@ -279,7 +279,87 @@ def tagged(samples: int) -> dict[str, Tensor]:
     }
 
 
+class Policy(nn.Module):
+    """A policy that learns from texts with advantages, and is held near the one that wrote them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11))
+
+    def forward(
+        self, texts: Tensor, mask: Tensor, old: Tensor, advantage: Tensor
+    ) -> dict[str, Tensor]:
+        chances = self.body(texts[:, :-1]).log_softmax(-1)
+        chosen = chances.gather(-1, texts[:, 1:, None]).squeeze(-1)
+        ratio, gain = (chosen - old).exp(), advantage[:, None]
+        lost = -torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+        far = (old - chosen).exp() - (old - chosen) - 1
+        number = mask.sum().clamp(min=1)
+        of_texts = (far * mask).sum(1) / mask.sum(1).clamp(min=1)
+        loss = ((lost + 0.04 * far) * mask).sum() / number
+        return {"loss": loss, "far": of_texts.detach()}
+
+
+def written(samples: int) -> dict[str, Tensor]:
+    return {
+        "texts": torch.randint(11, (samples, 5)),
+        "mask": (torch.rand(samples, 4) > 0.3).float(),
+        "old": -torch.rand(samples, 4),
+        "advantage": torch.randn(samples),
+    }
+
+
+class Depths(nn.Module):
+    """A layer for the steps of every sample that a router ranks first; the others go past it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.layer = nn.Linear(8, 1, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, places = self.router(x).squeeze(-1).topk(2, dim=1, sorted=False)
+        places, order = places.sort(1)
+        where = places[..., None].expand(-1, -1, x.size(-1))
+        made = self.layer(x.gather(1, where)).tanh() * score.gather(1, order).sigmoid()[..., None]
+        return x.scatter_add(1, where, made)
+
+
+class Chain(nn.Module):
+    """Scores of whole sequences of tags, against those of all, which are summed step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emit = nn.Linear(8, 4)
+        self.change = nn.Parameter(torch.randn(4, 4) / 8)
+
+    def forward(self, x: Tensor, tags: Tensor, there: Tensor) -> dict[str, Tensor]:
+        emitted = self.emit(x)
+        found = all_of_them = emitted[:, 0]
+        score = found.gather(1, tags[:, :1]).squeeze(1)
+        for step in range(1, 5):
+            held, tag = there[:, step], tags[:, step : step + 1]
+            change = self.change[tags[:, step - 1], tags[:, step]]
+            score = score + (change + emitted[:, step].gather(1, tag).squeeze(1)) * held
+            on = all_of_them[:, :, None] + self.change + emitted[:, step, None]
+            all_of_them = torch.where(held[:, None], on.logsumexp(1), all_of_them)
+        return {"loss": (all_of_them.logsumexp(1) - score).sum() / there.sum()}
+
+
+def chains(samples: int) -> dict[str, Tensor]:
+    return {"x": steps(samples), "tags": torch.randint(4, (samples, 5)), "there": mask(samples)}
+
+
 CASES = (
+    Case("policy", Policy, written),
+    Case(
+        "depths",
+        lambda: nn.Sequential(Depths(), Depths(), nn.Flatten(), nn.Linear(40, 3)),
+        steps,
+        F.cross_entropy,
+        classes,
+        manners=FP32_ONLY,
+    ),
+    Case("chain", Chain, chains),
     Case(
         "self_distilled",
         SelfDistilled,
