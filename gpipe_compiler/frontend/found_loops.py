@@ -98,7 +98,7 @@ class FoundLoops:
         self._loops.append(loop)
 
     def _last(self) -> fx.Node:
-        last: fx.Node = next(reversed(self._graph.nodes))
+        last: fx.Node = next(iter(reversed(self._graph.nodes)))  # of torch 2.11 a list
         return last
 
     def note(self, made: object) -> None:
