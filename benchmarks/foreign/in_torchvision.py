@@ -2,6 +2,7 @@
 
 A family is a file of `torchvision.models` (classification, segmentation, video, optical flow, and
 detection where torchvision's C++ operators load). Weights are random, and heads have ten classes.
+MViT is made for clips of 112 pixels, not 224, two of which take 7 GB in a step of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ def foreign(name: str) -> Foreign:
 
 
 def _of_side(side: int, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """MViT for clips of this side: its builders have 224, with which a batch takes four times as
-    much memory."""
+    """MViT for clips of this side, which its builders do not ask for."""
     from torchvision.models.video import mvit
 
     def sized(**settings: Any) -> nn.Module:
