@@ -33,12 +33,15 @@ def checks_passed() -> Iterator[None]:
     """Lets what is traced inside pass its own checks of the values of tensors, and says which."""
     passed: dict[str, None] = {}
 
+    def note(frame: FrameType) -> None:
+        passed[location(frame.f_code.co_filename, frame.f_lineno).brief.rstrip(":")] = None
+
     def passing(frame: FrameType) -> bool | None:
         if frame.f_code.co_filename == constraints.__file__:
             return True  # so far, of several that one of torch.distributions has to fulfil
         found = passing_at(frame)
         if found is not None:
-            passed[location(frame.f_code.co_filename, frame.f_lineno).brief.rstrip(":")] = None
+            note(frame)
         return found
 
     of_tensor: Callable[[torch.Tensor], bool] = torch.Tensor.__bool__
@@ -58,7 +61,14 @@ def checks_passed() -> Iterator[None]:
         found = passing(frame) if asks else None
         return of_size(size) if found is None else found
 
+    own_assert: Callable[..., None] = torch._assert_async
+
+    def asserted(*args: object, **named: object) -> None:
+        note(sys._getframe(1))
+        own_assert(*args, **named)
+
     with (
+        mock.patch.object(torch, "_assert_async", asserted),
         mock.patch.object(torch.Tensor, "__bool__", tensor_is_true),
         mock.patch.object(torch.SymBool, "__bool__", size_is_true),
     ):

@@ -13,7 +13,7 @@ from gpipe_compiler.errors import GPipeCompilerError
 USED: Mapping[str, tuple[str, ...]] = {
     "torch": (
         "_higher_order_ops",
-        *("_VF", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
+        *("_VF", "_assert_async", "_check", "_foreach_copy_", "_foreach_norm", "_lazy_clone"),
         "_safe_softmax",
     ),
     "torch._C._profiler": ("_ExperimentalConfig",),

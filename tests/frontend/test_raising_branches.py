@@ -189,6 +189,16 @@ def test_a_branch_that_only_raises_is_passed(check: Callable[[Tensor], Tensor]) 
     assert len(graph.ops) <= 10
 
 
+def asserted_on_the_device(h: Tensor) -> Tensor:
+    torch._assert_async(h.isfinite().all(), "not finite")
+    return h * 2
+
+
+def test_what_is_asserted_on_the_device_is_told() -> None:
+    with pytest.warns(UserWarning, match="_assert_async.*this check is not in the package"):
+        trace(Checked(asserted_on_the_device), torch.randn(4, 4), training=False)
+
+
 def of_distributions(h: Tensor) -> Tensor:
     normal = D.MultivariateNormal(h, torch.eye(4))
     other = D.Independent(D.Normal(h * 2, h.exp()), 1)
