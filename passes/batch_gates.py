@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 
-from gpipe_compiler.ir import Argument, Graph, Op, Ref, RegionCall, ValueKind
+from gpipe_compiler.ir import Argument, Graph, Op, Ref, ValueKind
 from gpipe_compiler.ir.branches import is_requirement
 from gpipe_compiler.passes.joined_outputs import Unjoined, ways_of
 from gpipe_compiler.passes.loss_additivity import KINKED
@@ -224,28 +224,11 @@ def first_of_batch(graph: Graph) -> Op | None:
     holds of the batch. `x.sum() < 100` need not.
 
     Args:
-        graph: annotated. In a region types are not known: all counts there that goes with samples.
+        graph: annotated.
     """
     for op in graph.ops:
-        if is_requirement(op):
-            if not _follows(graph, op.call.args[0], True):
-                return op
-        elif isinstance(op.call, RegionCall):
-            inner = _of_region(graph, op.call)
-            if inner is not None:
-                return inner
-    return None
-
-
-def _of_region(graph: Graph, region: RegionCall) -> Op | None:
-    """The first requirement in a region that goes with samples."""
-    given = zip(region.body.inputs, region.args, strict=True)
-    found = {own for own, item in given if isinstance(item, Ref) and item.name in graph.batched}
-    for op in region.body.ops:
-        if not found.isdisjoint(op.inputs):
-            if is_requirement(op):
-                return op
-            found.update(op.outputs)
+        if is_requirement(op) and not _follows(graph, op.call.args[0], True):
+            return op
     return None
 
 

@@ -18,7 +18,6 @@ from gpipe_compiler.ir import (
     StateRef,
     ValueKind,
     called,
-    ops_within,
 )
 from gpipe_compiler.ir.sizes import BATCH, LARGEST_BATCH, SMALLEST, SampleRule, asked, in_order
 from gpipe_compiler.passes.verbs import BOUNDING, ORDER
@@ -61,7 +60,7 @@ def takes_several(graph: Graph) -> bool:
 def other_alone(graph: Graph) -> SampleRule | None:
     """Where one sample is not computed as it is among others: by a rule, or since its batch
     dimension is squeezed."""
-    squeezing = (op for op in graph.ops if any(map(_squeezes_any, ops_within(op))))
+    squeezing = filter(_squeezes_any, graph.ops)
     rules = (*graph.alone.values(), *(SampleRule(SMALLEST, op.source) for op in squeezing))
     return rules[0] if rules else None
 

@@ -228,7 +228,7 @@ def work_of(isolated: IsolatedOp) -> OpKernels:
     with fakes, torch.set_grad_enabled(run.training):
         arguments = copies(isolated, isolated.inputs, _like)
         with run.autocast(), fakes.watched(forward.saw):
-            returned = run.interpreter.call(isolated.op.call, arguments.environment)
+            returned = run.interpreter.alone(isolated.op, arguments.environment)
         results = differentiable(returned)
         trained = [state for state in isolated.states.values() if state.requires_grad]
         leaves = (*arguments.leaves, *trained)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gpipe_compiler.dispatching import QuickFakes
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import Graph, Input, Mode, Op, RegionCall
+from gpipe_compiler.ir import Graph, Input, Mode, Op
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.ops import with_arguments
@@ -202,11 +202,8 @@ def _on_host(graph: Graph) -> Graph:
 
 
 def map_op(op: Op, function: Callable[[Any], Any]) -> Op:
-    """The op with `function` applied to every leaf of its arguments, inside regions too."""
+    """The op with `function` applied to every leaf of its arguments."""
     call = with_arguments(op.call, partial(map_argument, function))
-    if isinstance(call, RegionCall):
-        ops = tuple(map_op(inner, function) for inner in call.body.ops)
-        call = dataclasses.replace(call, body=dataclasses.replace(call.body, ops=ops))
     return dataclasses.replace(op, call=call)
 
 

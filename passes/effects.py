@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch.nn.modules.dropout import _DropoutNd
 
-from gpipe_compiler.ir import Graph, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir import Graph, ModuleCall, Op
 from gpipe_compiler.ir.graph import found_once
 from gpipe_compiler.ir.repeats import NameKind
 from gpipe_compiler.passes.disjoint import DisjointSets
@@ -96,8 +96,6 @@ def _may_share_by_mode(graph: Graph, op: Op) -> bool:
     match op.call:
         case ModuleCall(module=path):
             return issubclass(graph.modules[path].cls, _DropoutNd)
-        case RegionCall():
-            return True
     return op.has_choices
 
 

@@ -314,7 +314,7 @@ class _Run:
         """What an op returns; notes its line for what torch relies on in it."""
         known = len(self._environment.guards)
         try:
-            returned = run.interpreter.call(run.interpreter.graph.op_of[op.name].call, environment)
+            returned = run.interpreter.alone(run.interpreter.graph.op_of[op.name], environment)
         except Exception as error:  # whatever torch raises where a shape is no number
             raise self._fixed(f"{op.name}: {summary(error)}", op.source) from error
         if op.source is not None:

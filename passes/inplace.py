@@ -7,13 +7,13 @@ That takes a tensor less while the op runs, and one less for the backward where 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op
 from gpipe_compiler.ir.legality import check
+from gpipe_compiler.ir.ops import autocasts
 from gpipe_compiler.ir.repeats import NameKind
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects, shares_by_mode, written_memory
@@ -125,9 +125,11 @@ def _choose(graph: Graph, refused: frozenset[str]) -> Chosen:
     seen = (True, False) if by_mode else (training,)
     runs = tuple(observed(graph, training=training) for training in seen)
     legal = _Legal(graph, runs, half_precision(graph))
+    # What the model itself computes under autocast has other types on other kinds of devices.
     chosen: dict[str, Variant] = {}
     for op in graph.ops:
-        if op.mode is Mode.ALWAYS and op.name not in refused | graph.loss_only:
+        fixed = autocasts(op) or op.name in refused | graph.loss_only
+        if op.mode is Mode.ALWAYS and not fixed:
             found = (item for item in variants(graph, op) if legal.variant(op, item))
             if (variant := next(found, None)) is not None:
                 chosen[op.name] = variant
@@ -220,7 +222,7 @@ def _layout(value: SeenValue) -> tuple[object, ...]:
 
 def _written(graph: Graph, chosen: Chosen) -> Graph:
     callers: dict[str, list[str]] = {}
-    for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
+    for op in graph.ops:
         if isinstance(op.call, ModuleCall):
             callers.setdefault(op.call.module, []).append(op.name)
     modules = dict(graph.modules)

@@ -236,4 +236,3 @@ def _called(graph: Graph, op: Op) -> object:
             return method
         case ModuleCall(module=path):
             return graph.modules[path].cls
-    return None

@@ -24,7 +24,6 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
-    RegionCall,
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
@@ -197,7 +196,7 @@ class _Walk:
             mixes = counted or ways - {Unjoined.ROWS, Unjoined.COUNT}
             return Unjoined.MIXED if mixes else Unjoined.ROWS
         named = {found[name] for item in op.call.kwargs.values() for name in value_names(item)}
-        if isinstance(op.call, RegionCall) or named - {Joined.SAME} or Unjoined.MIXED in ways:
+        if named - {Joined.SAME} or Unjoined.MIXED in ways:
             return Joined.APART
         if ways == {Unjoined.ROWS}:
             return self._reduced(op, found)

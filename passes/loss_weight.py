@@ -23,7 +23,6 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
-    RegionCall,
     ValueKind,
     called,
 )
@@ -351,10 +350,6 @@ def _ops_before(
     states.update(state for op in ops for state in found.states_of(graph, op))
     if any(graph.state[name].requires_grad for name in states) or states & found.written_states:
         return None
-    if any(map(_depends_on_mode, ops)) or random_ops(graph.replace(ops=ops)):
+    if any(op.has_choices for op in ops) or random_ops(graph.replace(ops=ops)):
         return None
     return ops
-
-
-def _depends_on_mode(op: Op) -> bool:
-    return isinstance(op.call, RegionCall) or op.has_choices

@@ -17,7 +17,7 @@ from torch import nn
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.cluster.local import clocked
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
-from gpipe_compiler.ir.interpret import Interpreter, construct
+from gpipe_compiler.ir.interpret import Interpreter, Surroundings, construct
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import map_op
@@ -130,10 +130,10 @@ def _ready(
         for name, state in isolated.states.items()
     }
     interpreter = Interpreter(graph, states, training)
-    call = isolated.op.call
+    op, call = isolated.op, isolated.op.call
     trained = [state for state in states.values() if state.requires_grad]
     if not isinstance(call, ModuleCall):
-        return partial(interpreter.call, call), trained
+        return partial(interpreter.alone, op), trained
     spec = graph.modules[call.module]
     module = construct(spec, training=training)
     for local, name in spec.state.items():
@@ -147,7 +147,9 @@ def _ready(
     def run_module(environment: Mapping[str, Any]) -> Any:
         args = interpreter.resolve(call.args, environment)
         kwargs = interpreter.resolve(dict(call.kwargs), environment)
-        return module(*args, **kwargs)
+        with Surroundings() as around:
+            around.go_to(op.regions)
+            return module(*args, **kwargs)
 
     return run_module, trained
 
@@ -182,8 +184,6 @@ def _index_bound(isolated: IsolatedOp) -> int:
             name = getattr(call.function, "__name__", "").split(".")[0]
         case MethodCall():
             name = call.method
-        case _:
-            name = ""
     tensors = [*isolated.inputs.values(), *isolated.states.values()]
     floats = [t for t in tensors if isinstance(t, torch.Tensor) and t.dtype.is_floating_point]
     if name in ("embedding", "embedding_bag") and floats:

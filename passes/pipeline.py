@@ -23,7 +23,6 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.empty_parts import without_empty_parts
 from gpipe_compiler.passes.inplace import write_in_place
 from gpipe_compiler.passes.liveness import liveness
-from gpipe_compiler.passes.loss_regions import without_idle_regions
 from gpipe_compiler.passes.loss_weight import weigh_loss
 from gpipe_compiler.passes.output_terms import weigh_outputs
 from gpipe_compiler.passes.pass_setting import PassSetting
@@ -73,7 +72,6 @@ PASSES: tuple[Pass, ...] = (
     Pass("attention", lambda graph, at: call_attention_plainly(graph, at.kept)),
     Pass("unread_stores", lambda graph, at: without_unread_stores(graph, at.kept)),
     Pass("stores", lambda graph, _: read_stores(graph)),
-    Pass("idle_regions", lambda graph, _: without_idle_regions(graph)),
     Pass("output_terms", lambda graph, _: weigh_outputs(graph)),
     Pass("loss_weight", lambda graph, _: weigh_loss(graph)),
     # Last: planning undoes those writes that a cut parts.

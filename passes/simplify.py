@@ -5,7 +5,6 @@ that is there, an index of the whole tensor, `contiguous()` twice, `where` and `
 positions that holds everywhere. Casts stay: what is fp32 here may be 16 bits elsewhere. So do ops
 whose result or operand is written in place, unless nobody else has the operand, and those that the
 model returns.
-Inside regions types and shapes are not known: only what follows from the ops there is dropped.
 Attention loses the scale that it would take by itself.
 """
 
@@ -29,13 +28,11 @@ from gpipe_compiler.ir import (
     MethodCall,
     Op,
     Ref,
-    RegionBody,
-    RegionCall,
     Value,
     ValueKind,
     called,
 )
-from gpipe_compiler.ir.arguments import leaves, renamed
+from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.ops import reading, without_unread
 from gpipe_compiler.ir.repeats import repeats
 from gpipe_compiler.passes.effects import Effects, effects
@@ -44,9 +41,6 @@ from gpipe_compiler.passes.positions.known import Positions
 
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
-_FLOATING = frozenset({"cos", "sin", "exp", "rsqrt", "sqrt", "tanh", "sigmoid", "float"})
-"""Functions and methods that give floating-point numbers, whatever they are given."""
-
 
 def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     """The graph without ops that change nothing; the very same where there are none.
@@ -54,7 +48,7 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     Args:
         graph: annotated; so is the result.
     """
-    graph = _inside_ops(graph)
+    graph = _with_usual_scales(graph)
     found = effects(graph)
     chooses = any(called(op.call) in ("where", "and_") for op in graph.ops)
     positions = Positions(graph, found) if chooses else None
@@ -67,7 +61,7 @@ def simplify(graph: Graph, kept: Collection[str] = ()) -> Graph:
     if not idle:
         return graph
     elsewhere = in_the_other_mode(graph)
-    reads = Counter(itertools.chain(graph.ends, *map(_reads, graph.ops)))
+    reads = Counter(itertools.chain(graph.ends, *(op.reads for op in graph.ops)))
     names: dict[str, str] = {}  # what is read instead of the result of an op
     for op in graph.ops:
         source = idle.get(op.name)
@@ -92,11 +86,6 @@ def _of_one_shape(seen: Mapping[str, SeenValue], *names: str) -> bool:
     """Whether values have the same shape in a run, as far as it makes them."""
     forms = [seen[name].form for name in names if name in seen]
     return len({form.shape for form in forms if form is not None}) < 2
-
-
-def _reads(op: Op) -> tuple[str, ...]:
-    """The values that an op reads, as often as it does; for a region, often."""
-    return op.reads * (3 if isinstance(op.call, RegionCall) else 1)
 
 
 def _is_private(graph: Graph, found: Effects, source: str) -> bool:
@@ -161,12 +150,8 @@ def _held(found: Effects, positions: Positions | None, op: Op) -> Ref | None:
     return None
 
 
-def _is_neutral(call: Call, dtype: torch.dtype | None) -> bool:
-    """Whether arithmetic with a number gives the other operand, bit by bit.
-
-    Args:
-        dtype: of the operand; None for floating-point numbers.
-    """
+def _is_neutral(call: Call, dtype: torch.dtype) -> bool:
+    """Whether arithmetic with a number gives the other operand, of a type, bit by bit."""
     if isinstance(call, FunctionCall) and call.function is F.dropout:
         names = ("p", "training", "inplace")
         given = {**dict(zip(names, call.args[1:], strict=False)), **call.kwargs}
@@ -179,7 +164,7 @@ def _is_neutral(call: Call, dtype: torch.dtype | None) -> bool:
     number = call.args[1]
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
-    floating = dtype is None or dtype.is_floating_point
+    floating = dtype.is_floating_point
     integer = dtype in _INTEGERS and isinstance(number, int)
     match called(call):
         case "mul":
@@ -279,13 +264,13 @@ def only_asks(graph: Graph, op: Op) -> bool:
     return asks or kinds <= {ValueKind.SCALAR}
 
 
-def _inside_ops(graph: Graph) -> Graph:
-    """The graph with the bodies of its regions and the scales of attention simplified."""
+def _with_usual_scales(graph: Graph) -> Graph:
+    """The graph without scales of attention that are those it takes by itself."""
     scaled = {op.name: graph.module_classes.get(op.module) for op in graph.ops if _scale(op)}
     kept = {scaled[name] for name in scaled if not _has_usual_scale(graph, graph.op_of[name])}
     # Of layers that are equal but for their widths, all are called alike.
     usual = {name for name, around in scaled.items() if around not in kept}
-    ops = tuple(_without_scale(op) if op.name in usual else _with_body(op) for op in graph.ops)
+    ops = tuple(_without_scale(op) if op.name in usual else op for op in graph.ops)
     if all(map(operator.is_, ops, graph.ops)):
         return graph
     changed = graph.replace(ops=ops)
@@ -319,37 +304,6 @@ def _without_scale(op: Op) -> Op:
     assert isinstance(call, FunctionCall)
     kwargs = {name: item for name, item in call.kwargs.items() if name != "scale"}
     return dataclasses.replace(op, call=dataclasses.replace(call, kwargs=kwargs))
-
-
-def _with_body(op: Op) -> Op:
-    if not isinstance(op.call, RegionCall):
-        return op
-    body = op.call.body
-    read = Counter(name for inner in body.ops for name in inner.inputs)
-    floating: set[str] = set()
-    names: dict[str, str] = {}
-    ops: list[Op] = []
-    for original in map(_with_body, body.ops):
-        inner, call = reading(original, names), original.call
-        source = inner.inputs[0] if inner.inputs else ""
-        if called(call) in _FLOATING:
-            floating.update(inner.outputs)
-        # Read by this op alone, so that no write and no sum of gradients is another one.
-        idle = source in floating and read[source] == 1 and _is_neutral(inner.call, None)
-        if idle and isinstance(inner.result, str):
-            names[inner.result], read[source] = source, read[inner.result]
-        else:
-            ops.append(inner)
-    if not names:
-        same = all(map(operator.is_, ops, body.ops))
-        return op if same else _replaced(op, body, ops, body.outputs)
-    return _replaced(op, body, ops, renamed(body.outputs, names))
-
-
-def _replaced(op: Op, body: RegionBody, ops: Sequence[Op], outputs: tuple[Argument, ...]) -> Op:
-    assert isinstance(op.call, RegionCall)
-    changed = dataclasses.replace(body, ops=tuple(ops), outputs=outputs)
-    return dataclasses.replace(op, call=dataclasses.replace(op.call, body=changed))
 
 
 # --- who reads a tensor whatever its strides are --------------------------------------------------

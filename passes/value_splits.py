@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from gpipe_compiler.errors import ModelError
-from gpipe_compiler.ir import FunctionCall, Graph, Op, RegionCall
-from gpipe_compiler.ir.ops import ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.value_splits import all_in_one, is_value_split
 from gpipe_compiler.passes.dry_run import DryRun, modes
 from gpipe_compiler.passes.fakes import HostFakes
@@ -29,7 +28,7 @@ def sized_by_values(graph: Graph) -> frozenset[str]:
     Raises:
         ModelError: naming an op that does not run where hardly anything is selected.
     """
-    splits = any(is_value_split(op) for whole in graph.ops for op in ops_within(whole))
+    splits = any(map(is_value_split, graph.ops))
     if not splits and not any(run.guessed for run in in_all_modes(graph)):
         return frozenset()
     return graph.once("sized by values", lambda: _sized_by_values(graph))
@@ -45,7 +44,7 @@ def _sized_by_values(graph: Graph) -> frozenset[str]:
 
 def _found(graph: Graph, fewest: int) -> frozenset[str]:
     """Those that look otherwise where selections, and all parts but one, have so many elements."""
-    every = [op for whole in graph.ops for op in ops_within(whole) if is_value_split(op)]
+    every = [*filter(is_value_split, graph.ops)]
     results = [len(op.result) for op in every if isinstance(op.result, tuple)]
     # Of so many samples there are some for each part, be there one for every second of them.
     samples = graph.batch_size * 4 * max(results, default=1)
@@ -81,9 +80,6 @@ def _looks(
 def _split(op: Op, otherwise: Callable[..., Any]) -> Op:
     """An op whose splits are made in another way."""
     call = op.call
-    if isinstance(call, RegionCall):
-        ops = tuple(_split(inner, otherwise) for inner in call.body.ops)
-        call = dataclasses.replace(call, body=dataclasses.replace(call.body, ops=ops))
-    elif isinstance(call, FunctionCall) and is_value_split(op):
-        call = dataclasses.replace(call, function=otherwise)
-    return op if call is op.call else dataclasses.replace(op, call=call)
+    if not isinstance(call, FunctionCall) or not is_value_split(op):
+        return op
+    return dataclasses.replace(op, call=dataclasses.replace(call, function=otherwise))

@@ -23,7 +23,6 @@ from gpipe_compiler.ir import (
     StateKind,
     StateRef,
     called,
-    ops_within,
 )
 from gpipe_compiler.ir.own_functions import OwnFunction
 
@@ -105,7 +104,7 @@ _RESHAPING = frozenset(
 
 def changes_form(op: Op) -> bool:
     """Whether a method gives another shape to the tensor that it is called on."""
-    return any(called(inner.call) in _RESHAPING for inner in ops_within(op))
+    return called(op.call) in _RESHAPING
 
 
 def verb(op: Op) -> str:

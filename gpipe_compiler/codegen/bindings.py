@@ -34,7 +34,6 @@ from gpipe_compiler.ir import (
     ModuleCall,
     Op,
     Ref,
-    RegionCall,
     Result,
     ValueKind,
 )
@@ -172,7 +171,7 @@ class Bindings:
         if reader is None or value in self.uses.chosen or reader.mode is not op.mode:
             return False
         layer = may_leave_out(reader.call)  # which is called, again or not, where it is not
-        if isinstance(reader.call, RegionCall) or loop_begun(reader):
+        if reader.regions != op.regions or loop_begun(reader):
             return False
         if runs_again(op.call) and not layer:
             return False

@@ -39,7 +39,7 @@ from gpipe_compiler.codegen.releases import Peaks
 from gpipe_compiler.codegen.rounds import LoopContext
 from gpipe_compiler.codegen.sizes import ReadSize
 from gpipe_compiler.codegen.value_names import is_result
-from gpipe_compiler.ir import Mode, Op, RegionCall
+from gpipe_compiler.ir import Mode, Op
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.blocks import (
     BlockCall,
@@ -48,6 +48,7 @@ from gpipe_compiler.ir.blocks import (
     calls_in,
     is_chain,
     outer_states,
+    regions_around,
     turns_around,
 )
 from gpipe_compiler.ir.classes import MethodBlocks, Methods
@@ -276,6 +277,8 @@ class StageBlocks:
         first, graph, templates = block.first, self.facts.graph, self.facts.templates
         if first.mode is not Mode.ALWAYS:  # nobody calls it in another
             ops = [dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops]
+        if around := len(regions_around(first)):  # whoever calls it does so in these
+            ops = [dataclasses.replace(op, regions=op.regions[around:]) for op in ops]
         read = {value for op in ops for value in op.inputs}
         told = graph.told(read.intersection(first.inputs))
         given = self.facts.shapes.read_off(first.inputs, told)
@@ -317,8 +320,7 @@ class StageBlocks:
     def _local(self, op: Op, root: str, names: Mapping[ConstantSlot, str]) -> Op:
         """An op as the block has it: paths in comments from its module on, numbers by name."""
         made = op.call
-        inside = op.name in self.facts.graph.op_of and not isinstance(made, RegionCall)
-        if inside and any(slot.owner == op.name for slot in names):
+        if op.name in self.facts.graph.op_of and any(slot.owner == op.name for slot in names):
             numbers = itertools.count()
 
             def leaf(item: object) -> object:

@@ -2,38 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings
-from gpipe_compiler.codegen.expressions import context_of, outer_argument, reads_in_order
+from gpipe_compiler.codegen.expressions import context_of, reads_in_order
 from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
 from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
 from gpipe_compiler.codegen.left_out import Ways, draws_within
 from gpipe_compiler.codegen.loop_lines import LoopLines
 from gpipe_compiler.codegen.loops import gather, loop_begun, loop_ended
-from gpipe_compiler.codegen.methods import drop_dead, is_tensor
+from gpipe_compiler.codegen.methods import is_tensor
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.releases import DelWriter, Releases
-from gpipe_compiler.codegen.statements import Statement
-from gpipe_compiler.codegen.value_names import find_runs, plain_name
-from gpipe_compiler.codegen.variables import Uses, Variables, is_attribute
+from gpipe_compiler.codegen.statements import Statement, in_blocks
+from gpipe_compiler.codegen.value_names import find_runs
+from gpipe_compiler.codegen.variables import is_attribute
 from gpipe_compiler.errors import EmitError, SourceLocation
 from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import (
     Call,
     FunctionCall,
     MethodCall,
-    Mode,
     ModuleCall,
+    NoGrad,
     Op,
     Ref,
-    RegionCall,
+    Region,
     StateRef,
 )
 from gpipe_compiler.ir.arguments import value_names
-from gpipe_compiler.ir.forms import states_read
 from gpipe_compiler.ir.left_out import may_leave_out
 
 _LONGEST_NESTED = WIDTH - 16
@@ -62,7 +61,7 @@ class _Pending:
 
 @dataclass
 class BodyWriter:
-    """Writes the ops of one method, or of one region, in order.
+    """Writes the ops of one method in order.
 
     Ops that the user nested in one statement nest here too: an op with a single reader waits in
     `pending` until its reader comes, as long as the order in which ops run stays what it was.
@@ -73,6 +72,7 @@ class BodyWriter:
     draws: Mapping[str, int] | None = None
     statements: list[Statement] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
+    entered: tuple[tuple[Region, Statement], ...] = ()
 
     def __post_init__(self) -> None:
         bindings = self.bindings
@@ -85,6 +85,7 @@ class BodyWriter:
         self.dels.last = len(ops) - 1
         self.dels.modes = {value: op.mode for op in ops for value in op.outputs}
         for position, op in enumerate(ops):
+            self._enter(op)
             try:
                 self._op(op, position)
             except UnwritableError as error:
@@ -93,7 +94,32 @@ class BodyWriter:
                     location=op.source,
                     hint="use an operator of torch",
                 ) from error
+            self._settle()
         self._flush()
+        self._settle()
+        self.statements = [*in_blocks(self.statements)]
+
+    def _enter(self, op: Op) -> None:
+        """Leaves the regions that an op does not run in, and enters those that it does."""
+        pairs = zip((region for region, _ in self.entered), op.regions, strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: _is_one(*pair), pairs))
+        if kept == len(self.entered) == len(op.regions):
+            return
+        self._flush()
+        self._settle()
+        lines = (
+            (region, Statement("with ", context_of(region.context, self.writer), module=op.module))
+            for region in op.regions[kept:]
+        )
+        self.entered = (*self.entered[:kept], *lines)
+
+    def _settle(self) -> None:
+        """Puts the newest statements into the regions that are entered."""
+        around = tuple(line for _, line in self.entered)
+        for place in reversed(range(len(self.statements))):
+            if self.statements[place].around is not None:
+                break
+            self.statements[place] = replace(self.statements[place], around=around)
 
     def _op(self, op: Op, position: int) -> None:
         made = op.call
@@ -113,7 +139,6 @@ class BodyWriter:
         if self._statement(op, made):
             self.dels.after(op, position, self.statements)
             return
-        assert not isinstance(made, RegionCall)
         if may_leave_out(made):
             self._layer(op, position)
             return
@@ -174,11 +199,8 @@ class BodyWriter:
         return values in items and len(values) > 1 and max(map(len, texts)) <= longest
 
     def _statement(self, op: Op, made: Call) -> bool:
-        """Writes a region or a write in place; False where the op is none of these."""
-        if isinstance(made, RegionCall):
-            self._flush()
-            self._region(op, made)
-        elif isinstance(made, FunctionCall) and made.function is gather:
+        """Writes what adds to a list, or writes in place; False where the op does neither."""
+        if isinstance(made, FunctionCall) and made.function is gather:
             sources = self._take_only(op, made.args[2])
             append = f"{self.loops.open[-1].lists[int(str(made.args[1]))]}.append"
             self._append(op, "", call(append, [self.writer.argument(made.args[2])]), sources)
@@ -294,38 +316,11 @@ class BodyWriter:
             Statement(target, expression, op.mode, op.module, (*sources, op.source))
         )
 
-    def _region(self, op: Op, made: RegionCall) -> None:
-        """Writes a block under its context, its results straight into the op's variables."""
-        block = made.body
-        results = op.result if isinstance(op.result, tuple) else (op.result,) * len(block.outputs)
-        bound = [self.writer.argument(argument) for argument in made.args]
-        around = self.writer.variables
-        given = {key: around[key] for key in map(outer_argument, states_read(op)) if key in around}
-        within = {**given, **dict(zip(block.inputs, bound, strict=True))}
-        inner = replace(self.writer, variables=within)
-        ops = drop_dead(block.ops, value_names(block.outputs))
-        uses = Uses.of(ops, tuple(value_names(block.outputs)))
-        variables = Variables(self.names, uses.last, lambda _: None)
-        dels = DelWriter(variables, Releases({}, frozenset()), inner)
-        writing = BodyWriter(Bindings(self.graph, inner, variables, uses, dels), self.names)
-        writing.write(ops)
-        body = list(writing.statements)
-        for target, argument in zip(results, block.outputs, strict=True):
-            if not isinstance(target, str) or target not in self.uses.count:
-                continue
-            made_inside = isinstance(argument, Ref) and argument.name not in block.inputs
-            expression = inner.argument(argument)
-            if made_inside and expression.flat.isidentifier():
-                self.writer.variables[target] = expression
-                continue
-            variable = self.variables.fresh(target, plain_name(op, target))
-            self.writer.variables[target] = name(variable)
-            body.append(Statement(f"{variable} = ", expression, Mode.ALWAYS, op.module))
-        self.names.give_back(variables.named - {own.flat for own in around.values()})
-        context = context_of(made.context, self.writer)
-        self.statements.append(
-            Statement("with ", context, op.mode, op.module, (op.source,), body=tuple(body))
-        )
+
+def _is_one(entered: Region, other: Region) -> bool:
+    """Whether two regions, one after the other, may be one: leaving and entering autocast would
+    have it cast weights anew."""
+    return entered == other or (entered.context == other.context == NoGrad())
 
 
 def _sign(made: Call) -> str:

@@ -21,8 +21,8 @@ from gpipe_compiler.codegen.sources import calls_at, first_line, is_closure
 from gpipe_compiler.codegen.value_names import kind_of
 from gpipe_compiler.codegen.variables import makes_only
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, RegionCall, StateRef
-from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states
+from gpipe_compiler.ir import Call, FunctionCall, Graph, ModuleCall, Op, Ref, StateRef
+from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Part, outer_states, regions_around
 from gpipe_compiler.ir.classes import MethodBlocks
 from gpipe_compiler.ir.contents import Contents, class_of_torch, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot
@@ -162,7 +162,8 @@ class Calls:
         result: Result = (outputs[0] if len(outputs) == 1 else outputs) if outputs else None
         line, around = line_of_call(self.facts.graph, block)
         own, layer = f"{block.path}({number})", layer_of(block)
-        return Op(own, made, result, line, around, block.mode, layer=layer)
+        regions = regions_around(block)
+        return Op(own, made, result, line, around, block.mode, layer=layer, regions=regions)
 
     def _arguments(self, block: BlockCall) -> tuple[Ref | StateRef, ...]:
         passed = self.written[id(self.block_of(block))].passed
@@ -185,7 +186,8 @@ class Calls:
         result: Result = call.outputs[0] if len(call.outputs) == 1 else call.outputs
         made = ModuleCall(call.path, arguments, numbers)
         around, layer = module_path(call.path), layer_of(call)
-        return Op(call.path, made, result, helper.site, around, call.mode, layer=layer)
+        regions, site = regions_around(call), helper.site
+        return Op(call.path, made, result, site, around, call.mode, layer=layer, regions=regions)
 
     def block_of(self, call: BlockCall) -> BlockClass:
         return self.blocks.of_path[call.path]
@@ -203,14 +205,8 @@ def layer_of(call: BlockCall) -> str:
 
 def relative(op: Op, root: str) -> Op:
     """An op whose module is called as the module at `root` calls it."""
-    made = op.call
-    if isinstance(made, RegionCall):
-        body = dataclasses.replace(
-            made.body, ops=tuple(relative(inner, root) for inner in made.body.ops)
-        )
-        made = dataclasses.replace(made, body=body)
     module = op.module.removeprefix(root).removeprefix(".")
-    return dataclasses.replace(op, call=made, module=module)
+    return dataclasses.replace(op, module=module)
 
 
 # --- the user's functions, as blocks: which ops a call of one runs -----------------------------

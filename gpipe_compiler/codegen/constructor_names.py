@@ -13,7 +13,7 @@ from torch import nn
 from gpipe_compiler.codegen.construction import WrittenBlock
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import method_at, parameters_of, place_at, torch_base
-from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
 from gpipe_compiler.ir.forms import ConstantSlot
@@ -23,7 +23,7 @@ from gpipe_compiler.ir.ops import called
 def _aligned(op: Op) -> list[tuple[object, ast.expr]]:
     """The leaves of a call's arguments that are arguments themselves, and how the user has them."""
     place, made = place_at(op.source), op.call
-    if place is None or isinstance(made, RegionCall):
+    if place is None:
         return []
     own = made.module.rpartition(".")[2] if isinstance(made, ModuleCall) else called(made)
     operator = _OPERATORS.get(own.removeprefix("i"))

@@ -30,7 +30,7 @@ from gpipe_compiler.codegen.layout import (
 )
 from gpipe_compiler.codegen.module_tree import ModuleNode, nested
 from gpipe_compiler.frontend.own_statements import UnwritableError
-from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind, ops_within
+from gpipe_compiler.ir import Graph, ModuleCall, ModuleSpec, Op, State, StateKind
 from gpipe_compiler.ir.classes import SMALL
 from gpipe_compiler.ir.contents import arguments_of, class_of_torch, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
@@ -165,9 +165,8 @@ def _used(
     """
     called, read = dict[str, int](), dict[str, int]()
     for place, op in enumerate(ops):
-        for found in ops_within(op):
-            if isinstance(found.call, ModuleCall):
-                called.setdefault(found.call.module, place)
+        if isinstance(op.call, ModuleCall):
+            called.setdefault(op.call.module, place)
         for tensor in states_read(op):
             read.setdefault(tensor, place)
     in_called = {tensor for path in called for tensor in graph.modules[path].state.values()}

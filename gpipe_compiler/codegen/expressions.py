@@ -335,8 +335,8 @@ def context_of(context: Context, writer: ExpressionWriter) -> Expression:
     device = context.device_type
     followed = device in ("cpu", "meta") and bool(writer.device)
     options = [name(f"{writer.device}.type" if followed else f'"{device}"')]
-    if context.dtype is not None:
-        options.append(name(f"dtype={context.dtype}"))
     if not context.enabled:
         options.append(name("enabled=False"))
+    elif context.dtype is not None:
+        options.append(name(f"dtype={context.dtype}"))
     return call("torch.autocast", options)

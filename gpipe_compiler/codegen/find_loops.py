@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.loops import DIGITS, call_arguments, form_of
 from gpipe_compiler.codegen.rounds import LoopContext, Rounds
-from gpipe_compiler.ir import FunctionCall, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir import FunctionCall, ModuleCall, Op
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.forms import structure
 from gpipe_compiler.ir.ops import called
@@ -78,8 +78,6 @@ class LoopFinder:
     def _key(self, op: Op) -> Hashable:
         """Equal for ops that may be those of one place in different rounds."""
         made = op.call
-        if isinstance(made, RegionCall):
-            return op.name
         own: Hashable = called(made)
         if isinstance(made, ModuleCall):
             own = self.around.functions.get(made.module) or DIGITS.sub("", made.module)
@@ -95,4 +93,5 @@ class LoopFinder:
             len(op.outputs),
             self.draws.get(op.name),
             bool(op.layer),
+            tuple(region.context for region in op.regions),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.expressions import OwnModule, runs_again
 from gpipe_compiler.codegen.sources import is_repeated, statement_at
-from gpipe_compiler.ir import Call, FunctionCall, ModuleCall, Op, Ref, RegionCall, StateRef
+from gpipe_compiler.ir import Call, FunctionCall, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.arguments import leaves
 
 
@@ -133,7 +133,7 @@ PartKind = SameInAll | MadeInRound | InList | Growing
 
 def call_arguments(made: Call) -> tuple[object, object]:
     """The arguments of a call; slices from the start on as those from 0."""
-    args, kwargs = made.args, {} if isinstance(made, RegionCall) else dict(made.kwargs)
+    args, kwargs = made.args, dict(made.kwargs)
     if not isinstance(made, FunctionCall) or made.function is not operator.getitem:
         return args, kwargs
     tensor, index = args

@@ -84,6 +84,8 @@ def _declared(statements: tuple[Statement, ...], variable: str) -> tuple[Stateme
     first = statements[place]
     if first.target == f"{variable} = ":
         made = [dataclasses.replace(first, target=f"{variable}: Tensor = ")]
+    elif first.target == "with ":
+        made = [dataclasses.replace(first, body=_declared(first.body, variable))]
     else:
         made = [Statement(f"{variable}: Tensor", name(""), first.mode, first.module), first]
     return (*statements[:place], *made, *statements[place + 1 :])

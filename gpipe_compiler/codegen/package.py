@@ -28,7 +28,6 @@ from gpipe_compiler.errors import EmitError, Notice, ValidationError
 from gpipe_compiler.frontend.hook_files import hook_files
 from gpipe_compiler.frontend.subject import Hooks, Pretrained
 from gpipe_compiler.ir import FunctionCall, Graph
-from gpipe_compiler.ir.ops import ops_within
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.core.storing import HeldError, locked
 from gpipe_compiler.runtime.core.weights import INDEX, save_file
@@ -150,7 +149,7 @@ def write_hooks(hooks: Hooks, folder: Path) -> None:
 def own_files(graph: Graph) -> dict[str, str]:
     """The files with the user's own functions and operators, by their names."""
     statements: dict[str, dict[int, str]] = {}
-    calls = (op.call for whole in graph.ops for op in ops_within(whole))
+    calls = (op.call for op in graph.ops)
     own = (own_code_of(call.function) for call in calls if isinstance(call, FunctionCall))
     for written, _ in filter(None, own):
         for file, held in written.files:

@@ -30,8 +30,9 @@ from gpipe_compiler.codegen.sources import (
     repeated_line,
     statement_at,
 )
-from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, Ref, RegionCall, StateRef
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.ir.ops import common_regions
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,8 @@ class Rounds:
         read = dict.fromkeys(value for op in last for value in op.inputs)
         outer = (value for value in read if value not in loop.own)
         label = f"{last[0].name}(loop)"
-        first = dataclasses.replace(last[0], source=None, mode=self._mode())
+        around = common_regions(self.ops[self._begin(0) : self._begin(self.count)])
+        first = dataclasses.replace(last[0], source=None, mode=self._mode(), regions=around)
         arguments = (loop, *map(Ref, self.initial.values()))
         begins = dataclasses.replace(
             first, name=label, call=FunctionCall(begin, arguments), result=tuple(carried)
@@ -365,7 +367,7 @@ class Rounds:
     def _counted(self, op: Op, place: int, label: str, numbers: range | None) -> Op:
         """An op of the last round, with what depends on the number of the round told by that."""
         made = op.call
-        if numbers is None or isinstance(made, RegionCall):
+        if numbers is None:
             return op
         index = itertools.count(int(isinstance(made, ModuleCall)))
 

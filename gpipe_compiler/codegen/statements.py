@@ -100,6 +100,8 @@ class Statement:
         expression: the right-hand side.
         note: what a comment at the end of the line says, such as a shape.
         body: the statements inside a `with` or `for`; `target` is then what that line begins with.
+        around: the lines of the `with` blocks that it is to stand in, the outermost first; None
+            where it is not known yet.
     """
 
     target: str
@@ -109,6 +111,33 @@ class Statement:
     sources: tuple[SourceLocation | None, ...] = ()
     note: str = ""
     body: tuple[Statement, ...] = ()
+    around: tuple[Statement, ...] | None = None
+
+
+def in_blocks(statements: Sequence[Statement], depth: int = 0) -> tuple[Statement, ...]:
+    """Statements in the `with` blocks around them; those in a row share one.
+
+    Args:
+        depth: of these blocks, those that are written around all of the statements.
+    """
+
+    def line(statement: Statement) -> Statement | None:
+        around = statement.around or ()
+        return around[depth] if len(around) > depth else None
+
+    written: list[Statement] = []
+    for _, group in groupby(statements, key=lambda statement: id(line(statement))):
+        inside = list(group)
+        block = line(inside[0])
+        if block is None:
+            written.extend(replace(s, body=in_blocks(s.body, len(s.around or ()))) for s in inside)
+            continue
+        modes = {statement.mode for statement in inside}
+        mode = modes.pop() if len(modes) == 1 else Mode.ALWAYS
+        if mode is not Mode.ALWAYS:  # told by what stands around the block
+            inside = [replace(statement, mode=Mode.ALWAYS) for statement in inside]
+        written.append(replace(block, mode=mode, body=in_blocks(inside, depth + 1)))
+    return tuple(written)
 
 
 def write_statements(

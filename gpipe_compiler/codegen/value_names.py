@@ -13,7 +13,6 @@ from torch import nn
 from gpipe_compiler.codegen.functions import changed_by
 from gpipe_compiler.codegen.sources import UserStatement, alias_after, names_of_parts, statement_at
 from gpipe_compiler.ir import (
-    Argument,
     Call,
     FunctionCall,
     Graph,
@@ -21,7 +20,6 @@ from gpipe_compiler.ir import (
     ModuleCall,
     Op,
     Ref,
-    RegionCall,
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
@@ -117,8 +115,6 @@ def kind_of(op: Op) -> object:
             return method
         case ModuleCall(module=path):
             return _NUMBER_PART.sub("", path)
-        case _:
-            return op.name
 
 
 def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
@@ -153,8 +149,6 @@ def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> st
     Args:
         statement: the user's, where the value is all that it makes.
     """
-    if isinstance(op.call, RegionCall):
-        return _of_region(op, op.call, value)
     if len(op.outputs) > 1 or value == "loss":
         return value
     if statement is not None and statement.function and statement.function != "forward":
@@ -164,25 +158,6 @@ def plain_name(op: Op, value: str, statement: UserStatement | None = None) -> st
     if statement is not None and statement.function and name_of_module(op.module):
         return name_of_module(op.module)
     return _NUMBER.sub("", value)
-
-
-def _of_region(op: Op, made: RegionCall, value: str) -> str:
-    """The name of a result of a region by what makes it inside, casts aside."""
-    results = op.result if isinstance(op.result, tuple) else (op.result,)
-    makers = {own: inner for inner in made.body.ops for own in inner.outputs}
-    found: Argument = made.body.outputs[results.index(value)]
-    while isinstance(found, Ref) and found.name in makers:
-        own, maker = found.name, makers[found.name]
-        statement = statement_at(maker.source)
-        read = {name for inner in made.body.ops if inner is not maker for name in inner.inputs}
-        wish = wishes(maker, StatementRun(statement, False, (maker.name,)))[
-            maker.outputs.index(own)
-        ]
-        cast = cast_by(maker.call)
-        if (wish and own not in read) or cast is None:
-            return (own not in read and wish) or plain_name(maker, own)
-        found = Ref(cast)
-    return value
 
 
 def name_of_module(path: str) -> str:
@@ -369,8 +344,7 @@ def argument_name(graph: Graph, value: str) -> str:
     if cast is not None and is_operand(graph, op, value):
         return argument_name(graph, cast)
     statement = statement_at(op.source)
-    inside = isinstance(op.call, RegionCall)
-    if statement is None or inside or is_operand(graph, op, value):
+    if statement is None or is_operand(graph, op, value):
         return held_as(graph, op, value) or plain_name(op, value)
     run = StatementRun(statement, False, (op.name,))
     wish = wishes(op, run)[op.outputs.index(value)] or held_as(graph, op, value)

@@ -11,7 +11,7 @@ from gpipe_compiler.codegen.layout import Binding
 from gpipe_compiler.codegen.loops import loop_begun, loop_ended
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import statement_at
-from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref, RegionCall, ValueKind
+from gpipe_compiler.ir import ByMode, Call, FunctionCall, Mode, Op, Ref, ValueKind
 from gpipe_compiler.ir.arguments import choices, value_names
 from gpipe_compiler.ir.left_out import may_leave_out
 
@@ -278,7 +278,7 @@ def with_callers(ops: Sequence[Op]) -> tuple[Op, ...]:
 def _as_of_caller(op: Op, maker: Mapping[str, Op], readers: Mapping[str, Sequence[Op]]) -> Op:
     around = [maker[value] for value in op.inputs if value in maker]
     around += [reader for value in op.outputs for reader in readers.get(value, ())]
-    if len(around) != len(op.inputs) + 1 or isinstance(op.call, RegionCall):
+    if len(around) != len(op.inputs) + 1:
         return op
     caller = around[-1]
     inside = not caller.module or op.module.startswith(f"{caller.module}.")

@@ -6,21 +6,17 @@ import difflib
 import inspect
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from gpipe_compiler.ir import (
     Argument,
+    Autocast,
     Call,
     FunctionCall,
     MethodCall,
     ModuleCall,
     Op,
-    Ref,
-    RegionCall,
     Result,
 )
-from gpipe_compiler.ir.arguments import map_argument
-from gpipe_compiler.ir.ops import with_arguments
 
 _MOST_PAIRS = 1 << 20
 """Pairs of equal items in two lists up to which all of them are looked at to align the lists."""
@@ -55,9 +51,14 @@ _DEFAULTS: Mapping[str, object] = {"dropout_p": 0.0}
 
 
 def key_of(op: Op, *, line: bool = True) -> Hashable:
-    """What two ops must share to be one op in two modes: module, line, and what is called."""
+    """What two ops must share to be one op in two modes: module, line, and what is called.
+
+    Without gradients the same is computed, and in eval mode nobody asks for them.
+    """
     source = op.source if line else None
-    where = (op.module, source.file, source.line) if source else (op.module,)
+    contexts = (region.context for region in op.regions)
+    around = tuple(context for context in contexts if isinstance(context, Autocast))
+    where = (op.module, around, *((source.file, source.line) if source else ()))
     return (_call_key(op.call), where, _arity(op.result))
 
 
@@ -71,8 +72,6 @@ def _call_key(call: Call) -> Hashable:
             return ("method", method, len(call.args), tuple(sorted(call.kwargs)))
         case ModuleCall(module=module):
             return ("module", module, len(call.args), tuple(sorted(call.kwargs)))
-        case RegionCall():
-            return ("region", repr(call.context), len(call.args), _body_key(call))
 
 
 def _names_key(call: FunctionCall) -> Hashable:
@@ -82,26 +81,6 @@ def _names_key(call: FunctionCall) -> Hashable:
     except (TypeError, ValueError):
         return tuple(sorted(key for key in call.kwargs if key not in _DEFAULTS))
     return ()
-
-
-def _body_key(call: RegionCall) -> Hashable:
-    """The text of a region's body with values numbered, so that names do not matter."""
-    numbers: dict[str, int] = {}
-
-    def number(leaf: Any) -> Any:
-        return numbers.get(leaf.name, leaf.name) if isinstance(leaf, Ref) else leaf
-
-    def enter(names: tuple[str, ...]) -> None:
-        for name in names:
-            numbers[name] = len(numbers)
-
-    enter(call.body.inputs)
-    lines: list[Hashable] = []
-    for op in call.body.ops:
-        inner = with_arguments(op.call, lambda item: map_argument(number, item))
-        lines.append((_call_key(inner), repr((inner.args, dict(inner.kwargs))), _arity(op.result)))
-        enter(op.outputs)
-    return (*lines, repr(map_argument(number, call.body.outputs)))
 
 
 def _arity(result: Result) -> Hashable:

@@ -244,8 +244,6 @@ def _form(value: object) -> object:
 
 def _refuse_effects(entry: Entry, program: _Program, layer: _Layer) -> None:
     """Raises a TraceError where a layer does more than make what is read of it."""
-    if layer.marker.meta[REGIONS]:  # of the random ops there it is not known which are the layer's
-        raise layer.refusal("it does so in a `with` block of autocast or without gradients")
     lent = (node for node in program.recorder.graph.nodes if node.op in GIVEN)
     before = set().union(*map(made_by, (*program.nodes[: layer.start], *lent)))
     for node in program.nodes[layer.start : layer.end]:

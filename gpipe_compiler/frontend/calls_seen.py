@@ -27,7 +27,6 @@ from gpipe_compiler.dispatching import PlainDispatchMode, by_identity
 from gpipe_compiler.frontend.calls import Written, written
 from gpipe_compiler.frontend.locate import is_own, line_around
 from gpipe_compiler.frontend.nests import has_tensors
-from gpipe_compiler.frontend.position import Region
 from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.trace_errors import TRANSFORMED
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
@@ -52,7 +51,7 @@ def calls_seen() -> Iterator[None]:
         recorder = recording()
         if recorder is not None:
             region = Autocast(context.device, context.fast_dtype, bool(context._enabled))
-            recorder.position.enter(Region(region))
+            recorder.position.enter(region)
         return enter(context)  # type: ignore[no-untyped-call]  # of torch
 
     def left(context: Any, *raised: Any) -> Any:

@@ -18,7 +18,7 @@ from gpipe_compiler.frontend.naming import rename
 from gpipe_compiler.frontend.shorten import EqualRun, Shortened
 from gpipe_compiler.frontend.state import state_table
 from gpipe_compiler.frontend.subject import Subject
-from gpipe_compiler.ir import Argument, Graph, ModuleCall, ModuleSpec, Op, Ref, RegionCall, StateRef
+from gpipe_compiler.ir import Argument, Graph, ModuleCall, ModuleSpec, Op, Ref, StateRef
 from gpipe_compiler.ir.arguments import map_argument
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.ir.legality import check
@@ -207,9 +207,6 @@ class _Writer:
             return StateRef(path(item.name)) if isinstance(item, StateRef) else item
 
         new = with_arguments(op.call, partial(map_argument, leaf))
-        if isinstance(new, RegionCall):
-            inner = tuple(self._op(inner, path, str) for inner in new.body.ops)
-            new = dataclasses.replace(new, body=dataclasses.replace(new.body, ops=inner))
         if isinstance(new, ModuleCall):
             spec = self.graph.modules[new.module]
             state = {local: path(name) for local, name in spec.state.items()}
@@ -217,4 +214,7 @@ class _Writer:
             self.modules[new.module] = dataclasses.replace(spec, path=new.module, state=state)
         result = map_result(value, op.result)
         turns = tuple((path(around), turn) for around, turn in op.turns)
-        return dataclasses.replace(op, call=new, result=result, module=path(op.module), turns=turns)
+        regions = tuple(dataclasses.replace(r, module=path(r.module)) for r in op.regions)
+        return dataclasses.replace(
+            op, call=new, result=result, module=path(op.module), turns=turns, regions=regions
+        )

@@ -8,7 +8,6 @@ is a value of a Graph: what a call returns is bound by unpacking.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.ir import (
     Argument,
     Call,
-    Context,
     FunctionCall,
     Graph,
     Loss,
@@ -37,8 +35,6 @@ from gpipe_compiler.ir import (
     Op,
     Reduction,
     Ref,
-    RegionBody,
-    RegionCall,
     Result,
     State,
     StateKind,
@@ -106,11 +102,7 @@ def _bound(ops: Sequence[Op], ends: Argument) -> tuple[Op, ...]:
     needed = set(value_names(ends))
     bound: list[Op] = []
     for op in reversed(ops):
-        call = op.call
-        if isinstance(call, RegionCall):
-            body = dataclasses.replace(call.body, ops=_bound(call.body.ops, call.body.outputs))
-            call = dataclasses.replace(call, body=body)
-        bound.append(dataclasses.replace(op, call=call, result=_needed(op.result, needed)))
+        bound.append(dataclasses.replace(op, result=_needed(op.result, needed)))
         needed.update(op.inputs)
     return tuple(reversed(bound))
 
@@ -175,19 +167,8 @@ class _Lowering:
                 self.arguments[node] = StateRef(self._state(path, held))
             elif node.op not in ("placeholder", "output"):
                 calls.append(node)
-        ops = self._ops(calls, 0)
+        ops = [self._op(node) for node in calls if not self._is_item(node)]
         return ops, self.argument(graph.output_node().args)
-
-    def _ops(self, nodes: Sequence[fx.Node], depth: int) -> list[Op]:
-        """The ops of nodes that stand in this number of regions or more."""
-        ops: list[Op] = []
-        groups = itertools.groupby(nodes, lambda node: node.meta[REGIONS][depth : depth + 1])
-        for around, group in groups:
-            if around:
-                ops.append(self._region(around[0].context, list(group), depth + 1))
-            else:
-                ops.extend(self._op(node) for node in group if not self._is_item(node))
-        return ops
 
     def _is_item(self, node: fx.Node) -> bool:
         """Whether a node takes something out of an unpacked result; it stands for that then."""
@@ -199,60 +180,29 @@ class _Lowering:
                     return True
         return False
 
-    def _region(self, context: Context, nodes: Sequence[fx.Node], depth: int) -> Op:
-        """A `no_grad` or autocast region with the ops inside it."""
-        inside = set(nodes)
-        given = dict.fromkeys(
-            source
-            for node in nodes
-            for source in node.all_input_nodes
-            if source not in inside and not isinstance(self.arguments[source], StateRef)
-        )
-        name = f"%region_{nodes[0].name}_{depth}"
-        outer = {source: self.arguments[source] for source in given}
-        names = {source: f"{name}.{source.name}" for source in given}
-        self.arguments.update((source, Ref(own)) for source, own in names.items())
-        ops = self._ops(nodes, depth)
-        self.arguments.update(outer)
-        returned = [node for node in nodes if any(user not in inside for user in node.users)]
-        body = RegionBody(
-            tuple(names.values()), tuple(ops), tuple(self.arguments[node] for node in returned)
-        )
-        names_out = tuple(f"{name}.{index}" for index in range(len(returned)))
-        self.arguments.update(zip(returned, map(Ref, names_out), strict=True))
-        return dataclasses.replace(
-            self._op_of(nodes[0]),
-            name=name,
-            call=RegionCall(context, body, tuple(outer.values())),
-            result=names_out or name,
-            checkpoint=ops[0].checkpoint,
-        )
-
     def _op(self, node: fx.Node) -> Op:
-        op = dataclasses.replace(self._op_of(node), call=self._call(node))
+        call = self._call(node)
+        # In-place ops may return their argument, so that a name may not stand for an input twice.
+        name = f"%{node.name}"
+        result, self.arguments[node] = _unpacked(name, node.meta.get("val"))
+        op = Op(
+            name,
+            call,
+            result,
+            node.meta["source"],
+            module_of(node),
+            checkpoint=str(node.meta.get(CHECKPOINT, "")),
+            turns=tuple((local_path(p), turn) for p, _, turn in node.meta["modules"] if turn),
+            layer=str(node.meta.get(LAYER, "")),
+            regions=node.meta[REGIONS],
+        )
         seen = tuple(
             SeenName(op.inputs.index(argument.name), held.scope, held.name, held.path, held.bound)
             for source, held in node.meta.get(SEEN, ())
             if isinstance(argument := self.arguments.get(source), Ref)
             and argument.name in op.inputs
         )
-        result, self.arguments[node] = _unpacked(op.name, node.meta.get("val"))
-        return dataclasses.replace(op, result=result, seen=seen)
-
-    def _op_of(self, node: fx.Node) -> Op:
-        """What is known of an op beside what it calls."""
-        # In-place ops may return their argument, so that a name may not stand for an input twice.
-        name = f"%{node.name}"
-        return Op(
-            name,
-            FunctionCall(operator.pos, ()),
-            name,
-            node.meta["source"],
-            module_of(node),
-            checkpoint=str(node.meta.get(CHECKPOINT, "")),
-            turns=tuple((local_path(p), turn) for p, _, turn in node.meta["modules"] if turn),
-            layer=str(node.meta.get(LAYER, "")),
-        )
+        return dataclasses.replace(op, seen=seen)
 
     def _call(self, node: fx.Node) -> Call:
         args = tuple(self.argument(item) for item in node.args)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -30,12 +29,9 @@ from gpipe_compiler.ir import (
     Mode,
     Op,
     Ref,
-    RegionBody,
-    RegionCall,
     Result,
     State,
     StateRef,
-    ops_within,
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.left_out import may_leave_out
@@ -140,8 +136,6 @@ class _Merging:
         result = self._renamed(op.result)
         name = result if isinstance(result, str) else self._free(op.name)
         call = with_arguments(op.call, self._ours)
-        if isinstance(call, RegionCall):
-            call = dataclasses.replace(call, body=self._renamed_body(call.body))
         return dataclasses.replace(op, name=name, call=call, result=result, mode=mode)
 
     def _in_both(self, op: Op) -> Op | None:
@@ -169,18 +163,6 @@ class _Merging:
         name = self._names.unique(name)
         self._used.add(name)
         return name
-
-    def _renamed_body(self, body: RegionBody) -> RegionBody:
-        """The body of a region of the eval graph, under names that are free."""
-        for old in body.inputs:
-            self._values[old] = self._free(old)
-        ops = [self._one_sided(op, Mode.EVAL) for op in body.ops]
-        return RegionBody(
-            tuple(self._values[old] for old in body.inputs),
-            # The region as a whole runs in one mode only.
-            tuple(dataclasses.replace(op, mode=Mode.ALWAYS) for op in ops),
-            self._ours(body.outputs),
-        )
 
     def _renamed(self, result: Result) -> Result:
         def free(old: str) -> str:
@@ -215,8 +197,6 @@ class _Merging:
 
     def _merged_call(self, ours: Call, theirs: Call) -> Call | None:
         args = tuple(combine(a, b) for a, b in zip(ours.args, theirs.args, strict=True))
-        if isinstance(ours, RegionCall):
-            return ours if _identical(args, ours.args) else dataclasses.replace(ours, args=args)
         kwargs: dict[str, Argument] = {}
         for key in dict.fromkeys((*ours.kwargs, *theirs.kwargs)):
             sides = [passed(call, key) for call in (ours, theirs)]
@@ -360,12 +340,9 @@ def _identical(one: Argument, other: Argument) -> bool:
 
 
 def _all_names(graph: Graph) -> Iterator[str]:
-    """Every name an op or value has, inside regions too."""
-
-    for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
+    """Every name an op or value has."""
+    for op in graph.ops:
         yield from {op.name, *op.outputs}
-        if isinstance(op.call, RegionCall):
-            yield from op.call.body.inputs
 
 
 def _structure(outputs: Argument) -> str:

@@ -19,11 +19,8 @@ from gpipe_compiler.ir import (
     Graph,
     MethodCall,
     ModuleCall,
-    NoGrad,
     Op,
     Ref,
-    RegionBody,
-    RegionCall,
     Result,
     called,
 )
@@ -115,8 +112,6 @@ class _Renaming:
 
     def op(self, op: Op) -> Op:
         call = with_arguments(op.call, self.argument)
-        if isinstance(call, RegionCall):
-            call = dataclasses.replace(call, body=self._block(call.body))
         base = self._base(op.call)
         if self._graph.loss is not None and op.result == self._graph.loss.value:
             base = "loss"
@@ -132,12 +127,6 @@ class _Renaming:
         result = map_result(self.names.__getitem__, op.result)
         return dataclasses.replace(op, name=name, call=call, result=result)
 
-    def _block(self, block: RegionBody) -> RegionBody:
-        self.names.update((old, self._unique.unique("value")) for old in block.inputs)
-        ops = tuple(self.op(op) for op in block.ops)
-        inputs = tuple(self.names[old] for old in block.inputs)
-        return RegionBody(inputs, ops, self.argument(block.outputs))
-
     def _base(self, call: Call) -> str:
         match call:
             case ModuleCall(module=path):
@@ -146,8 +135,6 @@ class _Renaming:
                 return identifier(path or kind, digit_prefix=kind if bare else "layer")
             case MethodCall(method=method):
                 return identifier(method)
-            case RegionCall(context=context):
-                return "region" if isinstance(context, NoGrad) else "autocast_region"
             case FunctionCall(function=builtins.getattr, args=(_, str() as attribute)):
                 return identifier(attribute)
             case FunctionCall(function=OwnFunction(cls=cls)):

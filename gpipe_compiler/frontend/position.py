@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx
 
 from gpipe_compiler.frontend.locate import source_here
-from gpipe_compiler.ir import Autocast, Context, NoGrad
+from gpipe_compiler.ir import Autocast, Context, NoGrad, Region
 
 REGIONS = "gpipe_compiler_regions"
-"""Key of node.meta: the regions around the node, outermost first."""
+"""Key of node.meta: the `Region`s around the node, outermost first."""
 
 CHECKPOINT = "gpipe_compiler_checkpoint"
 """Key of node.meta: number of the outermost checkpoint that the node was made in."""
@@ -31,15 +31,15 @@ def local_path(path: str) -> str:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Region:
-    """A part of the program that runs in a context of its own.
+class _Entered:
+    """A region that is open.
 
     Attributes:
         before: the other setting of gradients, for a region that sets them.
     """
 
-    context: Context
-    before: bool = False
+    region: Region
+    before: bool
 
 
 class Position:
@@ -55,7 +55,8 @@ class Position:
         self.checkpoint: int | None = None
         self.gradients = gradients
         self._graph = graph
-        self._regions: tuple[Region, ...] = ()
+        self._regions: tuple[_Entered, ...] = ()
+        self._entered = Counter[object]()
         self._modules: list[tuple[str, str, int]] = []
         self._turns = Counter[str]()
 
@@ -63,7 +64,7 @@ class Position:
         """What is noted of a node that is made now: its line, and what it is made in."""
         meta: dict[str, Any] = {
             "source": source_here(self.users),
-            REGIONS: self._regions,
+            REGIONS: tuple(entered.region for entered in self._regions),
             "modules": tuple(self._modules),
         }
         if self.checkpoint is not None:
@@ -79,8 +80,8 @@ class Position:
 
     @property
     def place(self) -> tuple[object, ...]:
-        """The modules, and the outermost region."""
-        return (*self._modules, *self._regions[:1])
+        """The calls of modules that are being made, the outermost first."""
+        return tuple(self._modules)
 
     @property
     def module(self) -> str:
@@ -107,65 +108,55 @@ class Position:
             return
         own = next(
             (
-                region
-                for region in reversed(self._regions)
-                if isinstance(region.context, NoGrad) and region.before == enabled
+                entered
+                for entered in reversed(self._regions)
+                if isinstance(entered.region.context, NoGrad) and entered.before == enabled
             ),
             None,
         )
         self.gradients = enabled
         if own is None:
-            self.enter(Region(NoGrad(enabled), before=not enabled))
+            self.enter(NoGrad(enabled), before=not enabled)
         else:
             self._leave(own)
 
-    def enter(self, region: Region) -> None:
-        """A region begins."""
-        self._regions = (*self._regions, region)
+    def enter(self, context: Context, *, before: bool = False) -> None:
+        """A region begins.
+
+        Args:
+            before: the other setting of gradients, for a region that sets them.
+        """
+        path, _, turn = self._modules[-1] if self._modules else ("", "", 0)
+        count = self._entered[path, turn]
+        self._entered[path, turn] += 1
+        region = Region(context, local_path(path), f"{turn}.{count}")
+        self._regions = (*self._regions, _Entered(region, before))
 
     def leave_autocast(self) -> None:
         """The innermost region of autocast ends."""
         inside_out = reversed(self._regions)
-        self._leave(next(own for own in inside_out if isinstance(own.context, Autocast)))
+        self._leave(next(own for own in inside_out if isinstance(own.region.context, Autocast)))
 
-    def _leave(self, region: Region) -> None:
+    def _leave(self, own: _Entered) -> None:
         """A region ends; those that were entered later go on as others."""
-        place = self._regions.index(region)
-        later = (Region(other.context, other.before) for other in self._regions[place + 1 :])
-        self._regions = (*self._regions[:place], *later)
+        place = self._regions.index(own)
+        self._regions, later = self._regions[:place], self._regions[place + 1 :]
+        for other in later:
+            self.enter(other.region.context, before=other.before)
 
     @contextlib.contextmanager
     def at_the_start(self) -> Iterator[None]:
-        """Nodes that are made inside stand before all others, in no module."""
+        """Nodes that are made inside stand before all others, in no module and no region."""
         modules, self._modules = self._modules, []
+        regions, self._regions = self._regions, ()
         first = next(
             (n for n in self._graph.nodes if n.op not in GIVEN and not asks_input(n)), None
         )
         try:
-            with self._before(first):
-                yield
-        finally:
-            self._modules = modules
-
-    @contextlib.contextmanager
-    def outside_of_regions(self) -> Iterator[None]:
-        """Nodes that are made inside stand before the outermost region that is open."""
-        outermost, first = self._regions[:1], None
-        if outermost:
-            nodes = self._graph.nodes
-            first = next((n for n in nodes if n.meta.get(REGIONS, ())[:1] == outermost), None)
-        with self._before(first):
-            yield
-
-    @contextlib.contextmanager
-    def _before(self, first: fx.Node | None) -> Iterator[None]:
-        """Nodes that are made inside stand in no region, before one that is given."""
-        regions, self._regions = self._regions, ()
-        try:
             with contextlib.nullcontext() if first is None else self._graph.inserting_before(first):
                 yield
         finally:
-            self._regions = regions
+            self._modules, self._regions = modules, regions
 
 
 GIVEN = ("placeholder", "get_attr")

@@ -16,7 +16,7 @@ from torch import fx
 
 from gpipe_compiler.errors import SourceLocation, TraceError
 from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user
-from gpipe_compiler.frontend.position import REGIONS, Position
+from gpipe_compiler.frontend.position import Position
 from gpipe_compiler.ir.symbolic import expression_of
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -182,10 +182,7 @@ class SizeNodes:
         return functools.reduce(lambda a, b: self._node(function, (a, b), None), others, first)
 
     def _node(self, target: Any, args: tuple[Any, ...], expression: Any) -> fx.Node:
-        """A node outside of all regions: what is computed of sizes may be read anywhere.
-
-        Sizes of inputs are asked at the start, once; each module computes its own with them.
-        """
+        """A node of its own in each module; sizes of inputs are asked at the start, once."""
         position = self._position
         of_input = isinstance(target, str) and args[0].op == "placeholder"
         key = (
@@ -194,13 +191,7 @@ class SizeNodes:
         )
         if key in self._written:
             return self._written[key]
-        sources = [item for item in args if isinstance(item, fx.Node)]
-        around: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if of_input:
-            around = position.at_the_start()
-        elif not any(item.meta.get(REGIONS) for item in sources):
-            around = position.outside_of_regions()
-        with around:
+        with position.at_the_start() if of_input else contextlib.nullcontext():
             kind = "call_method" if isinstance(target, str) else "call_function"
             node = self._graph.create_node(kind, target, args)
             node.meta.update(position.origin())

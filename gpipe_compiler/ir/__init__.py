@@ -14,11 +14,9 @@ from gpipe_compiler.ir.ops import (
     ModuleSpec,
     NoGrad,
     Op,
-    RegionBody,
-    RegionCall,
+    Region,
     Result,
     called,
-    ops_within,
 )
 from gpipe_compiler.ir.stretches import Stretch
 from gpipe_compiler.ir.values import State, StateKind, Value, ValueKind
@@ -44,8 +42,7 @@ __all__ = [
     "Op",
     "Reduction",
     "Ref",
-    "RegionBody",
-    "RegionCall",
+    "Region",
     "Result",
     "State",
     "StateKind",
@@ -54,5 +51,4 @@ __all__ = [
     "Value",
     "ValueKind",
     "called",
-    "ops_within",
 ]

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, takewhile
 
 from gpipe_compiler.ir.arguments import Argument, Ref
-from gpipe_compiler.ir.contents import Contents, prefixes
+from gpipe_compiler.ir.contents import Contents, is_under, prefixes
 from gpipe_compiler.ir.forms import ConstantSlot, states_read
 from gpipe_compiler.ir.graph import Graph
-from gpipe_compiler.ir.ops import MethodCall, Mode, ModuleCall, Op
+from gpipe_compiler.ir.ops import MethodCall, Mode, ModuleCall, Op, Region, common_regions
 from gpipe_compiler.ir.sizes import is_told
 from gpipe_compiler.runtime.sizes import Dim
 
@@ -62,6 +62,14 @@ Part = Op | BlockCall
 
 Turn = tuple[str, int]
 """A call of a module: its path, and how many calls of it came before."""
+
+
+def regions_around(part: Part) -> tuple[Region, ...]:
+    """The regions that all of a part runs in and that are entered outside of it."""
+    if isinstance(part, Op):
+        return part.regions
+    around = common_regions(part.ops)
+    return tuple(takewhile(lambda region: not is_under(f"{region.module}.", part.path), around))
 
 
 def ops_of(parts: Iterable[Part]) -> Iterator[Op]:
@@ -264,8 +272,11 @@ def is_chain(contents: Contents, call: BlockCall, shapes: ShapeReads) -> bool:
     if not held <= set(map(str, range(len(call.parts)))):
         return False
     carried: str | None = None
+    around = regions_around(call)
     for number, part in enumerate(call.parts):
         if part.mode is not call.mode or len(part.outputs) != 1:
+            return False
+        if regions_around(part) != around:
             return False
         if isinstance(part, BlockCall) and part.again:
             return False  # nn.Sequential calls its modules without a checkpoint

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from gpipe_compiler.errors import SourceLocation
-from gpipe_compiler.ir.ops import FunctionCall, Op, ops_within
+from gpipe_compiler.ir.ops import FunctionCall, Op
 from gpipe_compiler.runtime.core import required
 
 
@@ -32,5 +32,4 @@ def is_requirement(op: Op) -> bool:
 
 def required_lines(ops: Iterable[Op]) -> dict[str, SourceLocation | None]:
     """The user's lines by which ops decide, as their requirements name them."""
-    inner = (op for whole in ops for op in ops_within(whole) if is_requirement(op))
-    return {str(op.leaves[-1]): op.source for op in inner}
+    return {str(op.leaves[-1]): op.source for op in ops if is_requirement(op)}

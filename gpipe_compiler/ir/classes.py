@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from gpipe_compiler.ir.arguments import Argument, leaves
+from gpipe_compiler.ir.arguments import Argument
 from gpipe_compiler.ir.blocks import (
     BlockCall,
     BlockClass,
@@ -22,11 +22,12 @@ from gpipe_compiler.ir.blocks import (
     is_chain,
     nest,
     outer_states,
+    regions_around,
 )
 from gpipe_compiler.ir.contents import Contents, class_of_torch
 from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, LocalSizes, states_read
 from gpipe_compiler.ir.graph import Graph
-from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, ops_within
+from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
 from gpipe_compiler.ir.sizes import asked, is_free
 from gpipe_compiler.ir.values import ValueKind
 
@@ -143,7 +144,7 @@ class _Check:
             return False  # its parts are read better without it; those of a layer go together
         if layer and not parted and class_of_torch(self._graph, around) is nn.Sequential:
             return True  # the nn.Sequential calls it like any other
-        calls = inner or any(True for op in own for _ in _modules_called(op))
+        calls = inner or any(isinstance(op.call, ModuleCall) for op in own)
         if len(call.parts) == 1 and not stateful:
             return calls and (layer or not parted)
         return len(call.parts) > SMALL or stateful or calls
@@ -152,14 +153,13 @@ class _Check:
         """Whether it makes tensors of what it is given, in several ops, alike in both modes or in
         one alone."""
         paths = {part.path for part in call.parts if isinstance(part, BlockCall)}
-        inner = [op for part in call.ops for op in ops_within(part)]
         values = self._graph.values
         return (
             len(call.parts) > SMALL
             and bool(call.outputs)
             and paths <= self._contents.functions.keys()
-            and not any(isinstance(op.call, ModuleCall) for op in inner)
-            and all(op.mode is call.mode and not op.has_choices for op in inner)
+            and not any(isinstance(op.call, ModuleCall) for op in call.ops)
+            and all(op.mode is call.mode and not op.has_choices for op in call.ops)
             and self._fits_modes(call)
             and all(v in values and values[v].kind is ValueKind.TENSOR for v in call.outputs)
         )
@@ -169,7 +169,7 @@ class _Check:
 
     def _is_closed(self, call: BlockCall, own: Iterable[Op]) -> bool:
         """Whether it is given a tensor, or needs none, and calls no modules but its own."""
-        called = [module for op in own for module in _modules_called(op)]
+        called = [op.call.module for op in own if isinstance(op.call, ModuleCall)]
         values = self._graph.values
         tensors = (v for v in call.inputs if v in values and values[v].kind is ValueKind.TENSOR)
         if not any(True for _ in tensors) and (call.inputs or any(map(_needs_device, call.ops))):
@@ -186,16 +186,8 @@ class _Check:
 
 def _needs_device(op: Op) -> bool:
     """Whether an op makes a tensor of numbers alone, or names a device."""
-    inner = [*ops_within(op)]
-    arguments = leaves([item.arguments for item in inner])
-    reads = any(True for item in inner for _ in (*item.inputs, *states_read(item)))
-    return not reads or any(isinstance(leaf, torch.device) for leaf in arguments)
-
-
-def _modules_called(op: Op) -> Iterator[str]:
-    """The modules of torch that an op calls."""
-    calls = (inner.call for inner in ops_within(op))
-    return (call.module for call in calls if isinstance(call, ModuleCall))
+    reads = any(True for _ in (*op.inputs, *states_read(op)))
+    return not reads or any(isinstance(leaf, torch.device) for leaf in op.leaves)
 
 
 @dataclass
@@ -282,7 +274,7 @@ class _Grouping:
     def _form(self, call: BlockCall) -> tuple[Hashable, list[Constant]]:
         """What a call is but for names and numbers, and the numbers."""
         contents = self.contents[call.stage]
-        former = Former(call.path, contents.places)
+        former = Former(call.path, contents.places, len(regions_around(call)))
         inner = dict.fromkeys(part.path for part in call.parts if isinstance(part, BlockCall))
         held, constants = contents.form(call.path, inner)
         for path in inner:
@@ -307,7 +299,8 @@ class _Grouping:
                 outer = tuple(map(former.state, outer_states(contents, part)))
                 block = id(self.of_call[part.stage, part.path])
                 local = None if part.path in contents.functions else former.local(part.path)
-                parts.append(("call", block, local, *wires, outer, part.again))
+                around = former.regions(regions_around(part))
+                parts.append(("call", block, local, *wires, outer, part.again, around))
             else:
                 parts.append(former.op(part))
         returned = tuple(map(former.number, call.outputs))

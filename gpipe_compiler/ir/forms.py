@@ -21,9 +21,8 @@ from gpipe_compiler.ir.ops import (
     MethodCall,
     ModuleCall,
     Op,
-    RegionCall,
+    Region,
     Result,
-    ops_within,
 )
 from gpipe_compiler.ir.sizes import BATCH, is_free
 from gpipe_compiler.runtime.sizes import Dim, Expression, Operation
@@ -73,16 +72,17 @@ class Former:
         constants: the numbers in the ops, in order.
     """
 
-    def __init__(self, root: str, places: Mapping[str, str]) -> None:
+    def __init__(self, root: str, places: Mapping[str, str], around: int = 0) -> None:
         """Starts with no values.
 
         Args:
             root: the path of the module whose ops these are.
             places: canonical state names to the paths of modules that hold them.
+            around: in how many regions all of them run that are entered outside of the block.
         """
         self.numbers: dict[str, int] = {}
         self.constants: list[Constant] = []
-        self._places = places
+        self._places, self._around = places, around
         self._prefix = f"{root}." if root else ""
 
     def number(self, name: str) -> int:
@@ -106,7 +106,7 @@ class Former:
         """The form of an op.
 
         Args:
-            inside: whether its numbers are part of the form, as those in a region are.
+            inside: whether its numbers are part of the form.
         """
         call = op.call
         match call:
@@ -116,23 +116,24 @@ class Former:
                 called = ("method", method)
             case ModuleCall(module=module):
                 called = ("module", self.module(module))
-            case RegionCall():
-                return self._region(op, call)
         made = [
             self._leaf(leaf, None if inside else Constant(ConstantSlot(op.name, index), leaf, name))
             for index, (leaf, name) in enumerate(_named_leaves(call))
         ]
-        return (op.mode, called, structure(op.arguments), tuple(made), self._result(op.result))
+        around = self.regions(op.regions)
+        form = (op.mode, called, structure(op.arguments), tuple(made), self._result(op.result))
+        return (*form, around) if around else form
 
-    def _region(self, op: Op, call: RegionCall) -> Hashable:
-        made = [self._leaf(leaf, None) for leaf in leaves(call.args)]
-        inputs = tuple(map(self.number, call.body.inputs))
-        ops = tuple(self.op(inner, inside=True) for inner in call.body.ops)
-        outputs = tuple(self._leaf(leaf, None) for leaf in leaves(call.body.outputs))
-        shapes = (structure(call.args), structure(call.body.outputs))
-        context = repr(call.context)
-        result = self._result(op.result)
-        return (op.mode, "region", context, shapes, tuple(made), inputs, ops, outputs, result)
+    def regions(self, around: Sequence[Region]) -> tuple[Hashable, ...]:
+        """The form of the regions that something in the block runs in, and not all of it."""
+        return tuple(
+            (
+                region.context,
+                f"{region.module}.".startswith(self._prefix),
+                self.number(f"{region.module} {region.number}"),
+            )
+            for region in around[self._around :]
+        )
 
     def _leaf(self, leaf: object, constant: Constant | None) -> Hashable:
         match leaf:
@@ -170,6 +171,9 @@ class _LoneFormer(Former):
     def __init__(self, graph: Graph) -> None:
         super().__init__("", {})
         self._graph = graph
+
+    def regions(self, around: Sequence[Region]) -> tuple[Hashable, ...]:
+        return tuple(region.context for region in around)
 
     def state(self, name: str) -> Hashable:
         state, tensor = self._graph.state[name], self._graph.tensors.get(name)
@@ -256,10 +260,4 @@ def structure(argument: Argument) -> Hashable:
 
 def states_read(op: Op) -> Iterator[str]:
     """The states that an op reads by itself, not through a module."""
-    for inner in ops_within(op):
-        arguments: Any = inner.arguments
-        if isinstance(inner.call, RegionCall):
-            arguments = (arguments, inner.call.body.outputs)
-        for leaf in leaves(arguments):
-            if isinstance(leaf, StateRef):
-                yield leaf.name
+    return (leaf.name for leaf in op.leaves if isinstance(leaf, StateRef))

@@ -19,7 +19,7 @@ import torch
 from gpipe_compiler.ir.arguments import Argument, at_place, value_names
 from gpipe_compiler.ir.branches import is_requirement
 from gpipe_compiler.ir.losses import Loss
-from gpipe_compiler.ir.ops import ModuleCall, ModuleSpec, Op, ops_within
+from gpipe_compiler.ir.ops import ModuleCall, ModuleSpec, Op
 from gpipe_compiler.ir.printing import format_argument, format_op
 from gpipe_compiler.ir.sizes import SampleRule, named
 from gpipe_compiler.ir.stretches import Stretch
@@ -312,8 +312,7 @@ class Graph:
     def only(self, ops: tuple[Op, ...]) -> Graph:
         """The graph of these ops, with no more state and modules than they have."""
         states = {name for op in ops for name in op.states(self.modules)}
-        calls = (inner.call for op in ops for inner in ops_within(op))
-        modules = {call.module for call in calls if isinstance(call, ModuleCall)}
+        modules = {op.call.module for op in ops if isinstance(op.call, ModuleCall)}
         return self.replace(
             ops=ops,
             state={n: s for n, s in self.state.items() if n in states},

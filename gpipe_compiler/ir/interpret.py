@@ -7,7 +7,8 @@ packages do not use it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ from gpipe_compiler.ir.ops import (
     ModuleSpec,
     NoGrad,
     Op,
-    RegionCall,
+    Region,
     Result,
 )
 
@@ -95,13 +96,16 @@ class Interpreter:
         """
         environment: dict[str, Any] = dict(inputs)
         last = {} if keep is None else self.graph.last_reads
-        for op in self.graph.ops:
-            if self.runs(op):
-                self._step(op, environment, observer)
-            for name in last.get(op.name, ()):
-                value = environment.get(name)
-                if isinstance(value, torch.Tensor) and name not in (keep or ()):
-                    environment[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        with Surroundings() as around:
+            for op in self.graph.ops:
+                if self.runs(op):
+                    around.go_to(op.regions)
+                    self._step(op, environment, observer)
+                for name in last.get(op.name, ()):
+                    value = environment.get(name)
+                    if isinstance(value, torch.Tensor) and name not in (keep or ()):
+                        form = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                        environment[name] = form
         return environment
 
     def prepare(self) -> Interpreter:
@@ -138,8 +142,14 @@ class Interpreter:
             )
         bind(op.result, returned, environment)
 
+    def alone(self, op: Op, environment: Mapping[str, Any]) -> Any:
+        """What one op returns, run in its regions; its references looked up in `environment`."""
+        with Surroundings() as around:
+            around.go_to(op.regions)
+            return self.call(op.call, environment)
+
     def call(self, call: Call, environment: Mapping[str, Any]) -> Any:
-        """What one call returns, its references looked up in `environment`."""
+        """What one call returns, in whatever context it is made."""
         args = self.resolve(call.args, environment)
         kwargs = self.resolve(dict(call.kwargs), environment)
         match call:
@@ -149,13 +159,6 @@ class Interpreter:
                 return getattr(args[0], call.method)(*args[1:], **kwargs)
             case ModuleCall():
                 return self._call_module(call.module, args, kwargs)
-            case RegionCall():
-                inner = dict(zip(call.body.inputs, args, strict=True))
-                with enter(call.context):
-                    for op in call.body.ops:
-                        if self.runs(op):
-                            self._step(op, inner, None)
-                return self.resolve(call.body.outputs, inner)
 
     def resolve(self, argument: Argument, environment: Mapping[str, Any]) -> Any:
         """An argument with every reference replaced by what it stands for."""
@@ -186,6 +189,30 @@ class Interpreter:
         empty = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in own.values())
         with with_a_momentum(module) if empty else contextlib.nullcontext():
             return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
+
+
+class Surroundings(contextlib.ExitStack):
+    """The regions that ops run in, one op after another.
+
+    A region is left where an op comes that does not run in it: autocast casts a weight once in all
+    of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._entered: list[tuple[Region, contextlib.ExitStack]] = []
+        self.callback(self.go_to, ())
+
+    def go_to(self, regions: Sequence[Region]) -> None:
+        """From here on ops run in these regions, the outermost first."""
+        pairs = zip(self._entered, regions, strict=False)
+        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+        while len(self._entered) > kept:
+            self._entered.pop()[1].close()
+        for region in regions[kept:]:
+            entered = contextlib.ExitStack()
+            entered.enter_context(enter(region.context))
+            self._entered.append((region, entered))
 
 
 def enter(context: Context) -> contextlib.AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from gpipe_compiler.ir.graph import Graph
-from gpipe_compiler.ir.ops import Call, FunctionCall, Op, RegionCall
+from gpipe_compiler.ir.ops import Call, FunctionCall, Op
 from gpipe_compiler.runtime.core.random import passed_on
 
 
@@ -44,12 +44,6 @@ def with_all_layers(graph: Graph, *, left_out: bool = False) -> Graph:
 
 def _with_layer(op: Op, left_out: bool) -> Op:
     call = op.call
-    if isinstance(call, RegionCall):
-        ops = tuple(_with_layer(inner, left_out) for inner in call.body.ops)
-        if all(map(operator.is_, ops, call.body.ops)):
-            return op
-        body = dataclasses.replace(call.body, ops=ops)
-        return dataclasses.replace(op, call=dataclasses.replace(call, body=body))
     if isinstance(call, FunctionCall) and may_leave_out(call):
         return dataclasses.replace(
             op, call=dataclasses.replace(call, args=(left_out, *call.args[1:]))

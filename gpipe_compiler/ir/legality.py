@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from gpipe_compiler.errors import IllegalGraphError
 from gpipe_compiler.ir.arguments import Argument, ByMode, Ref, parts
 from gpipe_compiler.ir.graph import Graph
-from gpipe_compiler.ir.ops import Mode, ModuleCall, Op, RegionCall
+from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
 
 
 def check(graph: Graph, *, after: str) -> Graph:
@@ -72,12 +72,6 @@ def _tables(graph: Graph, op: Op) -> Iterator[str]:
     call = op.call
     if isinstance(call, ModuleCall) and call.module not in graph.modules:
         yield f"{op.name} calls the module {call.module}, which is not in the graph's table"
-        return
-    if isinstance(call, RegionCall):
-        if len(call.args) != len(call.body.inputs):
-            yield f"{op.name} passes {len(call.args)} arguments to {len(call.body.inputs)} inputs"
-        for inner in call.body.ops:
-            yield from _tables(graph, inner)
         return
     for name in op.states(graph.modules):
         if name not in graph.state:

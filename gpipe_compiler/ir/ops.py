@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +24,6 @@ from gpipe_compiler.ir.arguments import (
     in_mode,
     leaves,
     renamed,
-    state_names,
 )
 
 
@@ -80,15 +80,6 @@ class ModuleCall:
 
 
 @dataclass(frozen=True, slots=True)
-class RegionBody:
-    """The body of a region: its own input names, ops, and what it returns."""
-
-    inputs: tuple[str, ...]
-    ops: tuple[Op, ...]
-    outputs: tuple[Argument, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class NoGrad:
     """`with torch.no_grad():`, or `torch.enable_grad()` when `enabled`."""
 
@@ -108,23 +99,20 @@ Context: TypeAlias = NoGrad | Autocast
 
 
 @dataclass(frozen=True, slots=True)
-class RegionCall:
-    """A block that runs whole inside a context; `args` bind to `body.inputs` in order.
+class Region:
+    """A block of the user's in a context, in which ops run.
 
-    The result is the tuple of `body.outputs`.
+    Attributes:
+        module: path of the module in whose forward it is entered.
+        number: which one it is, of those of a graph; those of another graph need not be the same.
     """
 
     context: Context
-    body: RegionBody
-    args: tuple[Argument, ...] = ()
-
-    @property
-    def kwargs(self) -> Mapping[str, Argument]:
-        """A region takes none."""
-        return {}
+    module: str = ""
+    number: str = ""
 
 
-Call: TypeAlias = FunctionCall | MethodCall | ModuleCall | RegionCall
+Call: TypeAlias = FunctionCall | MethodCall | ModuleCall
 
 Result: TypeAlias = "str | tuple[Result, ...] | None"
 """What a call's return value is bound to: a value's name, None where nothing reads it, or a
@@ -139,10 +127,8 @@ def called(call: Call) -> str:
 
 
 def with_arguments(call: Call, change: Callable[[Argument], Argument]) -> Call:
-    """The call with its arguments changed; the body of a region stays as it is."""
+    """The call with its arguments changed."""
     args = tuple(change(item) for item in call.args)
-    if isinstance(call, RegionCall):
-        return dataclasses.replace(call, args=args)
     kwargs = {key: change(item) for key, item in call.kwargs.items()}
     return dataclasses.replace(call, args=args, kwargs=kwargs)
 
@@ -204,6 +190,7 @@ class Op:
             before; those that are called once may be absent.
         layer: that it is part of, of those that are left out at random (`ir.left_out`), numbered as
             the model decides; "" outside.
+        regions: that it runs in, the outermost first.
         seen: what the user's functions around call what it reads, the innermost first.
     """
 
@@ -216,6 +203,7 @@ class Op:
     checkpoint: str = ""
     turns: tuple[tuple[str, int], ...] = ()
     layer: str = ""
+    regions: tuple[Region, ...] = ()
     seen: tuple[SeenName, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -263,10 +251,6 @@ class Op:
         names = [leaf.name for leaf in self.leaves if isinstance(leaf, StateRef)]
         if isinstance(call, ModuleCall):
             names.extend(modules[call.module].state.values())
-        if isinstance(call, RegionCall):
-            for inner in call.body.ops:
-                names.extend(inner.states(modules))
-            names.extend(state_names(call.body.outputs))
         return tuple(dict.fromkeys(names))
 
 
@@ -305,9 +289,15 @@ def without_unread(
     return tuple(reversed(kept))
 
 
-def ops_within(op: Op) -> Iterator[Op]:
-    """An op, and the ops of the region that it is."""
-    yield op
-    if isinstance(op.call, RegionCall):
-        for inner in op.call.body.ops:
-            yield from ops_within(inner)
+def autocasts(op: Op) -> bool:
+    """Whether the model itself decides on autocast around an op, whatever it runs in."""
+    return any(isinstance(region.context, Autocast) for region in op.regions)
+
+
+def common_regions(ops: Iterable[Op]) -> tuple[Region, ...]:
+    """The regions that all of some ops run in, the outermost first."""
+    first, *others = (op.regions for op in ops)
+    together = itertools.takewhile(
+        lambda level: len({*level}) == 1, zip(first, *others, strict=False)
+    )
+    return tuple(level[0] for level in together)

@@ -12,7 +12,6 @@ from gpipe_compiler.ir.ops import (
     Mode,
     ModuleCall,
     Op,
-    RegionCall,
     Result,
 )
 
@@ -76,9 +75,6 @@ def format_call(call: Call) -> str:
             return f"{format_argument(receiver)}.{call.method}({inside})"
         case ModuleCall():
             return f"self.{call.module}({format_arguments(call.args, call.kwargs)})"
-        case RegionCall():
-            inner = "; ".join(format_op(op) for op in call.body.ops)
-            return f"{call.context}[{inner}]({format_arguments(call.args, {})})"
 
 
 def format_result(result: Result) -> str:
@@ -94,4 +90,5 @@ def format_result(result: Result) -> str:
 def format_op(op: Op) -> str:
     """An op on one line, without types."""
     guard = "" if op.mode is Mode.ALWAYS else f"[{op.mode.value}] "
-    return f"{guard}{format_result(op.result)} = {format_call(op.call)}"
+    around = "".join(f"[{region.context}] " for region in op.regions)
+    return f"{guard}{around}{format_result(op.result)} = {format_call(op.call)}"

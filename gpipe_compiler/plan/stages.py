@@ -10,7 +10,6 @@ from gpipe_compiler.ir import (
     MethodCall,
     ModuleCall,
     Op,
-    RegionCall,
     Value,
     ValueKind,
 )
@@ -194,7 +193,7 @@ class OpNote:
     """One op, for people.
 
     Attributes:
-        label: what is called: `Conv2d`, `F.relu`, `.flatten`, `NoGrad region`.
+        label: what is called: `Conv2d`, `F.relu`, `.flatten`.
         inputs, outputs: the values it reads and makes.
         types: for every output its type in one micro-batch, such as `8x64x56x56 float32`; "" where
             it is unknown.
@@ -253,8 +252,6 @@ def _label(graph: Graph, op: Op) -> str:
             return function_label(function).replace("torch.nn.functional.", "F.")
         case MethodCall(method=method):
             return f".{method}"
-        case RegionCall(context=context):
-            return f"{type(context).__name__} region"
 
 
 @dataclass(frozen=True, slots=True)

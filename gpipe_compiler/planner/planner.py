@@ -35,7 +35,7 @@ from gpipe_compiler.planner.memory_fit import choose_exactly, with_memory
 from gpipe_compiler.planner.microbatch_count import MicrobatchCount, likely_microbatches
 from gpipe_compiler.planner.planning import microbatch_size, pipeline_devices
 from gpipe_compiler.planner.predict import Candidate, shared
-from gpipe_compiler.planner.too_few_parts import largest_region, saying_what_goes_together
+from gpipe_compiler.planner.too_few_parts import saying_what_goes_together
 from gpipe_compiler.runtime.schedule import lower
 from gpipe_compiler.runtime.spec import Precision
 from gpipe_compiler.runtime.wording import counted
@@ -91,11 +91,8 @@ class Planner:
         """
         most = len(self.graph.ops)
         if stages > most:
-            text, location = largest_region(self.graph) or ("", None)
             raise PlanError(
-                f"{stages:,} stages are more than the model's {counted(most, 'op')}"
-                + f": {text}" * bool(text),
-                location=location,
+                f"{stages:,} stages are more than the model's {counted(most, 'op')}",
                 hint=f"ask for at most {most}" if most else "what it returns it does not compute",
             )
         training = self.graph.loss is not None

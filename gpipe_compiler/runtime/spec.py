@@ -332,6 +332,8 @@ class PipelineSpec:
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
         sharding: what these divide among them, as planned.
+        autocasts: whether the model itself runs some ops under autocast, so that the dtypes of
+            crossings are other ones on other kinds of devices.
         unlike: the precisions in which the model is another program than this one, and why.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
@@ -369,6 +371,7 @@ class PipelineSpec:
     precision: Precision = Precision.FP32
     replicas: int = 1
     sharding: WeightSharding = WeightSharding.NONE
+    autocasts: bool = False
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()

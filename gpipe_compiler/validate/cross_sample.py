@@ -13,7 +13,7 @@ from gpipe_compiler.errors import ModelError
 from gpipe_compiler.frontend.batch_dims import FoundBatch
 from gpipe_compiler.frontend.comparable_runs import MANY, EvenDraws, double, with_other_weights
 from gpipe_compiler.frontend.user_code import line_of_forward
-from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op, RegionCall, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, Mode, ModuleCall, Op
 from gpipe_compiler.passes.batch_gates import first_gate, first_of_batch
 from gpipe_compiler.passes.cross_sample_ops import batchnorm_ops, mixing_ops
 from gpipe_compiler.passes.effects import effects
@@ -93,14 +93,11 @@ def _refuse_branches(graph: Graph) -> None:
     """Refuses branches that may go one way for all micro-batches and another for the batch."""
     op = first_of_batch(graph)
     if op is not None:
-        ask = "ask it of every sample, as (x > 0).all() does"
-        if op not in graph.ops:
-            ask = "ask it outside of the `with` block"
         raise ModelError(
             "the model decides by what it computes of the samples of a batch together: "
             "micro-batches may go one way and the batch another",
             location=op.source,
-            hint=f"{ask}; {ALONE}",
+            hint=f"ask it of every sample, as (x > 0).all() does; {ALONE}",
         )
 
 
@@ -116,11 +113,7 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
     _refuse_counted_gradients(graph)
     _refuse_mixing_backward(graph)
     drawn = random_ops(graph)
-    if not any(
-        differs_in_training(op)
-        for op in graph.ops
-        if op.name not in drawn or isinstance(op.call, RegionCall)
-    ):
+    if not any(differs_in_training(op) for op in graph.ops if op.name not in drawn):
         return
     if batchnorm_ops(graph, model) or effects(graph).state_writes:
         return
@@ -137,20 +130,19 @@ def _refuse_mixing_in_training(plan: Plan, graph: Graph, model: nn.Module) -> No
 def _refuse_counted_gradients(graph: Graph) -> None:
     """Refuses embeddings whose gradients are divided by how often the mini-batch has each index."""
     for op in graph.ops:
-        for inner in ops_within(op):
-            given: Mapping[str, object] = {}
-            if isinstance(inner.call, ModuleCall):
-                given = graph.modules[inner.call.module].kwargs
-            elif isinstance(inner.call, FunctionCall) and inner.call.function in _EMBEDDINGS:
-                signature = inspect.signature(inner.call.function)
-                given = signature.bind(*inner.call.args, **inner.call.kwargs).arguments
-            if given.get("scale_grad_by_freq") is True:
-                raise ModelError(
-                    f"{op.name} divides gradients by how often the samples of a batch together "
-                    "have each index (scale_grad_by_freq=True)",
-                    location=op.source,
-                    hint=ALONE,
-                )
+        given: Mapping[str, object] = {}
+        if isinstance(op.call, ModuleCall):
+            given = graph.modules[op.call.module].kwargs
+        elif isinstance(op.call, FunctionCall) and op.call.function in _EMBEDDINGS:
+            signature = inspect.signature(op.call.function)
+            given = signature.bind(*op.call.args, **op.call.kwargs).arguments
+        if given.get("scale_grad_by_freq") is True:
+            raise ModelError(
+                f"{op.name} divides gradients by how often the samples of a batch together "
+                "have each index (scale_grad_by_freq=True)",
+                location=op.source,
+                hint=ALONE,
+            )
 
 
 def _refuse_mixing_backward(graph: Graph) -> None:
@@ -191,8 +183,7 @@ def _refuse_mixing_backward(graph: Graph) -> None:
 
 def differs_in_training(op: Op) -> bool:
     """Whether an op does something else in training, what it draws and writes apart."""
-    inner = ops_within(op)
-    return any(one.mode is not Mode.ALWAYS or one.has_choices for one in inner)
+    return op.mode is not Mode.ALWAYS or op.has_choices
 
 
 def _first_in_training(graph: Graph) -> Op | None:

@@ -16,7 +16,7 @@ import torch
 
 from gpipe_compiler.frontend.comparable_runs import generator_states
 from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES
-from gpipe_compiler.ir import FunctionCall, Graph, Op, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, Op
 from gpipe_compiler.ir.own_functions import OwnFunction
 
 _Operator = torch._ops.OpOverload
@@ -77,11 +77,10 @@ def has_own_backward(function: object) -> bool:
 
 
 def ops_with_own_backward(graph: Graph) -> Iterator[tuple[Op, Callable[..., Any]]]:
-    """The ops of a graph that call such functions, regions included."""
+    """The ops of a graph that call such functions."""
     for op in graph.ops:
-        for inner in ops_within(op):
-            if isinstance(inner.call, FunctionCall) and has_own_backward(inner.call.function):
-                yield op, inner.call.function
+        if isinstance(op.call, FunctionCall) and has_own_backward(op.call.function):
+            yield op, op.call.function
 
 
 def function_that_mixes(

@@ -11,7 +11,6 @@ stages: each of these sums its own before it hands one gradient back.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import nn
 
 from gpipe_compiler.frontend.comparable_runs import LARGEST_COPIED
 from gpipe_compiler.frontend.state import isolated
-from gpipe_compiler.ir import Autocast, Graph, RegionCall, ops_within
+from gpipe_compiler.ir import Autocast, Graph
 from gpipe_compiler.plan import Plan
 from gpipe_compiler.runtime.train.comparison import (
     REROUNDED,
@@ -137,8 +136,7 @@ def lower_types(graph: Graph) -> frozenset[torch.dtype]:
 
 
 def _of_regions(graph: Graph) -> Iterator[torch.dtype]:
-    for op in itertools.chain.from_iterable(map(ops_within, graph.ops)):
-        context = op.call.context if isinstance(op.call, RegionCall) else None
+    for context in {region.context for op in graph.ops for region in op.regions}:
         if isinstance(context, Autocast) and context.enabled:
             yield context.dtype or torch.get_autocast_dtype(context.device_type)
 

@@ -229,7 +229,7 @@ class PartModule(nn.Module):
         if self.interpreter.runs(op):
             self.started(position)
             try:
-                made = self.interpreter.call(op.call, environment)
+                made = self.interpreter.alone(op, environment)
             except RAISED_BY_OPS as error:  # fakes of one kind know less of types than another's
                 graph = self.part.graph
                 raise refusal(graph, op, graph.batch_size, error) from error

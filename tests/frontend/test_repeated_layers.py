@@ -24,7 +24,7 @@ from gpipe_compiler.frontend.own_functions import own_functions_met
 from gpipe_compiler.frontend.shorten import EqualRun, LayerPlace, shortened
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace, trace_whole, unchecked
-from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall, StateRef, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall, StateRef
 from gpipe_compiler.ir.interpret import Interpreter
 from gpipe_compiler.ir.own_functions import OwnFunction
 from gpipe_compiler.ir.stretches import ShortStretch, Stretch
@@ -303,8 +303,7 @@ def lengths() -> Iterator[list[int]]:
 
 def text_of(graph: Graph) -> str:
     """All that a graph says, its state and how the modules that it calls are made included."""
-    calls = (inner.call for op in graph.ops for inner in ops_within(op))
-    called = {call.module for call in calls if isinstance(call, ModuleCall)}
+    called = {op.call.module for op in graph.ops if isinstance(op.call, ModuleCall)}
     modules = {path: spec for path, spec in graph.modules.items() if path in called}
     return "\n".join([str(graph), repr(dict(graph.state)), repr(modules)])
 

@@ -11,7 +11,7 @@ from gpipe_compiler.errors import TraceError
 from gpipe_compiler.frontend import check
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace
-from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, RegionCall
+from gpipe_compiler.ir import Mode, ModuleCall, NoGrad, called
 from gpipe_compiler.options import LossChoice
 
 
@@ -64,8 +64,10 @@ def test_a_no_grad_region_stays_whole():
 
     graph = trace(Subject("s", Model(), (torch.randn(4, 4),), loss=LossChoice.SUM_OF_SQUARES))
 
-    (region,) = [op.call for op in graph.ops if isinstance(op.call, RegionCall)]
-    assert NoGrad() == region.context
+    inside = [op for op in graph.ops if op.regions]
+    assert [called(op.call) or op.path for op in inside] == ["teacher", "mul"]
+    assert len({op.regions for op in inside}) == 1
+    assert [region.context for region in inside[0].regions] == [NoGrad()]
 
 
 def test_a_norm_frozen_by_the_model_stays_frozen():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, called, ops_within
+from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref, called
 from gpipe_compiler.ir.blocks import BlockCall, Body, Part, ShapeReads, calls_in, nest, ops_of
 from gpipe_compiler.ir.classes import MethodBlocks, Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents
@@ -59,8 +59,7 @@ class Model(nn.Module):
 
 def blocks_of(graph: Graph) -> MethodBlocks:
     ops = tuple(op for op in graph.ops if op.name not in graph.loss_only)
-    inner = [op for outer in ops for op in ops_within(outer)]
-    modules = dict.fromkeys(op.call.module for op in inner if isinstance(op.call, ModuleCall))
+    modules = dict.fromkeys(op.call.module for op in ops if isinstance(op.call, ModuleCall))
     states = dict.fromkeys(name for op in ops for name in states_read(op))
     contents = Contents(graph, tuple(modules), tuple(states))
     body = Body(ops, graph.output_values)

@@ -17,8 +17,7 @@ from gpipe_compiler.ir import (
     NoGrad,
     Op,
     Ref,
-    RegionBody,
-    RegionCall,
+    Region,
     State,
     StateKind,
     Value,
@@ -27,7 +26,6 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.plan.stages import OpNote, list_ops
 
 WEIGHT = State("fc.weight", StateKind.PARAMETER, (2, 3), torch.float32)
-REGION = RegionCall(NoGrad(), RegionBody(("i",), (), (Ref("i"),)), (Ref("a"),))
 
 
 def graph() -> Graph:
@@ -39,7 +37,7 @@ def graph() -> Graph:
         ops=(
             Op("fc", ModuleCall("fc", (Ref("x"),)), "fc", SourceLocation("/u/m.py", 3)),
             Op("a", FunctionCall(F.relu, (Ref("fc"),)), "a", module="act"),
-            Op("r", REGION, ("r",)),
+            Op("r", MethodCall("neg", (Ref("a"),)), "r", regions=(Region(NoGrad()),)),
             Op("n", MethodCall("size", (Ref("r"), 0)), "n"),
             Op("w", FunctionCall(torch.stack, ([Ref("a")],)), "w"),
         ),
@@ -59,7 +57,7 @@ def test_every_kind_of_call_is_noted_for_one_micro_batch() -> None:
     assert list_ops(graph(), samples=2) == (
         OpNote("fc", "Linear", ("x",), ("fc",), ("2x2 float32",), "fc", ("fc.weight",), "m.py:3"),
         OpNote("a", "F.relu", ("fc",), ("a",), ("",), "act"),
-        OpNote("r", "NoGrad region", ("a",), ("r",), ("",)),
+        OpNote("r", ".neg", ("a",), ("r",), ("",)),
         OpNote("n", ".size", ("r",), ("n",), ("scalar",)),
         OpNote("w", "torch.stack", ("a",), ("w",), ("5x8 bool",)),
     )

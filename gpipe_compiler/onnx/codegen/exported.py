@@ -165,7 +165,6 @@ def _called(op: Op) -> str:
             return method
         case ModuleCall(module):
             return module.rpartition(".")[2]
-    return op.name
 
 
 _REASONS = re.compile(r"<class '[\w.]+'>: (.+)")

@@ -330,7 +330,8 @@ class Execution:
         self, prepared: PreparedSchedule, request: StepRequest, *, training: bool
     ) -> Sequence[DeviceResult]:
         types = None
-        if not self._options.precision is self._spec.precision is Precision.FP32:
+        fixed = self._options.precision is self._spec.precision is Precision.FP32
+        if self._spec.autocasts or not fixed:
             types = self._types.setdefault(training, {})
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.engines]
         ended = None if self._reducer is None else self._reducer.stage_ended

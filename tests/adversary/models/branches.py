@@ -364,9 +364,7 @@ CASES = (
             reference="whole",
         ),
     ),
-    simple(
-        "in_region", InRegion, expect=Refused(("micro-batches may",), ("outside of the `with`",))
-    ),
+    simple("in_region", InRegion),
     simple("routed", Routed, expect=Refused(("one way for the example",), ("torch.where",))),
     Case(
         "padded",
