@@ -240,12 +240,6 @@ class BySample(Layers):
         return layer(x)
 
 
-class InRegion(Skips):
-    def one(self, layer: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return super().one(layer, x)
-
-
 class OtherType(Layers):
     def one(self, layer: nn.Module, x: Tensor) -> Tensor:
         if self.training and torch.rand([]) < 0.5:
@@ -293,7 +287,6 @@ class ComputesWithItem(Layers):
         (WritesLater, "written to in place"),
         (Nested, "runs something else instead"),
         (BySample, "as LayerDrop does: a stage"),
-        (InRegion, "in a `with` block"),
         (OtherType, "another shape or type|more than a layer"),
         (GivesGradient, "another shape or type"),
         (DrawsNumber, "as LayerDrop does: a stage"),
