@@ -20,7 +20,7 @@ from gpipe_compiler.codegen.layout import Expression, consecutive, lay_out, name
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sizes import ReadSize
 from gpipe_compiler.errors import EmitError
-from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref, ValueKind
+from gpipe_compiler.ir import FunctionCall, Graph, Op, Ref, Result, ValueKind
 from gpipe_compiler.ir.ops import without_unread
 from gpipe_compiler.ir.sizes import asked, is_told
 from gpipe_compiler.plan import Stage
@@ -288,9 +288,18 @@ def _module_of(here: Sequence[Op], ops: Sequence[Op], dead: Collection[str]) -> 
 
 def _call(graph: Graph, name: str, method: Method) -> Op:
     """The op by which `forward` calls a segment: it stands where its last result is made."""
-    result = method.returns[0] if len(method.returns) == 1 else method.returns
     source = graph.producer[method.returns[-1]].source
-    return Op(name, again(RawText(f"self.{name}"), map(Ref, method.arguments)), result, source)
+    return Op(
+        name,
+        again(RawText(f"self.{name}"), map(Ref, method.arguments)),
+        unpacked(method.returns),
+        source,
+    )
+
+
+def unpacked(returns: tuple[str, ...]) -> Result:
+    """What a call of a method is bound to."""
+    return returns[0] if len(returns) == 1 else returns
 
 
 def segments_lines(held: Mapping[str, Sequence[str]]) -> list[str]:

@@ -21,7 +21,6 @@ from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.branches import required_lines
-from gpipe_compiler.ir.ops import autocasts
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule, at_batch
 from gpipe_compiler.passes.atoms import types_left_open
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
@@ -187,7 +186,6 @@ def _pipeline(
         "precision": plan.precision,
         "replicas": plan.replicas,
         "sharding": plan.sharding,
-        "autocasts": any(map(autocasts, graph.ops)),
         "unlike": {**_open_types(plan, graph), **graph.unlike},
         "whole_batch": graph.whole_batch,
         "requires": required(graph),
@@ -250,6 +248,7 @@ def _stage(stage: StageSource, remat: Remat, records: RecordWriter) -> Expressio
         "shared_random": stage.random_ops.shared,
         "shared_in_eval": stage.random_in_eval.shared,
         "mixes": stage.mixes,
+        "autocasts": stage.autocasts,
         "remat": remat,
     }
     return _module(f"stage_{stage.index}", stage.class_name, stage, values, records)

@@ -23,6 +23,7 @@ from gpipe_compiler.codegen.methods import (
     modules_run_again,
     segments_lines,
     split_off,
+    unpacked,
 )
 from gpipe_compiler.codegen.module_tree import OF_STAGE
 from gpipe_compiler.codegen.parameter_names import loss_names
@@ -32,6 +33,7 @@ from gpipe_compiler.codegen.value_names import names_apart
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.blocks import BlockCall
 from gpipe_compiler.ir.contents import prefixes
+from gpipe_compiler.ir.ops import autocasts
 from gpipe_compiler.plan import Plan, Stage
 from gpipe_compiler.runtime.spec import Steps
 from gpipe_compiler.runtime.wording import listed
@@ -57,6 +59,7 @@ class StageSource:
         segments: of the methods that run again in the backward, the buffers of `writes` that each
             reads or writes.
         mixes: whether samples meet in it.
+        autocasts: whether the model itself runs some of its ops under autocast.
     """
 
     index: int
@@ -73,6 +76,7 @@ class StageSource:
     writes: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     mixes: bool = False
+    autocasts: bool = False
     segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -206,16 +210,14 @@ def _source(plan: Plan, blocks: StageBlocks) -> StageSource:
         writes=writes,
         once=once,
         mixes=plan.training and any(op.name in facts.mixing for op in own.ops),
+        autocasts=any(map(autocasts, own.ops)),
         segments=held,
     )
 
 
 def _methods(plan: Plan, blocks: StageBlocks) -> list[list[str]]:
     graph, own, imports = blocks.facts.graph, blocks.own, blocks.file.imports
-    called = {
-        label: blocks.with_calls(index, method)
-        for index, (label, method) in enumerate(own.methods.items())
-    }
+    called = _called(blocks)
     for method in own.losses:
         blocks.peaks.method(BlockCall("", method.ops, method.arguments, method.returns))
         called[LOSS] = method
@@ -229,6 +231,21 @@ def _methods(plan: Plan, blocks: StageBlocks) -> list[list[str]]:
         described = docstring(*_described(plan, graph, own.stage, label, method, body))
         found.append(method_text(graph, label, method, body, imports, described))
     return found
+
+
+def _called(blocks: StageBlocks) -> dict[str, Method]:
+    """`forward` and the segments, by name, with calls of blocks; these read sizes for themselves,
+    so that no segment returns any for them."""
+    (_, forward), *segments = blocks.own.methods.items()
+    forward = blocks.with_calls(0, forward)
+    read = {value for op in forward.ops for value in op.inputs}.union(forward.returns)
+    found: dict[str, Method] = {}
+    for index, (label, method) in enumerate(segments, 1):
+        returns = tuple(value for value in method.returns if value in read)
+        found[label] = blocks.with_calls(index, replace(method, returns=returns or method.returns))
+    results = {label: unpacked(method.returns) for label, method in found.items()}
+    ops = (replace(op, result=results.get(op.name, op.result)) for op in forward.ops)
+    return {FORWARD: replace(forward, ops=tuple(ops)), **found}
 
 
 def _buffers(graph: Graph, own: Mapping[str, str]) -> dict[str, str]:

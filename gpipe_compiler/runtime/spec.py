@@ -217,6 +217,8 @@ class StageSpec:
             looking at samples, so that a mini-batch changes them once.
         mixes: whether a sample's result in training mode depends on the other samples of its
             micro-batch, as with BatchNorm.
+        autocasts: whether the model itself runs some of its ops under autocast, which gives other
+            types on other kinds of devices.
         remat: what is kept between forward and backward, as planned.
         segments: by the paths of the modules and the names of the methods that `forward` calls
             through torch's checkpoint, the buffers of `writes` that each of them reads or writes,
@@ -236,6 +238,7 @@ class StageSpec:
     writes: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     mixes: bool = False
+    autocasts: bool = False
     remat: Remat = Remat.NONE
     segments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -332,8 +335,6 @@ class PipelineSpec:
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
         sharding: what these divide among them, as planned.
-        autocasts: whether the model itself runs some ops under autocast, so that the dtypes of
-            crossings are other ones on other kinds of devices.
         unlike: the precisions in which the model is another program than this one, and why.
         whole_batch: why micro-batches do not give what the mini-batch does, "" where they do.
         classes: of the model's own, in what it returns.
@@ -371,7 +372,6 @@ class PipelineSpec:
     precision: Precision = Precision.FP32
     replicas: int = 1
     sharding: WeightSharding = WeightSharding.NONE
-    autocasts: bool = False
     unlike: Mapping[Precision, str] = field(default_factory=dict)
     whole_batch: str = ""
     classes: tuple[OutputClass, ...] = ()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gpipe_compiler.ir import Graph, Op
 from gpipe_compiler.ir.interpret import Interpreter, bind
+from gpipe_compiler.ir.ops import autocasts
 from gpipe_compiler.passes.dry_run import RAISED_BY_OPS, refusal
 from gpipe_compiler.runtime.core.engine import Engine
 from gpipe_compiler.runtime.core.options import ExecutionOptions
@@ -138,6 +139,7 @@ class GraphPart:
                 _method(number): self._written_in(segment)
                 for number, segment in enumerate(self.segments)
             },
+            autocasts=any(map(autocasts, self.ops)),
         )
         return StageWiring(
             index=0,

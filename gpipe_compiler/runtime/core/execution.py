@@ -331,7 +331,7 @@ class Execution:
     ) -> Sequence[DeviceResult]:
         types = None
         fixed = self._options.precision is self._spec.precision is Precision.FP32
-        if self._spec.autocasts or not fixed:
+        if not fixed or any(stage.autocasts for stage in self._spec.stages):
             types = self._types.setdefault(training, {})
         inboxes: list[Inbox] = [queue.SimpleQueue() for _ in self.engines]
         ended = None if self._reducer is None else self._reducer.stage_ended

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -62,13 +64,33 @@ def layers_by_ops() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def no_weight(argument: torch.Tensor, precision: Precision) -> torch.Tensor:
+def no_weight(argument: torch.Tensor) -> torch.Tensor:
     """A stage's argument that needs a gradient, as autocast is to see it: as no leaf of the graph.
 
     In the plain model it is none: every use of it is cast by itself, and the gradients are summed
     after they were cast back. A leaf would be taken for a weight.
     """
-    return argument if lower_dtype(precision) is None else argument.view_as(argument)
+    return argument.view_as(argument)
+
+
+@dataclass(frozen=True, slots=True)
+class AutocastState:
+    """Whether autocast is on for a kind of device, and what it casts to."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls, kind: str) -> Self:
+        """As it is here."""
+        return cls(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def again(self) -> contextlib.AbstractContextManager[object]:
+        """As it was there."""
+        if self == AutocastState.now(self.kind):
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, self.dtype, self.enabled)
 
 
 @contextlib.contextmanager

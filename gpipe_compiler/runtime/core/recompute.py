@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .precision import AutocastState
 from .random import OverDraws, SeededRandom
 from .written import Copies, WrittenBuffers, stand_in
 
@@ -177,10 +178,12 @@ class SegmentContext:
     """What is to be as in the first run, given by the stage's run.
 
     Attributes:
+        device: that of the stage.
         around: enters what a second run is to run in, inside the buffers' copies.
         random: the numbers that the forward draws from; None where it draws none.
     """
 
+    device: torch.device
     around: Callable[[], contextlib.AbstractContextManager[object]]
     random: SeededRandom | None
 
@@ -245,6 +248,7 @@ class Segments:
             tuple(version(item) for item in arguments if isinstance(item, torch.Tensor)),
             self._written[segment.name].copies(),
             context.drawn(),
+            AutocastState.now(context.device.type),
         )
         again = functools.partial(self._second, context, segment, start)
         with SecondRun(again, segment.name, keeps=self._keeps, drawn=context.drawn).first():
@@ -262,6 +266,7 @@ class Segments:
             state = tuple(copies[id(buffer)] for buffer in start.state)
             around.enter_context(self._written[segment.name].replaced(state))
             around.enter_context(context.around())
+            around.enter_context(start.autocast.again())
             if context.random is not None:
                 around.enter_context(OverDraws(context.random.again(start.random)))
             segment.called(*start.arguments)
@@ -280,9 +285,11 @@ class _Start:
     Attributes:
         versions: how often each tensor of the arguments had been written to.
         state: the values of the buffers it reads or writes, of those that the stage writes to.
+        autocast: as it was there, where the model may have turned it on or off around the segment.
     """
 
     arguments: tuple[object, ...]
     versions: tuple[int, ...]
     state: Copies
     random: int
+    autocast: AutocastState

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..spec import BatchNorm, Remat
 from .batchnorm import DeferredStatistics, Gather
 from .loss_weights import terms_of
-from .precision import autocast, no_weight, run_of_device
+from .precision import autocast, lower_dtype, no_weight, run_of_device
 from .random import OverDraws, SeededRandom
 from .recompute import Received, SegmentContext, Segments, unwritten
 from .request import RunRequest, StepRequest, Values
@@ -81,6 +81,7 @@ class StageRun:
         options, module = engine.options, engine.modules[stage.index]
         self._blocks = engine.blocks.get(stage.index)
         self._precision = options.precision
+        self._autocasts = stage.spec.autocasts or lower_dtype(options.precision) is not None
         self._device = engine.device
         self._compiled = engine.compiled.get(stage.index)
         self._stage = stage
@@ -226,7 +227,7 @@ class StageRun:
         for need, tensor in zip(self._stage.needs, received, strict=True):
             if need.gradient:
                 leaf = leaves[need.value] = tensor.detach().requires_grad_()
-                arguments.append(no_weight(leaf, self._precision))
+                arguments.append(no_weight(leaf) if self._autocasts else leaf)
             else:
                 arguments.append(tensor)
         random = self._random(microbatch)
@@ -264,7 +265,7 @@ class StageRun:
             contexts.enter_context(self._in_blocks(random, watched=False))
             return contexts
 
-        return self._segments.forward(SegmentContext(around, random))
+        return self._segments.forward(SegmentContext(self._device, around, random))
 
     def _random(self, microbatch: int) -> SeededRandom | None:
         numbers, shared = self._stage.spec.randoms(training=self._module.training)

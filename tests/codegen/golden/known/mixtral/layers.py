@@ -17,7 +17,7 @@ class MixtralRotaryEmbedding(nn.Module):
         # modeling_mixtral.py:192-197
         with torch.no_grad():
             freqs = position_ids[..., None].float() * self.inv_freq.to(torch.float32)
-            emb = torch.cat([freqs, freqs], dim=-1)
+            emb = torch.cat([freqs, freqs], dim=-1)  # (1, input_ids.1, 8)
             cos = torch.cos(emb)
             sin = torch.sin(emb)
             cos = cos.to(torch.float32)
