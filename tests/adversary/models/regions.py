@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from adversary.case import FP32_ONLY, Case
 from adversary.inputs import classes, rows, steps, tokens
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
@@ -222,6 +223,21 @@ class DroppedLayers(nn.Module):
             return self.head(x).float()
 
 
+class Checkpointed(nn.Module):
+    """Layers that the model itself runs again in the backward, under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = Backbone(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.backbone.stem(x)
+            for block in self.backbone.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x).float()
+
+
 def both(output: tuple[Tensor, Tensor], target: None = None) -> Tensor:
     return output[0].mean() + output[1].mean()
 
@@ -263,5 +279,6 @@ CASES = (
     in_bf16("tied_in_block", TiedInBlock, tokens, loss=of_tokens, target=tokens),
     simple("asked_in_block", AskedInBlock, steps),
     simple("counting", Counting),
+    in_bf16("checkpointed", Checkpointed),
     in_bf16("dropped_layers", DroppedLayers, random=True),
 )
