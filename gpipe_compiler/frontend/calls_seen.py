@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import autocast
 
 from gpipe_compiler.dispatching import PlainDispatchMode, by_identity
+from gpipe_compiler.frontend.asked_autocast import asked, autocast_as_asked
 from gpipe_compiler.frontend.calls import Written, written
 from gpipe_compiler.frontend.locate import is_own, line_around
 from gpipe_compiler.frontend.nests import has_tensors
 from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.trace_errors import TRANSFORMED
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
-from gpipe_compiler.ir import Autocast
 from gpipe_compiler.ir.arguments import tensors_in
 from gpipe_compiler.ir.symbolic import same_shape
 
@@ -50,8 +50,7 @@ def calls_seen() -> Iterator[None]:
     def entered(context: Any) -> Any:
         recorder = recording()
         if recorder is not None:
-            region = Autocast(context.device, context.fast_dtype, bool(context._enabled))
-            recorder.position.enter(region)
+            recorder.position.enter(asked(context))
         return enter(context)  # type: ignore[no-untyped-call]  # of torch
 
     def left(context: Any, *raised: Any) -> Any:
@@ -72,6 +71,7 @@ def calls_seen() -> Iterator[None]:
         mock.patch.object(nn.Module, "__call__", call),
         mock.patch.object(autocast, "__enter__", entered),
         mock.patch.object(autocast, "__exit__", left),
+        autocast_as_asked(),
     ):
         yield
 

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from gpipe_compiler.errors import ModelError, SourceLocation
+from gpipe_compiler.frontend.asked_autocast import autocast_as_asked
 from gpipe_compiler.frontend.examples import (
     Call,
     check_batch,
@@ -71,9 +72,10 @@ def load(
     """
     spec = ModelSpec.parse(model)
     given = parse_inputs(input_specs) if input_specs else None
-    module = import_user_code(spec)
-    built, initial = _build_and_watch(spec, module)
-    call = example_call(spec, module) if given is None else given
+    with autocast_as_asked():
+        module = import_user_code(spec)
+        built, initial = _build_and_watch(spec, module)
+        call = example_call(spec, module) if given is None else given
     check_call(built, call, "example_inputs()" if given is None else "--input")
     return described(spec, module, built, initial, call, training=training, loss=loss)
 

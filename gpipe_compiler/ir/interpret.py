@@ -220,8 +220,15 @@ def enter(context: Context) -> contextlib.AbstractContextManager[Any]:
     match context:
         case NoGrad(enabled=enabled):
             return torch.set_grad_enabled(enabled)
+        case Autocast(device_type=kind) if lacks(kind):
+            return contextlib.nullcontext()
         case Autocast():
             return torch.autocast(context.device_type, context.dtype, context.enabled)
+
+
+def lacks(kind: str) -> bool:
+    """Whether torch turns autocast off for a kind of device, as there is none of it."""
+    return kind == "cuda" and not torch.cuda.is_available()
 
 
 def bind(result: Result, returned: Any, environment: dict[str, Any]) -> None:
