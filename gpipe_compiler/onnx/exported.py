@@ -18,9 +18,10 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import by_values
-from gpipe_compiler.ir import Graph, ValueKind
+from gpipe_compiler.ir import Autocast, Graph, ValueKind
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.branches import required_lines
+from gpipe_compiler.ir.interpret import lacks
 from gpipe_compiler.onnx.codegen.package import closeness, write_exported
 from gpipe_compiler.onnx.runtime.batches import Arrays
 from gpipe_compiler.onnx.validate import WholeModel, batch_sizes, validate_stages
@@ -88,6 +89,7 @@ class ExportedStages:
                 "the model is on the meta device, so there are no weights to export",
                 hint="build it on the processor, or compile it with --target torch",
             )
+        _refuse_autocast(graph)
         planner = planner_of(graph, options)
         return cls(options, found, batch.subject, planner, batch.note)
 
@@ -178,6 +180,20 @@ def _refuse_unfit(options: CompileOptions) -> None:
             "--data-parallel: replicas that only infer have nothing to keep equal",
             hint="leave it out, and start the package several times",
         )
+
+
+def _refuse_autocast(graph: Graph) -> None:
+    """Raises ModelError where the model itself turns autocast on."""
+    for op in graph.ops:
+        contexts = (region.context for region in op.regions)
+        casts = [context for context in contexts if isinstance(context, Autocast)]
+        if any(context.enabled and not lacks(context.device_type) for context in casts):
+            raise ModelError(
+                f"{op.name} runs under torch.autocast: an ONNX model has no autocast",
+                location=op.source,
+                hint="compile it with --target torch, or have build_model() return the model in "
+                "16 bits",
+            )
 
 
 # --- validation -------------------------------------------------------------------------------

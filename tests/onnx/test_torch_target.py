@@ -17,7 +17,7 @@ from torch import nn
 
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.compile import Compiled, CompileOptions
-from gpipe_compiler.errors import EmitError, UsageError
+from gpipe_compiler.errors import EmitError, ModelError, UsageError
 from gpipe_compiler.frontend.subject import Subject
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -198,6 +198,24 @@ def test_an_op_that_onnx_does_not_have(tmp_path: Path) -> None:
 def test_a_model_that_remembers(tmp_path: Path) -> None:
     with pytest.raises(EmitError, match=r"stage \d writes to calls"):
         _compile(Counter(), tmp_path / "package", torch.randn(8, 4))
+
+
+class In16Bits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.last(self.first(x).relu()).float()
+
+
+def test_autocast_of_the_model_s_own_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"runs under torch\.autocast") as caught:
+        _compile(In16Bits(), tmp_path / "package", torch.randn(8, 6))
+
+    assert caught.value.location is not None
+    assert "self.first(x)" in caught.value.location.code
 
 
 def test_training_is_refused(tmp_path: Path) -> None:
