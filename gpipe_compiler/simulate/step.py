@@ -30,9 +30,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,8 +159,18 @@ def _sequence(orders: Orders, needs: Needs) -> list[tuple[int, Compute]]:
         raise PlanError(f"device {device} would wait for ever before {action}") from error
 
 
+ActionRates = Mapping[tuple[Compute, bool], float]
+"""How many times as long as usual an action takes, or (True) running the forward again for it."""
+
+STEADY: ActionRates = MappingProxyType({})
+"""Every action takes the time of its stage."""
+
+
 def simulate(
-    orders: Orders, times: Sequence[StageTimes], joint: Collection[int] = ()
+    orders: Orders,
+    times: Sequence[StageTimes],
+    joint: Collection[int] = (),
+    pace: ActionRates = STEADY,
 ) -> Simulation:
     """Works out when every action of a schedule starts and ends.
 
@@ -168,11 +179,12 @@ def simulate(
         times: one per stage; transfers between stages of one device are up to the caller to
             count as nothing.
         joint: the stages that take all micro-batches as one.
+        pace: of actions that do not take what all others of their stage take.
 
     Raises:
         PlanError: when some device would wait for ever.
     """
-    run = _Run(times, orders, Joint.of(joint, orders))
+    run = _Run(times, orders, Joint.of(joint, orders), pace)
     again = recomputed(orders, joint) if any(stage.recompute_s for stage in times) else frozenset()
     for device, action in _sequence(orders, dataclasses.replace(run.line, joint=run.joint)):
         arrival = run.arrive(device, action)
@@ -185,7 +197,10 @@ def simulate(
 class _Run:
     """The devices and ports while a schedule is simulated, action by action."""
 
-    def __init__(self, times: Sequence[StageTimes], orders: Orders, joint: Joint) -> None:
+    def __init__(
+        self, times: Sequence[StageTimes], orders: Orders, joint: Joint, pace: ActionRates
+    ) -> None:
+        self.pace = pace
         self.times = times
         self.joint = joint
         self.line = _line(orders)
@@ -250,6 +265,8 @@ class _Run:
     def _work(
         self, device: int, action: Compute, start: float, seconds: float, *, recompute: bool = False
     ) -> None:
+        if self.pace:
+            seconds *= self.pace.get((action, recompute), 1.0)
         end = self._device_free[device] = start + seconds
         self.busy[device] += seconds
         self.timeline.append(Span(Lane.DEVICE, device, action, start, end, recompute=recompute))
