@@ -135,7 +135,7 @@ def test_a_block_that_it_lacks_is_refused_with_the_line(
     assert compile_command([*COMMAND, "--target", "json"]) == 1
 
     told = capsys.readouterr().err
-    assert "model.py:19: a block under" in told
+    assert "model.py:19: what runs under no_grad or autocast" in told
     assert "use --target torch" in told
 
 

@@ -236,7 +236,7 @@ CASES = (
     not_in_bf16("complex_of_16_bits", Rotated),
     not_in_bf16("scattered_16_bits", Scattered),
     *both_ways("rms_norm", Normed, quick=True),
-    *both_ways("region", Region, quick=True),
+    *both_ways("region", Region),
     *both_ways("decorated", Decorated),
     *both_ways("asks_for_dtypes", Asks),
     *both_ways("to_other", ToOther),

@@ -265,7 +265,7 @@ def in_bf16(name: str, model: object, inputs: object = rows, **options: object) 
 
 
 CASES = (
-    simple("frozen", Frozen),
+    simple("frozen", Frozen, quick=True),
     simple("frozen_inference", Frozen, options="--mode infer --stages 4", manners=None),
     simple("frozen_remat", Frozen, options="--stages 3 --remat full"),
     simple("frozen_below", FrozenBelow),
