@@ -84,10 +84,6 @@ def dotted(model: Uncertain, one: Tensor, other: Tensor) -> Tensor:
     return torch.dot(model.logs.softmax(0), torch.stack([one, other]))
 
 
-def multiplied(model: Uncertain, one: Tensor, other: Tensor) -> Tensor:
-    return torch.stack([one, other]) @ torch.tensor([1.0, 0.3]) + model.one
-
-
 def taken_away(model: Uncertain, one: Tensor, other: Tensor) -> Tensor:
     rows = torch.cat([one.view(1), other.view(1)])
     return model.one - (model.logs - rows * torch.tensor([0.7, 0.3])).sum()
@@ -164,7 +160,6 @@ CASES = (
             in_a_row,
             in_a_row_mean,
             dotted,
-            multiplied,
             taken_away,
             scaled_together,
         )
