@@ -172,9 +172,7 @@ class Terms:
                 yield from self._divided(op, *args)
             case "sum" | "mean" if isinstance(args[0], Ref):
                 yield from self._reduced(op, args[0].name)
-            case "dot" | "matmul" if (
-                len(args) == 2 and (row := self._each("mul", *args)) is not None
-            ):
+            case "dot" if len(args) == 2 and (row := self._each("mul", *args)) is not None:
                 yield from self._all_of(op, row)
             case "where" if len(args) == 3:
                 yield self._guarded(op, *args)
