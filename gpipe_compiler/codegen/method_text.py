@@ -38,7 +38,10 @@ class MethodBody:
 
     @property
     def ends(self) -> bool:
-        return bool(self.statements) and self.statements[-1].target == "return "
+        last = self.statements[-1] if self.statements else None
+        while last is not None and last.target == "with ":
+            last = last.body[-1]
+        return last is not None and last.target == "return "
 
 
 def with_type(body: MethodBody, modules: Collection[str], *, direct: bool) -> MethodBody:
@@ -52,14 +55,27 @@ def with_type(body: MethodBody, modules: Collection[str], *, direct: bool) -> Me
     (variable,), (*before, last) = body.returns, body.statements
     typed = _Typed(modules, dict.fromkeys(body.arguments, True))
     typed.walk(before)
-    ends = last.target == f"{variable} = " and last.mode is Mode.ALWAYS
-    if direct and ends and typed.knows(last):
-        returned = dataclasses.replace(last, target="return ")
-        return dataclasses.replace(body, statements=(*before, returned), returns=())
+    returning = _returning(last, variable, typed) if direct else None
+    if returning is not None:
+        return dataclasses.replace(body, statements=(*before, returning), returns=())
     typed.walk([last])
     if variable in body.arguments or typed.variables.get(variable, True):
         return body
     return dataclasses.replace(body, statements=_declared(body.statements, variable))
+
+
+def _returning(last: Statement, variable: str, typed: _Typed) -> Statement | None:
+    """A statement that only binds a variable, or ends so in its `with` block, as one that returns
+    what it binds; None for others, and where a type checker does not know that for a tensor."""
+    if last.mode is not Mode.ALWAYS:
+        return None
+    if last.target == "with ":
+        *before, inner = last.body
+        typed.walk(before)
+        returning = _returning(inner, variable, typed)
+        return returning and dataclasses.replace(last, body=(*before, returning))
+    ends = last.target == f"{variable} = " and typed.knows(last)
+    return dataclasses.replace(last, target="return ") if ends else None
 
 
 def without_names(body: MethodBody) -> MethodBody:

@@ -31,7 +31,7 @@ class Guarded(Feed):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
             x = x.float()
-            return super().forward(x)
+            return F.gelu(super().forward(x))
 
 
 class Frozen(nn.Module):
@@ -85,7 +85,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "in every round": (
         Inside,
         (
-            "        with torch.autocast(x.device.type, enabled=False):\n            x = x.float()",
+            "        with torch.autocast(x.device.type, enabled=False):\n"
+            "            x = x.float()  # (B, 6)\n"
+            "            down_out = self.down(F.gelu(self.up(x)))\n"
+            "            return F.gelu(down_out)\n",
             "        with torch.autocast(x.device.type, dtype=torch.bfloat16):\n"
             "            for feed in self.feeds.values():\n                x = feed(x)",
         ),
