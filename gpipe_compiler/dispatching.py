@@ -109,7 +109,8 @@ def _slice(
     sizes, strides = list(tensor.shape), list(tensor.stride())
     size = sizes[dim]
     start = _bound(size, 0 if start is None else start)
-    end = size if end is None or end == sys.maxsize else _bound(size, end)
+    whole = end is None or (isinstance(end, int) and end == sys.maxsize)
+    end = size if whole else _bound(size, end)
     length = end - start
     if not guard_or_false(length >= 0):
         length = _LARGER(length, 0)
