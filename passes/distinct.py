@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from gpipe_compiler.ir import Graph, Op
-from gpipe_compiler.ir.arguments import tensors_in
+from gpipe_compiler.ir.arguments import has_gradient, tensors_in
 from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.ir.repeats import ShortenedGraph, shortest
 from gpipe_compiler.passes.dry_run import DryRun
@@ -123,7 +123,7 @@ def copies(
 
 def differentiable(returned: object) -> tuple[torch.Tensor, ...]:
     """The tensors in what an op returned that a backward can start from, each once."""
-    unique = {id(t): t for t in tensors_in(returned) if t.requires_grad}
+    unique = {id(t): t for t in tensors_in(returned) if has_gradient(t)}
     return tuple(unique.values())
 
 

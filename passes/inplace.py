@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gpipe_compiler.errors import ModelError
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, ModuleCall, Op
 from gpipe_compiler.ir.legality import check
-from gpipe_compiler.ir.ops import autocasts
+from gpipe_compiler.ir.ops import autocasts, records_gradients
 from gpipe_compiler.ir.repeats import NameKind
 from gpipe_compiler.passes.dry_run import modes
 from gpipe_compiler.passes.effects import Effects, shares_by_mode, written_memory
@@ -204,7 +204,7 @@ class _Legal:
             and run.sharing[memory] <= chain
             and memory.name.kind is not NameKind.STATE
             and run.savers.get(memory, _NOBODY) <= {op.name}
-            and not (form.requires_grad and form.viewed)
+            and not (form.requires_grad and (form.viewed or not records_gradients(op)))
         )
 
 

@@ -31,7 +31,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import choices
-from gpipe_compiler.ir.ops import in_one_mode
+from gpipe_compiler.ir.ops import in_one_mode, records_gradients
 from gpipe_compiler.ir.sizes import BATCH, grows_with_batch
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.joined_outputs import kind_of
@@ -145,6 +145,8 @@ class Terms:
             yield Summand(ConstantTerm(), value)
         elif op is None or op.result != value:
             yield Summand(Other(op, None), value)
+        elif not records_gradients(op):
+            yield self._other(op)
         elif any(map(self._chooses_scalars, choices(op.call.args))):
             yield from self._by_mode(op)
         else:

@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gpipe_compiler.ir import Graph, Op, Ref
-from gpipe_compiler.ir.arguments import choices, storage_key, tensors_in
+from gpipe_compiler.ir.arguments import choices, has_gradient, storage_key, tensors_in
 from gpipe_compiler.ir.repeats import IrregularError, Meaning, Name, NameKind, ShortenedGraph
 from gpipe_compiler.passes.dry_run import DryRun, modes
 from gpipe_compiler.passes.fakes import HostFakes
@@ -255,7 +255,7 @@ def _form(tensor: torch.Tensor) -> Form:
         tensor.stride(),
         int(tensor.storage_offset()),
         tensor.dtype,
-        tensor.requires_grad,
+        has_gradient(tensor),
         tensor._is_view(),
     )
 

@@ -8,6 +8,7 @@ and only the stores stay together. Tensors that are only stored into go.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 from collections.abc import Collection, Mapping
@@ -18,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, Mode, Op, Ref, called
-from gpipe_compiler.ir.ops import reading
+from gpipe_compiler.ir.ops import reading, records_gradients
 from gpipe_compiler.passes.effects import Effects, effects
 from gpipe_compiler.passes.observe import Form, Storage, observed
 from gpipe_compiler.passes.shapes import annotate
@@ -71,7 +72,11 @@ def read_stores(graph: Graph) -> Graph:
                 wishes = (f"{value}_stored_{number}" for number in itertools.count(1))
                 casts[value] = next(wish for wish in wishes if wish not in names)
                 call = MethodCall("to", (Ref(value), types[value]))
-                ops.append(Op(casts[value], call, casts[value], source=op.source))
+                ops.append(
+                    dataclasses.replace(
+                        op, name=casts[value], call=call, result=casts[value], seen=()
+                    )
+                )
             renamed[value] = value
         renamed = {old: casts.get(new, new) for old, new in renamed.items()}
         ops.append(reading(op, renamed))
@@ -189,7 +194,8 @@ class _Following:
         if index is not None:
             part = part.at(index)
         changes = self.found.alias_set(value) & self.found.written_values
-        if part is None or changes or given.shape != part.shape:
+        stops = self.graph.values[value].requires_grad and not records_gradients(op)
+        if part is None or changes or stops or given.shape != part.shape:
             return None
         floating = given.dtype.is_floating_point and part.dtype.is_floating_point
         return (part, value) if floating or given.dtype is part.dtype else None

@@ -31,7 +31,7 @@ from gpipe_compiler.frontend.noted_sizes import NotedSizes, SampleLists
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.trace_errors import OWN_GENERATOR, PACKED, TRANSFORMED, own_gradients
 from gpipe_compiler.frontend.value_splits import write_value_splits
-from gpipe_compiler.ir.arguments import storage_key, tensors_in
+from gpipe_compiler.ir.arguments import has_gradient, storage_key, tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
 from gpipe_compiler.runtime.core.random import may_draw
 
@@ -239,7 +239,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         if stays and func in _MOVES and not asked:
             return made
         call = written(func, args, kwargs, made)
-        if is_all_of(call):
+        if is_all_of(call) and has_gradient(made) == has_gradient(args[0]):
             self.tensors.stands_for(self.tensors.node(call.args[0]), made)
             return made
         made = self.record(call, made, changed, effect=_has_effect(func))

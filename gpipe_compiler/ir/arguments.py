@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._autograd import CreationMeta, _get_creation_meta
 from torch.utils._pytree import tree_leaves
 
 
@@ -170,6 +171,15 @@ def in_mode(argument: Argument, *, training: bool) -> Argument:
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for tensors that share memory, as long as one of them is alive."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def has_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a gradient comes back through a tensor: through no view that is taken without
+    gradients, though torch says that it requires one as what it views does."""
+    base = tensor._base
+    if not tensor.requires_grad or base is None or not base.requires_grad:
+        return tensor.requires_grad
+    return _get_creation_meta(tensor) != CreationMeta.NO_GRAD_MODE
 
 
 def tensors_in(item: object) -> list[torch.Tensor]:

@@ -294,6 +294,12 @@ def autocasts(op: Op) -> bool:
     return any(isinstance(region.context, Autocast) for region in op.regions)
 
 
+def records_gradients(op: Op) -> bool:
+    """Whether the model lets autograd record an op where it records at all."""
+    contexts = (region.context for region in reversed(op.regions))
+    return next((item.enabled for item in contexts if isinstance(item, NoGrad)), True)
+
+
 def common_regions(ops: Iterable[Op]) -> tuple[Region, ...]:
     """The regions that all of some ops run in, the outermost first."""
     first, *others = (op.regions for op in ops)

@@ -92,6 +92,46 @@ class Reopened(nn.Module):
         return self.head(x) + self.head(side)
 
 
+class Looks(nn.Module):
+    """Layers of which what comes after them only looks at what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.mid, self.head = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+
+class LooksByViews(Looks):
+    """Views of what has gradients, as torch gives them none without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.stem(x).tanh()
+        with torch.no_grad():
+            whole, same, pairs = h[:, :], h.view(h.shape), h.view(-1, 2, 4)
+            lent = h.contiguous()
+        return self.head(self.mid(h).tanh() * whole + same + pairs.flatten(1) + lent)
+
+
+class LooksOnce(Looks):
+    """What could be written in place, were it not without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mid(self.stem(x).tanh())
+        with torch.no_grad():
+            h = torch.relu(h)
+        return self.head(h)
+
+
+class Fills(Looks):
+    """A tensor that is filled without gradients, and read with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, found = self.stem(x).tanh(), torch.zeros(x.shape[0], 2, 8)
+        with torch.no_grad():
+            found[:, 0] = h
+            found[:, 1] = h * 2
+        return self.head(self.mid(found[:, 0]) * h + found[:, 1])
+
+
 class Siamese(nn.Module):
     """Student and teacher, who has no gradients."""
 
@@ -251,6 +291,14 @@ def under_autocast(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.float(), target, label_smoothing=0.1)
 
 
+def only_seen(output: Tensor, target: Tensor) -> Tensor:
+    """With terms that have no gradients, or have them once."""
+    size, sign = output.square().mean(), output.sigmoid().mean()
+    with torch.no_grad():
+        seen = (size + sign) * 0.5
+    return F.cross_entropy(output, target) + seen + 0.1 * size
+
+
 WHOLE = ({"microbatches": 1}, {"microbatches": 1, "schedule": "1f1b", "remat": "full"})
 """In bf16 the gradients of micro-batches are rounded before they are added up."""
 
@@ -271,6 +319,10 @@ CASES = (
     simple("frozen_below", FrozenBelow),
     simple("frozen_until_warm", FrozenUntilWarm),
     simple("reopened", Reopened),
+    simple("looks_by_views", LooksByViews),
+    simple("looks_once", LooksOnce),
+    simple("fills", Fills),
+    simple("only_seen", Frozen, loss=only_seen),
     simple("siamese", Siamese, loss=both, target=None),
     in_bf16("decorated", Decorated),
     in_bf16("decorated_remat", Decorated, options="--stages 3 --remat full"),
