@@ -87,6 +87,8 @@ def with_other_sums(
         expected: the results of the model.
     """
     units = _units_before(plan.known_graph, _summed_apart(plan.known_graph, plan))
+    for name, unit in _cast_apart(plan.known_graph, plan).items():
+        units[name] = max(units.get(name, 0.0), unit)
     moved = {kind: dict(group) for kind, group in found.items()}
     for name, gradient in expected.get(ComparedKind.GRADIENT, {}).items():
         size = float(dense(gradient).abs().max()) if name in units and gradient.numel() else 0.0
@@ -111,6 +113,26 @@ def _summed_apart(graph: Graph, plan: Plan) -> dict[str, float]:
         and len(uses := graph.consumers.get(name, ())) > 2
         and len({stage_of[op.name] for op in uses}) > 1
     }
+
+
+def _cast_apart(graph: Graph, plan: Plan) -> dict[str, float]:
+    """The parameters that autocast of the model's own casts in several stages or segments, with its
+    unit: each sums what comes to its own cast in 16 bits."""
+    part_of = {
+        name: (stage.index, number)
+        for stage in plan.stages
+        for number, part in enumerate((stage.ops, *stage.segments))
+        for name in part
+    }
+    units: dict[str, float] = {}
+    parts: dict[str, set[tuple[int, int]]] = {}
+    for op in graph.ops:
+        contexts = [r.context for r in op.regions if isinstance(r.context, Autocast)]
+        if contexts and contexts[-1].enabled and op.name in part_of:
+            for name in op.states(graph.modules):
+                units[name] = torch.finfo(_cast_to(contexts[-1])).eps
+                parts.setdefault(name, set()).add(part_of[op.name])
+    return {name: unit for name, unit in units.items() if len(parts[name]) > 1}
 
 
 def _units_before(graph: Graph, values: Mapping[str, float]) -> dict[str, float]:
@@ -138,7 +160,11 @@ def lower_types(graph: Graph) -> frozenset[torch.dtype]:
 def _of_regions(graph: Graph) -> Iterator[torch.dtype]:
     for context in {region.context for op in graph.ops for region in op.regions}:
         if isinstance(context, Autocast) and context.enabled:
-            yield context.dtype or torch.get_autocast_dtype(context.device_type)
+            yield _cast_to(context)
+
+
+def _cast_to(context: Autocast) -> torch.dtype:
+    return context.dtype or torch.get_autocast_dtype(context.device_type)
 
 
 def rounded(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:

@@ -100,6 +100,32 @@ def test_stages_sum_what_is_read_in_several_of_them_in_another_order(tmp_path: P
 _WRONG = r"return \1 + 2e-4 * (\1 - \1.detach())\n\n    def loss"
 
 
+class Again(nn.Module):
+    """One layer, called again and again under autocast of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for _ in range(4):
+                x = self.layer(x).tanh()
+            out: torch.Tensor = self.last(x).float()
+            return out
+
+
+def test_stages_cast_the_weights_that_they_share_for_themselves(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    args = (torch.randn(16, 8),)
+    again = Subject("again", Again(), args=args, target=torch.randn(16, 4), loss_fn=F.mse_loss)
+
+    made = compile_subject(again, CompileOptions(stages=2, microbatches=4), tmp_path / "again_x2")
+
+    assert made.validation is not None
+    assert made.validation.passed
+
+
 def test_a_wrong_gradient_is_found_beside_it(tmp_path: Path) -> None:
     """Gradients 2e-4 too large: twice what the tolerance lets pass."""
     made = compiled(3, tmp_path)
