@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe_compiler.codegen.construction import SourceFile, WrittenBlock
 from gpipe_compiler.codegen.constructors import NO_NAMES
-from gpipe_compiler.codegen.expressions import OwnModule, RawText, again
+from gpipe_compiler.codegen.expressions import OwnModule, RawText, again, runs_again
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.module_tree import ModuleNode
 from gpipe_compiler.codegen.sources import calls_at, first_line, is_closure
@@ -253,8 +253,11 @@ def _group(
 
 
 def _chain(op: Op) -> tuple[HelperCall, ...]:
-    """The calls of functions that an op is made in, outermost first; of closures, those around."""
-    if op.source is None:
+    """The calls of functions that an op is made in, outermost first; of closures, those around.
+
+    A segment is called by `forward` alone, as it is a method of the stage.
+    """
+    if op.source is None or runs_again(op.call):
         return ()
     pairs = pairwise((*op.source.callers, op.source))
     calls = (
