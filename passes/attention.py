@@ -180,6 +180,7 @@ def _repeated(graph: Graph, name: str) -> tuple[str, int]:
     heads = before.shape[1] if len(before.shape) == 4 else 0
     times = result.shape[1] // heads if heads else 1
     same = (result.dims[0], heads, *result.dims[2:]) == before.dims
+    same &= before.requires_grad is result.requires_grad
     if not same or heads * times != result.shape[1] or before.batch_dim != result.batch_dim:
         return name, 1
     return base, times

@@ -132,6 +132,24 @@ class Fills(Looks):
         return self.head(self.mid(found[:, 0]) * h + found[:, 1])
 
 
+class LooksAtHeads(nn.Module):
+    """Attention to keys and values that are repeated without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.head = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, _ = x.shape
+        q = self.q(x).view(samples, length, 4, 4).transpose(1, 2)
+        k, v = self.kv(x).view(samples, length, 2, 8).transpose(1, 2).chunk(2, -1)
+        with torch.no_grad():
+            k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.head(y.transpose(1, 2).reshape(samples, length, 16).mean(1))
+
+
 class Siamese(nn.Module):
     """Student and teacher, who has no gradients."""
 
@@ -278,6 +296,27 @@ class Checkpointed(nn.Module):
             return self.head(x).float()
 
 
+class CheckpointedParts(nn.Module):
+    """The same for a method of the model's, with a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+    def scaled(self, layer: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = x.abs().amax(-1, keepdim=True) + 1
+        return layer(x / scale).tanh() + x
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.stem(x)
+            for layer in self.layers:
+                x = checkpoint(self.scaled, layer, x, use_reentrant=False)
+            return self.head(x).float()
+
+
 def both(output: tuple[Tensor, Tensor], target: None = None) -> Tensor:
     return output[0].mean() + output[1].mean()
 
@@ -322,6 +361,7 @@ CASES = (
     simple("looks_by_views", LooksByViews),
     simple("looks_once", LooksOnce),
     simple("fills", Fills),
+    simple("looks_at_heads", LooksAtHeads, steps),
     simple("only_seen", Frozen, loss=only_seen),
     simple("siamese", Siamese, loss=both, target=None),
     in_bf16("decorated", Decorated),
@@ -332,5 +372,6 @@ CASES = (
     simple("asked_in_block", AskedInBlock, steps),
     simple("counting", Counting),
     in_bf16("checkpointed", Checkpointed),
+    in_bf16("checkpointed_parts", CheckpointedParts, options="--stages 2"),
     in_bf16("dropped_layers", DroppedLayers, random=True),
 )
