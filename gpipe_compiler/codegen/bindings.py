@@ -261,13 +261,13 @@ class Bindings:
             return None
         if layer:
             return variable
-        held = self.variables.holder(source) == variable  # a region's own are not held here
+        held = self.variables.holder(source) == variable
         if held and self.variables.free(variable, position):
             return variable
         return self._typed(variable, op.result) if cast_by(op.call) else None
 
     def _typed(self, name: str, value: str) -> str | None:
-        """A name with a value's type behind it; None inside a region, whose types are not known."""
+        """A name with a value's type behind it; None where that is not known."""
         known = self.graph.values.get(value)
         return None if known is None else f"{name}_{str(known.dtype).removeprefix('torch.')}"
 

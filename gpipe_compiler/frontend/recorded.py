@@ -1,7 +1,7 @@
 """One mode of a model, recorded on tensors without numbers, as a graph.
 
-Parameters and buffers keep their names, regions under `no_grad` and `autocast` stay whole, and
-torch.nn modules are called as the model calls them; see `recorder`.
+Parameters and buffers keep their names, every op knows the regions under `no_grad` and
+`autocast` that it runs in, and torch.nn modules are called as the model calls them; see `recorder`.
 """
 
 from __future__ import annotations
