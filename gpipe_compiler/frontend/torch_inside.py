@@ -41,7 +41,7 @@ USED: Mapping[str, tuple[str, ...]] = {
         "_storage_Use_Count",
     ),
     "torch._C._TorchDispatchModeKey": ("FAKE",),
-    "torch._C._autograd": ("_get_sequence_nr",),
+    "torch._C._autograd": ("CreationMeta", "_get_creation_meta", "_get_sequence_nr"),
     "torch._dispatch.python": ("enable_python_dispatcher",),
     "torch._functorch.apis": ("vmap_impl",),
     "torch._guards": ("Source",),
