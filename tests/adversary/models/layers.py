@@ -386,7 +386,7 @@ CASES = (
     simple("two_ranks", SharedLinear, lambda n: torch.randn(n, 6, 6)),
     simple("tied_by_view", TiedByView, lambda n: torch.randint(9, (n, 4))),
     simple("tied_modules", TiedModules),
-    simple("averaging", Averaging, sizes=(8,), manners=FP32_ONLY, expect=parted("region")),
+    simple("averaging", Averaging, sizes=(8,), manners=FP32_ONLY, expect=parted("mul")),
     simple("averaging_inference", Averaging, options="--mode infer"),
     simple("queue", Queue, sizes=(8,), manners=FP32_ONLY, expect=parted("writes to queue")),
     simple("steps", Steps),

@@ -285,8 +285,8 @@ class FollowsLater(Two):
         hidden = self.body(x)
         if self.training:
             with torch.no_grad():
-                self.calls += 1  # refused: follows_later
-                mean = self.average.lerp(hidden.mean(0), 0.1)
+                self.calls += 1
+                mean = self.average.lerp(hidden.mean(0), 0.1)  # refused: follows_later
                 self.average.copy_(torch.where(self.calls > 3, mean, self.average))
         return self.last(hidden + self.average)
 
@@ -301,9 +301,9 @@ class DecaysLater(Two):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.calls += 1  # refused: decays_later
+                self.calls += 1
                 smaller = self.last.bias * torch.where(self.calls > 1, 0.9, 1.0)
-                self.last.bias.copy_(smaller)
+                self.last.bias.copy_(smaller)  # refused: decays_later
         return self.last(self.body(x))
 
 
