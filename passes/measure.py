@@ -17,7 +17,7 @@ from torch import nn
 from gpipe_compiler.cluster import Device, is_here, this_machine
 from gpipe_compiler.cluster.local import clocked
 from gpipe_compiler.ir import FunctionCall, Graph, MethodCall, ModuleCall
-from gpipe_compiler.ir.interpret import Interpreter, Surroundings, construct
+from gpipe_compiler.ir.interpret import Interpreter, construct, entered
 from gpipe_compiler.passes.cost import Costs, OpCost, differentiate, rooflines, work_of
 from gpipe_compiler.passes.distinct import IsolatedOp, copies, differentiable, distinct
 from gpipe_compiler.passes.dry_run import map_op
@@ -147,8 +147,7 @@ def _ready(
     def run_module(environment: Mapping[str, Any]) -> Any:
         args = interpreter.resolve(call.args, environment)
         kwargs = interpreter.resolve(dict(call.kwargs), environment)
-        with Surroundings() as around:
-            around.go_to(op.regions)
+        with entered(op.regions):
             return module(*args, **kwargs)
 
     return run_module, trained

@@ -63,7 +63,7 @@ class Bindings:
     variables: Variables
     uses: Uses
     dels: DelWriter
-    size_of: Callable[[str], Dim | None] = lambda _: None
+    size_of: Callable[[str], Dim | None]
     unnoted: Collection[str] = ()
     told: Mapping[str, str] = field(default_factory=dict)
     loop: Loop | None = None

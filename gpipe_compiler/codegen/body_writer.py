@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,6 @@ from gpipe_compiler.ir import (
     FunctionCall,
     MethodCall,
     ModuleCall,
-    NoGrad,
     Op,
     Ref,
     Region,
@@ -34,6 +32,7 @@ from gpipe_compiler.ir import (
 )
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.left_out import may_leave_out
+from gpipe_compiler.ir.ops import regions_kept
 
 _LONGEST_NESTED = WIDTH - 16
 """Columns that nested calls may fill; longer ones are written one by one."""
@@ -101,8 +100,7 @@ class BodyWriter:
 
     def _enter(self, op: Op) -> None:
         """Leaves the regions that an op does not run in, and enters those that it does."""
-        pairs = zip((region for region, _ in self.entered), op.regions, strict=False)
-        kept = sum(1 for _ in itertools.takewhile(lambda pair: _is_one(*pair), pairs))
+        kept = regions_kept((region for region, _ in self.entered), op.regions)
         if kept == len(self.entered) == len(op.regions):
             return
         self._flush()
@@ -315,12 +313,6 @@ class BodyWriter:
         self.statements.append(
             Statement(target, expression, op.mode, op.module, (*sources, op.source))
         )
-
-
-def _is_one(entered: Region, other: Region) -> bool:
-    """Whether two regions, one after the other, may be one: leaving and entering autocast would
-    have it cast weights anew."""
-    return entered == other or (entered.context == other.context == NoGrad())
 
 
 def _sign(made: Call) -> str:

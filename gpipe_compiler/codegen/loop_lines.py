@@ -10,7 +10,7 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Expression, call, consecutive, name
 from gpipe_compiler.codegen.loops import Loop
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.statements import Statement
+from gpipe_compiler.codegen.statements import Statement, guarded
 from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one, plain_name
 from gpipe_compiler.ir import FunctionCall, Mode, Op, Ref
 
@@ -140,9 +140,7 @@ class LoopLines:
         self.variables.hold(made)
         dels = self.bindings.dels
         dels.before(op, statements)
-        if op.mode is not Mode.ALWAYS:  # told by what stands around the loop
-            statements = [replace(inner, mode=Mode.ALWAYS) for inner in statements]
-        statement = replace(opened.line, body=tuple(statements))
+        statement = replace(opened.line, body=tuple(guarded(statements, op.mode)))
         self.writer.modules, self.writer.states = opened.writer.modules, opened.writer.states
         self.bindings.loop = self.open[-1].loop if self.open else None
         self.writer.variables.update((value, name(own)) for value, own in made.items())

@@ -134,10 +134,15 @@ def in_blocks(statements: Sequence[Statement], depth: int = 0) -> tuple[Statemen
             continue
         modes = {statement.mode for statement in inside}
         mode = modes.pop() if len(modes) == 1 else Mode.ALWAYS
-        if mode is not Mode.ALWAYS:  # told by what stands around the block
-            inside = [replace(statement, mode=Mode.ALWAYS) for statement in inside]
-        written.append(replace(block, mode=mode, body=in_blocks(inside, depth + 1)))
+        written.append(replace(block, mode=mode, body=in_blocks(guarded(inside, mode), depth + 1)))
     return tuple(written)
+
+
+def guarded(statements: Sequence[Statement], mode: Mode) -> Sequence[Statement]:
+    """Statements within one that is of a mode: a guard stands around it, and not around them."""
+    if mode is Mode.ALWAYS:
+        return statements
+    return [replace(statement, mode=Mode.ALWAYS) for statement in statements]
 
 
 def write_statements(

@@ -7,7 +7,6 @@ packages do not use it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +34,7 @@ from gpipe_compiler.ir.ops import (
     Op,
     Region,
     Result,
+    regions_kept,
 )
 
 Observer = Callable[[Op, Callable[[], Any]], Any]
@@ -144,8 +144,7 @@ class Interpreter:
 
     def alone(self, op: Op, environment: Mapping[str, Any]) -> Any:
         """What one op returns, run in its regions; its references looked up in `environment`."""
-        with Surroundings() as around:
-            around.go_to(op.regions)
+        with entered(op.regions):
             return self.call(op.call, environment)
 
     def call(self, call: Call, environment: Mapping[str, Any]) -> Any:
@@ -191,6 +190,14 @@ class Interpreter:
             return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
 
 
+@contextlib.contextmanager
+def entered(regions: Sequence[Region]) -> Iterator[None]:
+    """In regions, the outermost first."""
+    with Surroundings() as around:
+        around.go_to(regions)
+        yield
+
+
 class Surroundings(contextlib.ExitStack):
     """The regions that ops run in, one op after another.
 
@@ -205,8 +212,7 @@ class Surroundings(contextlib.ExitStack):
 
     def go_to(self, regions: Sequence[Region]) -> None:
         """From here on ops run in these regions, the outermost first."""
-        pairs = zip(self._entered, regions, strict=False)
-        kept = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+        kept = regions_kept((region for region, _ in self._entered), regions)
         while len(self._entered) > kept:
             self._entered.pop()[1].close()
         for region in regions[kept:]:

@@ -300,6 +300,17 @@ def records_gradients(op: Op) -> bool:
     return next((item.enabled for item in contexts if isinstance(item, NoGrad)), True)
 
 
+def regions_kept(entered: Iterable[Region], regions: Sequence[Region]) -> int:
+    """How many of the regions that are entered, the outermost first, go on where others are due.
+
+    Two without gradients, one after the other, may be one; leaving and entering autocast has it
+    cast weights anew.
+    """
+    pairs = zip(entered, regions, strict=False)
+    same = (one == due or one.context == due.context == NoGrad() for one, due in pairs)
+    return sum(1 for _ in itertools.takewhile(bool, same))
+
+
 def common_regions(ops: Iterable[Op]) -> tuple[Region, ...]:
     """The regions that all of some ops run in, the outermost first."""
     first, *others = (op.regions for op in ops)
