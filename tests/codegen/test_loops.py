@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from feed_layers import DIM, Feed
 from stage_text import module_of, text_of, trains_as
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,18 +15,6 @@ from torch.nn import functional as F
 from gpipe_compiler.codegen.facts import CodeFacts
 from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.plan import Plan
-
-DIM = 6
-
-
-class Feed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, 8)
-        self.down = nn.Linear(8, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
 
 
 class SideBySide(nn.Module):

@@ -35,12 +35,14 @@ class Backbone(nn.Module):
         return x
 
 
-class Frozen(nn.Module):
-    """A backbone that only looks, under a head that learns."""
-
+class Headed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = Backbone(), nn.Linear(8, 3)
+
+
+class Frozen(Headed):
+    """A backbone that only looks, under a head that learns."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -63,12 +65,8 @@ class FrozenBelow(nn.Module):
         return self.head(found + learnt / scale)
 
 
-class FrozenUntilWarm(nn.Module):
+class FrozenUntilWarm(Headed):
     """Frozen in training alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = Backbone(), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(not self.training):
@@ -170,12 +168,8 @@ class Siamese(nn.Module):
         return 1 - (guesses[0] * second).sum(-1), 1 - (guesses[1] * first).sum(-1)
 
 
-class Decorated(nn.Module):
+class Decorated(Headed):
     """The whole forward under autocast, as PyTorch's documents have it for several GPUs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = Backbone(), nn.Linear(8, 3)
 
     @torch.autocast("cpu", dtype=torch.bfloat16)
     def forward(self, x: Tensor) -> Tensor:
@@ -246,12 +240,11 @@ class AskedInBlock(nn.Module):
         return self.head(x[:, : length - 1].mean(1))
 
 
-class Counting(nn.Module):
+class Counting(Headed):
     """Buffers that are written without gradients, between layers that have them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.backbone, self.head = Backbone(), nn.Linear(8, 3)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(8))
 
@@ -264,12 +257,8 @@ class Counting(nn.Module):
         return self.head(x - self.mean)
 
 
-class DroppedLayers(nn.Module):
+class DroppedLayers(Headed):
     """LayerDrop under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = Backbone(), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -281,12 +270,8 @@ class DroppedLayers(nn.Module):
             return self.head(x).float()
 
 
-class Checkpointed(nn.Module):
+class Checkpointed(Headed):
     """Layers that the model itself runs again in the backward, under autocast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone, self.head = Backbone(), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
