@@ -23,7 +23,7 @@ from gpipe_compiler.codegen.construction import (
     class_lines,
     init_lines,
 )
-from gpipe_compiler.codegen.constructor_names import InnerBlocks, constructor_names
+from gpipe_compiler.codegen.constructor_names import InnerBlocks, constructor_names, inputs_first
 from gpipe_compiler.codegen.constructors import StageState, frozen_in_part
 from gpipe_compiler.codegen.expressions import ExpressionWriter, RawText, outer_argument
 from gpipe_compiler.codegen.facts import CodeFacts
@@ -267,7 +267,7 @@ class StageBlocks:
         members = () if holder is None else holder.members
         names = Identifiers((*RESERVED, *dir(nn.Module()), *members))
         inside = InnerBlocks(self.blocks.of_path, self.written)
-        found = constructor_names(self.facts.graph, block, inside, names)
+        found = inputs_first(constructor_names(self.facts.graph, block, inside, names))
         return dict(sorted(found.items(), key=lambda item: not by_position(item[1].name)))
 
     def _method(

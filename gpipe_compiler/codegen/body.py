@@ -45,7 +45,7 @@ def write_body(
     functions = filter(str.isidentifier, writer.modules.values())
     names = Identifiers((*RESERVED, *reserved, *functions))
     releases = Releases.of(graph, ops, method, worth)
-    uses = Uses.of(ops, method.returns, releases.asked)
+    uses = Uses.of(ops, method.returns, releases.asked, method.multiples)
     others = {*sizes, *uses.listed}
     variables = Variables(
         names, uses.last, lambda v: ValueKind.OTHER if v in others else value_kind(graph, v)

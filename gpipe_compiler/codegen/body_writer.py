@@ -215,6 +215,8 @@ class BodyWriter:
         known = isinstance(op.result, str) and op.result not in self.dels.releases.asked
         if known and self.uses.is_condition(op, self.uses.count, self.uses.reader):
             return True
+        if op.result in self.uses.spelled:
+            return True
         if not known or not is_attribute(made):
             return False
         argument = made.args[0]

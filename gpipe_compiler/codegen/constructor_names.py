@@ -11,30 +11,46 @@ from dataclasses import dataclass
 from torch import nn
 
 from gpipe_compiler.codegen.construction import WrittenBlock
+from gpipe_compiler.codegen.keywords import number_of
 from gpipe_compiler.codegen.names import Identifiers
 from gpipe_compiler.codegen.sources import method_at, parameters_of, place_at, torch_base
-from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op
+from gpipe_compiler.ir import Graph, MethodCall, ModuleCall, Op, Ref
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.ir.blocks import BlockCall, BlockClass, Parameter
 from gpipe_compiler.ir.forms import ConstantSlot
 from gpipe_compiler.ir.ops import called
 
 
-def _aligned(op: Op) -> list[tuple[object, ast.expr]]:
+def _is_made_at_right(graph: Graph, op: Op, node: ast.BinOp) -> bool:
+    """Whether the tensor of a sum or product, which stands first in the op, is what the user's
+    statement makes behind the sign: `keep + torch.rand(shape)`."""
+    first = op.call.args[0] if op.call.args else None
+    maker = graph.producer.get(first.name) if isinstance(first, Ref) else None
+    here = maker is not None and place_at(maker.source) == place_at(op.source)
+    return here and isinstance(node.left, ast.Name | ast.Attribute | ast.Constant)
+
+
+def _aligned(graph: Graph, op: Op) -> list[tuple[object, ast.expr]]:
     """The leaves of a call's arguments that are arguments themselves, and how the user has them."""
     place, made = place_at(op.source), op.call
     if place is None:
         return []
     own = made.module.rpartition(".")[2] if isinstance(made, ModuleCall) else called(made)
     operator = _OPERATORS.get(own.removeprefix("i"))
+    method = isinstance(made, MethodCall) or operator is not None
     found: list[tuple[ast.expr, ...]] = []
     for node in ast.walk(place.node):
         match node:
             case ast.BinOp(left=left, right=right) if operator and isinstance(node.op, operator):
-                found.append((left, right))
-            case ast.Call(func=ast.Attribute(value=value, attr=attr), args=args) if attr == own:
-                receiver = (value,) if isinstance(made, MethodCall) else ()
-                found.append((*receiver, *args))
+                turned = isinstance(node.op, ast.Add | ast.Mult) and _is_made_at_right(
+                    graph, op, node
+                )
+                found.append((right, left) if turned else (left, right))
+            case ast.Call(func=ast.Attribute(value=value, attr=attr), args=args) if attr in (
+                own,
+                own.removeprefix("true"),
+            ):
+                found.append((*((value,) if method else ()), *args))
     if len(found) != 1 or any(isinstance(item, ast.Starred) for item in found[0]):
         return []
     return [*zip(made.args, found[0], strict=False)]
@@ -46,14 +62,14 @@ _OPERATORS = {
 }  # fmt: skip
 
 
-def number_name(op: Op, number: int) -> str:
+def number_name(graph: Graph, op: Op, number: int) -> str:
     """The user's name for a constant of an op; "" where it has none.
 
     Args:
         number: its place among the leaves of the arguments.
     """
     place = 0
-    pending = _aligned(op)
+    pending = _aligned(graph, op)
     while pending:
         argument, written = pending.pop(0)
         match argument, written:
@@ -115,9 +131,20 @@ def constructor_names(
     for item in block.parameters:
         slots = [*inside.slots(item.slots)]
         known = _number_names(graph, block.first, slots, dict(inside.names(slots)))
-        wanted = [own for own in (*known, item.name) if own]
+        wanted = [*filter(None, known)] or [item.name]
         found[names.take(next((own for own in wanted if own not in names), wanted[0]))] = item
     return found
+
+
+def inputs_first(found: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """`in_features` and `out_features` in the order that torch has them in."""
+    order = [*found]
+    for place, own in enumerate(order):
+        other = own.replace("out_", "in_", 1)
+        if own.startswith("out_") and other in order[place:]:
+            there = order.index(other)
+            order[place], order[there] = other, own
+    return {own: found[own] for own in order}
 
 
 def _number_names(
@@ -131,8 +158,9 @@ def _number_names(
         slots: where the number stands in a call of the block.
         inner: what blocks in it call the number, by their paths.
     """
-    ops = ((graph.op_of[slot.owner], slot.key) for slot in slots if slot.owner in graph.op_of)
-    yield from (number_name(op, int(key)) for op, key in ops)
+    of_ops = [slot for slot in slots if slot.owner in graph.op_of]
+    ops = ((graph.op_of[slot.owner], slot.key) for slot in of_ops)
+    yield from (number_name(graph, op, int(key)) for op, key in ops)
     arguments = [slot for slot in slots if isinstance(slot.key, str)]
     sizes = [slot for slot in slots if slot.owner in graph.state]
     made = _constructor(graph, call.path, call)
@@ -145,20 +173,32 @@ def _number_names(
         )
         yield max(found, key=lambda own: found[own], default="")
         yield from (_passed(graph, call, made, path, own) for path, own in inner.items())
-    base = torch_base(_files(call), graph.module_classes.get(call.path, ""))
+    path, _, _ = f"{call.path}.".partition(f".{_PARTS}.")  # of the layer that is parametrized
+    path = path.removesuffix(".")
+    cls = graph.module_classes.get(path, "")
+    base = torch_base(_files(call), cls)
+    if cls.startswith(_PARAMETRIZED):
+        base = getattr(nn, cls.removeprefix(_PARAMETRIZED), None)
     if base is not None:
-        prefix = f"{call.path}."
+        prefix = f"{path}."
         yield from (_of_layer(base, slot, slot.owner.removeprefix(prefix)) for slot in sizes)
     yield from (str(slot.key) for slot in arguments)
     yield from inner.values()
+    yield from (number_of(graph.op_of[slot.owner].call, int(slot.key)) for slot in of_ops)
+
+
+_PARTS, _PARAMETRIZED = "parametrizations", "Parametrized"
+"""Where torch puts the tensors of which it computes a weight, and how it renames the layer."""
 
 
 def _of_layer(base: type[nn.Module], slot: ConstantSlot, own: str) -> str:
     """What a class of torch calls a size of its weight or bias; "" where that is not told."""
     known = inspect.signature(base).parameters
     names = [next((item for item in known if item.startswith(w)), "") for w in ("out_", "in_")]
+    own = own.removeprefix(f"{_PARTS}.").partition(".")[0]
     if own == "weight" and "Transpose" in base.__name__:
         names.reverse()
+    names += ["kernel_size"] * (len(known) if "kernel_size" in known else 0)
     return dict(enumerate(names)).get(int(slot.key), "") if own in ("weight", "bias") else ""
 
 

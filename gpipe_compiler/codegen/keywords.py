@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from gpipe_compiler.ir import Argument, ByMode, Ref, StateRef
+from gpipe_compiler.ir import Argument, ByMode, Call, FunctionCall, MethodCall, Ref, StateRef
 from gpipe_compiler.ir.arguments import leaves
+from gpipe_compiler.ir.ops import called
 
 _DIMENSIONS = frozenset({"dim", "dims"})
 _OF_ONE_DIMENSION = frozenset({"softmax", "log_softmax"})
@@ -79,6 +80,28 @@ def by_keyword(
     for place, item in enumerate(given):
         given[place] = _narrowed(item, min(one[place].width for one in signatures))
     return given, {key: _narrowed(item, widths.get(key, 0)) for key, item in named.items()}
+
+
+def number_of(call: Call, number: int) -> str:
+    """What a function or method of torch calls a constant that it is given: `padding`.
+
+    "" where that is not told, or says nothing, as `other` does.
+
+    Args:
+        number: its place among the leaves of the arguments.
+    """
+    if not isinstance(call, FunctionCall | MethodCall):
+        return ""
+    function = call.function if isinstance(call, FunctionCall) else None
+    signatures = _signatures(called(call), function)
+    given = (one for one in signatures if _takes(one, call.args, call.kwargs))
+    ends = [*itertools.accumulate(len([*leaves(item)]) for item in call.args)]
+    place = next((place for place, end in enumerate(ends) if number < end), None)
+    names = {one[place].name for one in given} if place is not None else set()
+    return names.pop() if len(names) == 1 and not names & _UNTELLING else ""
+
+
+_UNTELLING = frozenset({"self", "input", "other", "size", "shape", "a", "b", "x", "y"})
 
 
 def _is_usual(key: str, item: Argument, signatures: Sequence[Signature]) -> bool:

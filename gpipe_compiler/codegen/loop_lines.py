@@ -10,6 +10,7 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Expression, call, consecutive, name
 from gpipe_compiler.codegen.loops import Loop
 from gpipe_compiler.codegen.names import Identifiers
+from gpipe_compiler.codegen.sources import names_in_loops
 from gpipe_compiler.codegen.statements import Statement, guarded
 from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one, plain_name
 from gpipe_compiler.ir import FunctionCall, Mode, Op, Ref
@@ -102,14 +103,19 @@ class LoopLines:
     def _line(self, op: Op, loop: Loop) -> tuple[Statement, dict[str, str]]:
         """The first line of a loop, and the expressions in it for the modules that it runs over."""
         around = {path: self.writer.modules[path] for path in loop.lists}
+        words = {path: path.rpartition(".")[2] for path in loop.lists}
+        users, counted = names_in_loops(loop.source, [*words.values()])
         if loop.numbers is None and loop.lists and loop.whole:
-            ones = [self.names.take(name_of_one(path)) for path in loop.lists]
+            wanted = [
+                self._free(users.get(own)) or name_of_one(path) for path, own in words.items()
+            ]
+            ones = [self.names.take(own) for own in wanted]
             each = [name(f"{place}.values()") for place in around.values()]
             expression = call("zip", [*each, name("strict=True")]) if len(each) > 1 else each[0]
         elif loop.numbers is None and not loop.lists:
             ones, expression = ["_"], name(f"range({loop.count})")
         else:
-            index = self.names.take("index")
+            index = self.names.take(self._free(counted) or "index")
             self.writer.counters[op.name] = index
             keys = loop.keys or [str(number) for number in loop.numbers or ()]
             expression = name(consecutive(keys) or f"({', '.join(keys)})")
@@ -120,6 +126,10 @@ class LoopLines:
         places = dict(zip(last, ones, strict=False))
         target = self.writer.counters.get(op.name) or ", ".join(ones)
         return Statement(f"for {target} in ", expression, op.mode, op.module), places
+
+    def _free(self, wish: str | None) -> str | None:
+        """The user's name in a loop; None where it stands for something else here."""
+        return wish if wish not in self.names else None
 
     def end(
         self, op: Op, loop: Loop, position: int, statements: list[Statement]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gpipe_compiler.codegen.expressions import OwnModule, runs_again
 from gpipe_compiler.codegen.sources import is_repeated, statement_at
+from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import Call, FunctionCall, ModuleCall, Op, Ref, StateRef
 from gpipe_compiler.ir.arguments import leaves
 
@@ -31,6 +32,7 @@ class Loop:
         after: those that are read after the loop.
         unlike: those whose sizes are not the same in all rounds.
         gathered: values of all rounds, one of each in order, that are read together after it.
+        source: of an op of a round.
     """
 
     lists: tuple[str, ...]
@@ -43,6 +45,7 @@ class Loop:
     after: frozenset[str]
     unlike: frozenset[str]
     gathered: tuple[tuple[str, ...], ...]
+    source: SourceLocation | None
 
     @property
     def listed(self) -> tuple[str, ...]:

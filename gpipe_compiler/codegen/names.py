@@ -19,8 +19,9 @@ RESERVED = (
     | frozenset(keyword.kwlist)
     | frozenset(dir(builtins))
     | {"self", "_", "l", "O", "I"}
-)
-"""Names that no variable or argument takes: they mean something else, or cannot be read."""
+) - {"input"}
+"""Names that no variable or argument takes: they mean something else, or cannot be read. What a
+layer is given may be its `input`, as in torch."""
 
 LONGEST = 48
 """Characters; longer names lose their middle, so that statements fit on a line."""

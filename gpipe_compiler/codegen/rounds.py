@@ -348,6 +348,7 @@ class Rounds:
             frozenset(after),
             frozenset(self._unlike(made)),
             tuple(gathered),
+            next((op.source for op in self._round(0) if op.source is not None), None),
         )
 
     def _numbers(self) -> range | None:

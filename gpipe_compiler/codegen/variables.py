@@ -162,6 +162,7 @@ class Uses:
         partner: values of eval mode to those of train mode that stand for the same thing.
         loops: the positions of the ops that begin and end the loops, the outer ones first.
         listed: values that stand in lists, in which loops gather them.
+        spelled: sizes that are written out wherever they are read, `(h - 1) // 2`.
     """
 
     count: dict[str, int]
@@ -171,6 +172,7 @@ class Uses:
     partner: dict[str, str]
     loops: tuple[tuple[int, int], ...] = ()
     listed: frozenset[str] = frozenset()
+    spelled: frozenset[str] = frozenset()
 
     def until(self, position: int) -> int:
         """The position up to which something has to be there that is read at one: all rounds."""
@@ -198,11 +200,18 @@ class Uses:
         )
 
     @classmethod
-    def of(cls, ops: Sequence[Op], returns: Sequence[str], asked: Collection[str] = ()) -> Uses:
+    def of(
+        cls,
+        ops: Sequence[Op],
+        returns: Sequence[str],
+        asked: Collection[str] = (),
+        sizes: Collection[str] = (),
+    ) -> Uses:
         """The uses in a method or region.
 
         Args:
             asked: results of `x.shape` and the like that are kept in a variable.
+            sizes: values that follow from sizes.
         """
         count: dict[str, int] = {}
         last: dict[str, int] = {}
@@ -238,15 +247,42 @@ class Uses:
                 continue
             count[value] = count.get(value, 0) + 1
             last[value] = END
+        spelled = _spelled(ops, sizes, returns)
         for op in reversed(ops):
             written = is_attribute(op.call) or cls.is_condition(op, count, reader)
+            written = written or op.result in spelled
             if written and not set(asked).issuperset(op.outputs):
                 for value in op.inputs:
                     last[value] = max(last[value], *(last.get(v, -1) for v in op.outputs))
         ended = {loop: place for place, op in enumerate(ops) if (loop := loop_ended(op))}
         loops = tuple((place, ended[loop]) for loop, place in begun.items())
         listed = frozenset(value for loop in begun for value in loop.listed)
-        return cls(count, last, reader, frozenset(chosen), partner, loops, listed)
+        return cls(count, last, reader, frozenset(chosen), partner, loops, listed, spelled)
+
+
+def _spelled(ops: Sequence[Op], sizes: Collection[str], returns: Collection[str]) -> frozenset[str]:
+    """The results of arithmetic of sizes that no statement of the user's makes: it is written where
+    they are read, once or in such arithmetic alone."""
+    readers: dict[str, list[Op]] = {}
+    for op in ops:
+        for value in op.inputs:
+            readers.setdefault(value, []).append(op)
+
+    def is_arithmetic(op: Op) -> bool:
+        made = op.call
+        plain = isinstance(made, FunctionCall) and made.function in BINARY
+        return plain and op.result in sizes and op.mode is Mode.ALWAYS
+
+    found: set[str] = set()
+    for op in filter(is_arithmetic, ops):
+        value = str(op.result)
+        first, *others = readers.get(value, [op])
+        statement = statement_at(op.source)
+        within = statement is not None and statement_at(first.source) == statement
+        alone = not others and first.inputs.count(value) == 1
+        if within and value not in returns and (alone or all(map(is_arithmetic, (first, *others)))):
+            found.add(value)
+    return frozenset(found)
 
 
 def makes_only(op: Op, values: Collection[str]) -> bool:

@@ -30,7 +30,7 @@ from gpipe_compiler.ir.own_functions import OwnFunction
 
 _TAKEN = frozenset(
     {
-        *dir(builtins),
+        *(name for name in dir(builtins) if name != "input"),  # as torch's own layers call it
         *keyword.kwlist,
         *keyword.softkwlist,
         *("self", "torch", "nn", "F", "math", "operator", "forward", "training"),

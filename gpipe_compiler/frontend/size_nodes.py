@@ -76,7 +76,7 @@ class SizeNodes:
         self._position = position
         self._symbols: dict[Any, tuple[fx.Node, int | None]] = {}
         self._sizes: dict[tuple[object, ...], dict[Any, tuple[fx.Node, int]]] = {}
-        self._lines: dict[Any, SourceLocation | None] = {}
+        self._lines: dict[Any, tuple[SourceLocation | None, int]] = {}
         self._written: dict[Any, fx.Node] = {}
 
     def note(self, node: fx.Node, tensor: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class SizeNodes:
         if new and is_asked_by_user():
             source = self._position.origin()["source"]
             for key in new:
-                self._lines[key] = source
+                self._lines[key] = source, found[key[0]][1]
                 if key in self._written:
                     self._tell_line(key)
 
@@ -204,11 +204,13 @@ class SizeNodes:
     def _tell_line(self, key: Any) -> None:
         """Lets a size be of the line that asks for it, where both that and its use are a module's
         own: calls of functions are told by the order of their lines. One of an input, which is
-        asked at the start, is so in any case."""
-        asked, meta = self._lines.get(key), self._written[key].meta
-        own = _function(asked) == _function(meta["source"]) == "forward"
-        if asked is not None and (own or not key[1]):
-            meta["source"] = asked
+        asked at the start, is so in any case. A line that asks another tensor for it, where it has
+        another place, would tell a wrong name."""
+        node = self._written[key]
+        asked, place = self._lines.get(key, (None, None))
+        own = _function(asked) == _function(node.meta["source"]) == "forward"
+        if asked is not None and place == node.args[1] and (own or not key[1]):
+            node.meta["source"] = asked
 
     def _value(self, target: Any, args: tuple[Any, ...]) -> Any:
         values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in args]

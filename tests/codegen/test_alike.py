@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[str, ...]
     "scans": (
         Scans,
         (4, DIM, DIM),
-        ("    for index in range(6):\n", "self.down(scan(x, self.decay))"),
+        ("    for step in range(6):\n", "self.down(scan(x, self.decay))"),
     ),
     "pairs": (Pairs, (4, DIM), ("        return x + message, side - message\n",)),
 }

@@ -135,7 +135,7 @@ def found(model: nn.Module, *args: object, **rest: object) -> dict[str, int | No
         (Attention(), (x(6, 6), torch.zeros(6, 6)), {"x": 1, "mask": None}),
         (Words(), (torch.zeros(6, BATCH, dtype=torch.long),), {"tokens": 1}),
         (Noisy(), (torch.randn(BATCH, WIDTH),), {"x": 0}),
-        (nn.Linear(WIDTH, 2), (torch.randn(1, WIDTH),), {"input_": 0}),
+        (nn.Linear(WIDTH, 2), (torch.randn(1, WIDTH),), {"input": 0}),
     ],
 )
 def test_the_dimension_that_is_proven(
@@ -196,9 +196,9 @@ def test_a_model_that_writes_to_its_parameters_stays_as_it_is() -> None:
 
 def test_what_the_user_says_is_tried_alone() -> None:
     either, square = nn.Linear(WIDTH, 3), x(BATCH, BATCH)
-    graph = trace(either, square, training=False, batch_dims={"input_": 1})
+    graph = trace(either, square, training=False, batch_dims={"input": 1})
 
-    assert found(either, square) == {"input_": 0}
+    assert found(either, square) == {"input": 0}
     assert [source.batch_dim for source in graph.inputs] == [1]
     with pytest.raises(UsageError, match="--batch-dim x=3: there is no such dimension"):
         trace(Encoder(), x(), training=False, batch_dims={"x": 3})

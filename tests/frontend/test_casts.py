@@ -257,7 +257,7 @@ def test_layers_that_are_alike_read_a_type_alike():
     assert casts[1] == casts[2] == [False, True]
     x = torch.randn(6, DIM)
     for precision in Precision:
-        assert torch.equal(run(graph, precision, x, "input_"), truth(model, x, precision))
+        assert torch.equal(run(graph, precision, x, "input"), truth(model, x, precision))
 
 
 @pytest.mark.parametrize("compiled", [Precision.FP32, Precision.FP16])

@@ -58,7 +58,7 @@ def test_in_eval_mode(options: dict[str, Any], *, hooked: bool) -> None:
     if hooked:
         model[0].norm1.register_forward_hook(lambda *_: None)
     x = torch.randn(4, 5, 8)
-    dims = {"input_": 0 if settings["batch_first"] else 1}
+    dims = {"input": 0 if settings["batch_first"] else 1}
     graph = trace(model, (x,), training=False, batch_dims=dims)
 
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

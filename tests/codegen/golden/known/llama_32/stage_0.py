@@ -37,6 +37,6 @@ class Stage0(nn.Module):
         position_ids = torch.arange(length, device=input_ids.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
-        for layer in self.model.layers.values():
-            inputs_embeds = layer(inputs_embeds, cos, sin)  # (B, input_ids.1, 32)
+        for decoder_layer in self.model.layers.values():
+            inputs_embeds = decoder_layer(inputs_embeds, cos, sin)  # (B, input_ids.1, 32)
         return inputs_embeds

@@ -37,8 +37,8 @@ class Stage3(nn.Module):
         position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
-        for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin)  # (B, input_ids.1, 32)
+        for decoder_layer in self.model.layers.values():
+            hidden_states = decoder_layer(hidden_states, cos, sin)  # (B, input_ids.1, 32)
         hidden_states = self.model.norm(hidden_states)
 
         # modeling_llama.py:468

@@ -34,6 +34,6 @@ class Stage1(nn.Module):
         position_ids = torch.arange(length, device=hidden_states.device)  # (input_ids.1,)
         position_ids = position_ids.unsqueeze(0)  # (1, input_ids.1)
         cos, sin = self.model.rotary_emb(position_ids)
-        for layer in self.model.layers.values():
-            hidden_states = layer(hidden_states, cos, sin)  # (B, input_ids.1, 32)
+        for decoder_layer in self.model.layers.values():
+            hidden_states = decoder_layer(hidden_states, cos, sin)  # (B, input_ids.1, 32)
         return hidden_states

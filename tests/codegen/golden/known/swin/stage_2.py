@@ -130,6 +130,6 @@ class Stage2(nn.Module):
             hidden_states: (B, 64, 64) float32, for stage 3.
         """
         # swin.encoder (modeling_swin.py:806)
-        for layer in self.swin.encoder.layers.values():
-            hidden_states = layer(hidden_states)  # (B, 64, 64)
+        for layer_module in self.swin.encoder.layers.values():
+            hidden_states = layer_module(hidden_states)  # (B, 64, 64)
         return hidden_states

@@ -104,8 +104,8 @@ class SwinStagePart2(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:694
-        for block in self.blocks.values():
-            hidden_states = block(hidden_states)  # (B, 64, 64)
+        for layer_module in self.blocks.values():
+            hidden_states = layer_module(hidden_states)  # (B, 64, 64)
         return hidden_states
 
 

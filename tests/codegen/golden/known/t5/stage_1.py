@@ -60,8 +60,8 @@ class Stage1(nn.Module):
 
         # encoder (modeling_t5.py:707-745)
         attention_mask = create_bidirectional_mask(length, hidden_states.device)
-        for block in self.encoder.block.values():
-            hidden_states = block(hidden_states, attention_mask, SelfAttention_out)
+        for layer_module in self.encoder.block.values():
+            hidden_states = layer_module(hidden_states, attention_mask, SelfAttention_out)
         hidden_states = self.encoder.dropout(self.encoder.final_layer_norm(hidden_states))
 
         # decoder (modeling_t5.py:728)

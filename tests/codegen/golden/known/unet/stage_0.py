@@ -27,8 +27,8 @@ class Stage0(nn.Module):
         # unet.py:66
         x = images
         skips: list[Tensor] = []
-        for down in self.down.values():
-            down_2 = down(x)
+        for block in self.down.values():
+            down_2 = block(x)
             skips.append(down_2)
             x = self.pool(down_2)
         return *skips, x
