@@ -207,20 +207,23 @@ def around_writes(memory: Memory) -> Iterator[Pair]:
 def must_run_in_place(graph: Graph, effects: Effects) -> frozenset[str]:
     """The ops that serve only the loss but cannot wait until all other ops have run.
 
-    A later op, not of the loss, overwrites what they read or reads what they write. What they are
-    computed from cannot wait either.
+    A later op, not of the loss, overwrites what they read or reads what they write, or the model,
+    which returns its loss itself, writes by them into what else it returns. What they are computed
+    from cannot wait either.
     """
     late = graph.replace(held=frozenset()).loss_only
     if not late:
         return frozenset()
     before: dict[str, set[str]] = {}
+    returned = graph.output_values if graph.loss and graph.loss.returned else ()
+    shown = {name for value in returned for name in effects.alias_set(value)}
+    found = {name for name, values in effects.writes.items() if name in late and values & shown}
     for memory in written_memory(graph, effects, graph.ops):
         for first, second in around_writes(memory):
             before.setdefault(second, set()).add(first)
     for op in graph.ops:
         makers = (graph.producer.get(name) for name in op.inputs)
         before.setdefault(op.name, set()).update(m.name for m in makers if m is not None)
-    found: set[str] = set()
     for op in reversed(graph.ops):
         if op.name not in late or op.name in found:
             found |= before[op.name] & late

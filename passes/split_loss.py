@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -82,9 +82,11 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
     left = without_unread(graph.ops, graph.output_values, lambda op: op.name in adding)
     kept = without_unread(left, needed, droppable)
     dropped = {op.name for op in graph.ops}.difference(op.name for op in kept)
-    lasting = [op for op in kept if op.name in adding]
-    if any(map(writes, lasting)) or _written_is_read(graph, adding, dropped):
+    apart = _apart_of_writes(graph, kept, groups, adding)
+    if apart is None or _written_is_read(graph, adding, dropped):
         return None
+    kept, groups, copied = apart
+    summands = [summand for group in groups for summand in group.summands]
     scalars = {s.mode: s.value for s in reversed(summands) if isinstance(s.value, str)}
     if Mode.ALWAYS not in scalars and len(scalars) < len((Mode.TRAIN, Mode.EVAL)):
         return None  # in one mode nothing is made that a number could be like
@@ -100,10 +102,42 @@ def with_terms(graph: Graph, groups: Sequence[TermGroup], added: Sequence[Op]) -
         loss = dataclasses.replace(loss, reduction=reduction, weight=weight, terms=())
     made = graph.replace(ops=(*kept, *tail.made), values={}, loss=loss)
     places = {op.name: place for place, op in enumerate(graph.ops)}
-    changed = min((places[name] for name in adding | dropped), default=len(places))
+    changed = min((places[name] for name in adding | dropped | copied), default=len(places))
     if all(stretch.end <= changed for stretch in graph.repeats):
         made = dataclasses.replace(made, repeats=graph.repeats)
     return annotate(made, graph.batch_size, graph.precision)
+
+
+def _apart_of_writes(
+    graph: Graph, ops: tuple[Op, ...], groups: Sequence[TermGroup], adding: Set[str]
+) -> tuple[tuple[Op, ...], Sequence[TermGroup], Set[str]] | None:
+    """The ops with copies of the terms over which sums are written that stay, as the model returns
+    them; the terms, as these copies; and which ops made them.
+
+    None where something else writes there, or where it scales a term.
+    """
+    summands = [summand for group in groups for summand in group.summands]
+    terms = {summand.value for summand in summands if isinstance(summand.value, str)}
+    scales = set(value_names(tuple(step.args for item in summands for step in item.scale)))
+    found = effects(graph).writes
+    stay = adding & {op.name for op in ops}
+    written = frozenset[str]().union(*(found[name] for name in stay & found.keys()))
+    others = frozenset[str]().union(*(found[name] for name in found.keys() - adding))
+    if not written.isdisjoint(others & terms | scales):
+        return None
+    taken = {*graph.values, *(name for op in graph.ops for name in (op.name, *op.outputs))}
+    names: dict[str, str] = {}
+    for value in sorted(written & terms):
+        names[value] = _free(f"{value}_term", taken)
+        taken.add(names[value])
+    made: list[Op] = []
+    for op in ops:
+        made.append(op)
+        for value in filter(names.__contains__, op.outputs):
+            call = MethodCall("clone", (Ref(value),))
+            made.append(dataclasses.replace(op, name=names[value], result=names[value], call=call))
+    makers = {graph.producer[value].name for value in names}
+    return tuple(made), [_with_values(group, names) for group in groups], makers
 
 
 def _written_is_read(graph: Graph, adding: set[str], dropped: set[str]) -> bool:
@@ -197,10 +231,14 @@ def bare_terms(groups: Iterable[TermGroup]) -> list[Summand]:
     return [
         summand
         for group in groups
-        if group.weight is not None and group.weight.least > -math.inf
+        if _is_bare(group)
         for summand in group.summands
         if isinstance(summand.term, Division)
     ]
+
+
+def _is_bare(group: TermGroup) -> bool:
+    return group.weight is not None and group.weight.least > -math.inf
 
 
 def never_by_zero(graph: Graph, summands: Sequence[Summand]) -> Graph:
@@ -259,12 +297,10 @@ def copies_of_parts(
             result = map_result(values.__getitem__, op.result)
             name = values.get(op.name) or _free(f"{op.name}_part", names)
             made.append(dataclasses.replace(op, name=name, result=result, call=call))
-    return made, [_with_values(group, values) for group in groups]
+    return made, [_with_values(item, values) if _is_bare(item) else item for item in groups]
 
 
 def _with_values(group: TermGroup, values: Mapping[str, str]) -> TermGroup:
-    if group.weight is None or group.weight.least == -math.inf:
-        return group
     summands = (
         dataclasses.replace(summand, value=values.get(summand.value, summand.value))
         if isinstance(summand.value, str)

@@ -33,6 +33,7 @@ from gpipe_compiler.frontend.probing import (
     slot_of_loss,
     stand_ins,
     sum_of_squares,
+    unwritten,
     user_call,
     with_numbers,
 )
@@ -183,7 +184,7 @@ class Entry(nn.Module):
         if own is not None and not self.squared:
             return [own, *leaves]
         if self.loss_fn is not None:
-            return [self.loss_fn(output, target), *leaves]
+            return [unwritten(leaves, self.loss_fn, output, target), *leaves]
         return [sum_of_squares([leaves[index] for index in self.known.squares]), *leaves]
 
     @contextlib.contextmanager

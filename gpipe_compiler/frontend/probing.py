@@ -10,7 +10,7 @@ import torch
 from gpipe_compiler.errors import ModelError, SourceLocation
 from gpipe_compiler.frontend.examples import samples_in_a_list
 from gpipe_compiler.frontend.structure import Template, TensorSlot, map_tensors, pick, slots
-from gpipe_compiler.frontend.user_code import raised
+from gpipe_compiler.frontend.user_code import definition, raised
 from gpipe_compiler.ir import Reduction
 from gpipe_compiler.ir.arguments import leaves
 from gpipe_compiler.runtime.core.nest import Path
@@ -132,6 +132,24 @@ def check_scalar(loss: object, what: str) -> None:
         if tensor
         else "return the loss alone, a tensor of one number; metrics can be outputs of the model",
     )
+
+
+def unwritten(outputs: Sequence[torch.Tensor], loss_fn: Any, *given: object) -> object:
+    """The loss, which may write in place to copies of the outputs alone.
+
+    Raises:
+        ModelError: where it writes to them. What the model returns without a loss is another thing.
+    """
+    before = [tensor._version for tensor in outputs]
+    loss = loss_fn(*given)
+    if before != [tensor._version for tensor in outputs]:
+        raise ModelError(
+            "loss_fn writes in place into what the model returns: in inference, which has no loss, "
+            "the outputs would be others than in training",
+            location=definition(loss_fn),
+            hint="write into a copy: output = output.clone()",
+        )
+    return loss
 
 
 _FREE = (

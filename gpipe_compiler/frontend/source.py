@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -246,7 +246,7 @@ def example_call(spec: ModelSpec, module: ModuleType) -> Call:
 
 def _compares(loss_fn: object, module: ModuleType) -> bool:
     """Whether a loss needs a target, or takes the one that the file offers."""
-    if not isinstance(loss_fn, FunctionType) or not takes(loss_fn, 1):
+    if not callable(loss_fn) or not takes(loss_fn, 1):
         return loss_fn is not None
     return takes(loss_fn, 2) and any(
         hasattr(module, name) for name in ("example_target", "train_data")

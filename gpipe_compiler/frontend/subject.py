@@ -10,7 +10,7 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,16 +27,17 @@ LossFunction = Callable[[object, object], torch.Tensor]
 """`loss_fn(output, target)`, as the user's file offers it."""
 
 
-def takes(function: FunctionType, arguments: int) -> bool:
-    """Whether a function can be called with so many arguments."""
+def takes(function: Callable[..., object], arguments: int) -> bool:
+    """Whether a function or module can be called with so many arguments, as far as it says."""
+    called = function.forward if isinstance(function, nn.Module) else function
     try:
-        inspect.signature(function, follow_wrapped=False).bind(*[None] * arguments)
-    except TypeError:
+        inspect.signature(called, follow_wrapped=False).bind(*[None] * arguments)
+    except (TypeError, ValueError):
         return False
     return True
 
 
-def _with_target(loss_fn: Callable[[object], torch.Tensor]) -> LossFunction:
+def _with_target(loss_fn: Callable[..., torch.Tensor]) -> LossFunction:
     @functools.wraps(loss_fn)
     def of_output(output: object, target: object) -> torch.Tensor:
         return loss_fn(output)
@@ -261,7 +262,7 @@ class Subject:
         if self.began is _NOT_LOOKED_AT:
             object.__setattr__(self, "began", shared_state(self.model, self.loss_fn))
         own = self.loss_fn
-        if isinstance(own, FunctionType) and takes(own, 1) and not takes(own, 2):
+        if own is not None and takes(own, 1) and not takes(own, 2):
             object.__setattr__(self, "loss_fn", _with_target(own))
 
     def fixed(self) -> Subject:

@@ -259,11 +259,17 @@ class Graph:
             # What asks of the target is no business of inference.
             if any(item.name in asked and item.name not in read for item in self.inputs):
                 found.update(needed - others, (op.name,))
-        for op in self.ops:
-            makers = (self.producer.get(name) for name in op.inputs)
-            if any(maker is not None and maker.name in found for maker in makers):
-                found.add(op.name)
+        while more := self._with_them(found) - others - found:
+            found |= more
         return frozenset(found - self.held)
+
+    def _with_them(self, names: set[str]) -> frozenset[str]:
+        """The ops that read what these ops make, such as those that write into it; and what they
+        read, as what is written is not among the ancestors of what it is written into."""
+        read = {name for op in self.ops if op.name in names for name in op.inputs}
+        made = {name for op in self.ops if op.name in names for name in op.outputs}
+        after = {op.name for op in self.ops if not made.isdisjoint(op.inputs)}
+        return self.ancestors(read) | after
 
     @property
     def loss_inputs(self) -> frozenset[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -244,8 +243,9 @@ class ComparedRuns:
         return any(self.steps_alike(loop, whole) for whole, _ in self.wholes(draws))
 
     def steps_alike(self, loop: Tensors, whole: Tensors) -> bool:
-        """Whether two training steps agree but for rounding; without a finite loss, they do."""
-        if not all(math.isfinite(loss) for loss in whole[ComparedKind.LOSS].values()):
+        """Whether two training steps agree but for rounding; without finite numbers, they do."""
+        held = (*whole[ComparedKind.LOSS].values(), *whole.get(ComparedKind.GRADIENT, {}).values())
+        if not all(bool(dense(tensor).isfinite().all()) for tensor in held):
             return True
         rows = compare(rounded(loop, self.rounded), rounded(whole, self.rounded))
         return all(row.passed for row in rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from adversary.case import Case
+from adversary.case import Case, Refused
 from adversary.inputs import classes, rows, steps
 from torch import Tensor, nn
 
@@ -13,6 +13,11 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+
+class Plain(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh())
 
 
 class Relus(Two):
@@ -113,6 +118,45 @@ class AfterLoss(Two):
         return out, hidden
 
 
+class WritesWhatTheLossReads(Two):
+    """What it returns is written with what its own loss is made of too."""
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        hidden = self.first(x)
+        out, logits = 2 * hidden, self.last(hidden)
+        out[:, :3] += logits
+        return {"loss": F.cross_entropy(logits, target) + out.pow(2).mean(), "out": out}
+
+
+class AddsUpPenalties(Two):
+    """Penalties of layers are added up in place, and returned beside the logits."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        penalty = torch.zeros(())
+        for layer in (self.first, self.last):
+            x = layer(x)
+            penalty += x.float().abs().mean()
+            penalty += x.float().pow(2).sum(1).mean()
+        return x, penalty / 2
+
+
+def with_penalty(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return F.cross_entropy(output[0], target) + 0.1 * output[1]
+
+
+def by_columns(output: Tensor, target: Tensor) -> Tensor:
+    """Errors are made of a target and written column by column."""
+    hits, errors = F.one_hot(target, 3), torch.zeros_like(output)
+    for column in range(3):
+        errors[:, column] = (output[:, column] - hits[:, column]).abs()
+    return errors.mean()
+
+
+def clamps_its_output(output: Tensor, target: Tensor) -> Tensor:  # refused: clamped_by_the_loss
+    output.clamp_(-0.1, 0.1)
+    return F.cross_entropy(output, target)
+
+
 def first(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return F.cross_entropy(output[0], target)
 
@@ -135,5 +179,16 @@ CASES = (
     simple("scatter", Scatter, lambda n: (rows(n), torch.randint(8, (n, 8)))),
     simple("masked", Masked),
     simple("shared", Shared),
+    Case("returned_with_the_loss", WritesWhatTheLossReads, lambda n: (rows(n), classes(n))),
+    Case("penalties", AddsUpPenalties, rows, with_penalty, classes),
+    Case("in_the_loss", Plain, rows, by_columns, classes),
+    Case(
+        "clamped_by_the_loss",
+        Plain,
+        rows,
+        clamps_its_output,
+        classes,
+        expect=Refused(("writes in place into what the model returns",), ("clone()",)),
+    ),
     Case("after_use", AfterLoss, rows, first, classes),
 )
