@@ -1,7 +1,7 @@
 """Every shell line of the documentation is run, or is in a list that says why it is not.
 
 A page is a session: its lines run one after the other in a folder of their own, where there is a
-`model.py`, a `decoder.py` and so on. What only another machine has is changed as `CHANGED` says.
+`model.py`, a `model.onnx` and so on. What only another machine has is changed as `CHANGED` says.
 """
 
 from __future__ import annotations
@@ -98,61 +98,6 @@ def eval_data():
     yield example_inputs(), example_target()
 """
 
-DECODER = """
-
-class Named(Decoder):
-    def forward(self, input_ids, past_key_values):
-        logits, seen = super().forward(input_ids, past_key_values)
-        return {"logits": logits, "past_key_values": seen}
-
-
-def build_model():
-    return Named()
-
-
-def example_inputs():
-    return {"input_ids": torch.randint(WORDS, (2, 3)), "past_key_values": past_of(2, 5)}
-"""
-
-EXPORTS = {
-    "model.onnx": """
-import torch, model
-
-torch.onnx.export(
-    model.build_model(),
-    (model.example_inputs(),),
-    'model.onnx',
-    dynamic_shapes=({0: 'batch'},),
-    input_names=['x'],
-    output_names=['y'],
-)
-""",
-    "vad.onnx": """
-import torch
-from torch import nn
-
-
-class Voice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.cell, self.last = nn.Linear(512, 8), nn.GRUCell(8, 8), nn.Linear(8, 1)
-
-    def forward(self, sound, state):
-        state = self.cell(self.first(sound).relu(), state)
-        return self.last(state).sigmoid(), state
-
-
-torch.onnx.export(
-    Voice(),
-    (torch.randn(1, 512), torch.zeros(1, 8)),
-    'vad.onnx',
-    input_names=['input', 'state'],
-    output_names=['output', 'stateN'],
-)
-""",
-}
-"""What writes an ONNX file."""
-
 DATA = """
 import torch
 
@@ -242,8 +187,6 @@ class Session:
             (bin_ / name).write_text(f'#!/bin/sh\n{python} {what} "$@"\n')
             (bin_ / name).chmod(0o755)
         (folder / "model.py").write_text(MODEL)
-        decoder = (ROOT / "tests/helpers/session_models.py").read_text() + DECODER
-        (folder / "decoder.py").write_text(decoder)
         shutil.copytree(ROOT / "examples", folder / "examples")
         (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/planning.md").read_text(), re.S)
         (folder / "cluster.toml").write_text(block)
@@ -278,9 +221,8 @@ class Session:
         if line.startswith("gpipe-compile"):
             for old in (*self.folder.glob("*_x*"), *self.folder.glob("*_auto")):
                 shutil.rmtree(old)
-            for name, program in EXPORTS.items():
-                if name in line and not (self.folder / name).exists():
-                    self.run_plainly(f'python -c "{program}"')
+            if "model.onnx" in line:
+                self.write_onnx()
         elif named:
             package = self.folder / (named[1] or named[3] or "model_x4")
             if not package.is_dir() or ("train" in line and not trains(package)):
@@ -326,6 +268,16 @@ class Session:
         lora = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
         (self.folder / "lora" / "adapter_config.json").write_text(json.dumps(lora))
 
+    def write_onnx(self) -> None:
+        """The model as an ONNX file."""
+        if not (self.folder / "model.onnx").exists():
+            program = (
+                "import torch, model; torch.onnx.export(model.build_model(), "
+                "(model.example_inputs(),), 'model.onnx', dynamic_shapes=({0: 'batch'},), "
+                "input_names=['x'], output_names=['y'])"
+            )
+            self.run_plainly(f'python -c "{program}"')
+
     def write_arrays(self) -> None:
         """What an ONNX package infers on."""
         import numpy
@@ -354,12 +306,12 @@ def graph_text() -> str:
     "page", [page for page in PAGES if any(not why_not(li) for li in LINES[page])]
 )
 def test_every_line_runs(page: str, tmp_path: Path) -> None:
+    if page == "docs/onnx.md":
+        pytest.importorskip("onnxruntime")
     if page == "docs/hugging_face.md":
         pytest.importorskip("transformers")
     session = Session(tmp_path)
     for line in LINES[page]:
-        if ".onnx" in line:
-            pytest.importorskip("onnxruntime")
         if "--peft" in line:
             pytest.importorskip("peft")
         if not why_not(line):

@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.expressions import ExpressionWriter, OwnModule, runs_again
-from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, changed_by
+from gpipe_compiler.codegen.functions import AUGMENTED, BINARY, chains, changed_by
 from gpipe_compiler.codegen.layout import Binding, Expression, name
 from gpipe_compiler.codegen.loops import Loop, loop_begun
 from gpipe_compiler.codegen.releases import DelWriter
 from gpipe_compiler.codegen.sizes import users_name, usual_name
-from gpipe_compiler.codegen.sources import alias_of, names_returned, statement_at
+from gpipe_compiler.codegen.sources import UserStatement, alias_of, names_returned, statement_at
 from gpipe_compiler.codegen.statements import shape_text
 from gpipe_compiler.codegen.value_names import (
     StatementRun,
@@ -38,6 +38,7 @@ from gpipe_compiler.ir import (
     ValueKind,
 )
 from gpipe_compiler.ir.arguments import value_names
+from gpipe_compiler.ir.contents import is_under
 from gpipe_compiler.ir.left_out import may_leave_out
 from gpipe_compiler.ir.ops import result_names
 from gpipe_compiler.passes.value_splits import sized_by_values
@@ -79,13 +80,14 @@ class Bindings:
         the shape of what is bound, "" where it is that of the statement before.
         """
         read = [value for value in op.outputs if value in self.uses.count]
+        run = run.ending(op.name) if chains(op.call) else run
         here = op.name in self.graph.op_of
         inner = here and any(is_operand(self.graph, op, value) for value in op.outputs)
-        asked = dict(zip(op.outputs, wishes(op, run), strict=True))
+        asked: Mapping[str, str | None] = dict(zip(op.outputs, wishes(op, run), strict=True))
         if inner or self._is_cut(op):
             asked = dict.fromkeys(op.outputs)
-        elif not here and len(op.outputs) > 1:
-            asked = self._sorted(asked)
+        elif not here and op.outputs:
+            asked = self._sorted(asked, run.statement)
         for value in read:
             wish = self.told.get(value) or self.named(op, value, asked[value])
             wish = wish or self._changed(op, position)
@@ -120,15 +122,33 @@ class Bindings:
             return False
         called = op.call.args[0] if runs_again(op.call) else op.call
         path = called.path if isinstance(called, OwnModule) else getattr(called, "module", "")
-        return bool(path) and not all(is_result(self.graph, v, path) for v in op.outputs)
+        return bool(path) and not all(self._leaves(value, path) for value in op.outputs)
 
-    def _sorted(self, asked: Mapping[str, str | None]) -> dict[str, str | None]:
-        """The user's names for the results of a block, which makes them in an order of its own."""
+    def _leaves(self, value: str, path: str) -> bool:
+        """Whether a value is what a module returns, which may read it, too."""
+        readers = self.graph.consumers.get(value, ())
+        outside = any(not is_under(f"{reader.module}.", path) for reader in readers)
+        return outside or is_result(self.graph, value, path)
+
+    def _sorted(
+        self, asked: Mapping[str, str | None], statement: UserStatement | None
+    ) -> Mapping[str, str | None]:
+        """The user's names for the results of a block, which makes them in an order of its own, and
+        not those that nobody reads.
+
+        Args:
+            asked: their names if they were in the user's order.
+        """
         own = {value: argument_name(self.graph, value) for value in asked}
         makers = (self.graph.producer.get(value) for value in asked)
-        returned = next(filter(None, (names_returned(op.source) for op in makers if op)), ())
-        if len(returned) != len(asked):
-            return dict.fromkeys(asked)
+        found = (names_returned(op.source) for op in makers if op)
+        returned = next((names for names in found if len(names) > 1), ())
+        targets = statement.targets if statement is not None else ()
+        names = dict(zip(returned, targets, strict=False))
+        if len(returned) > len(asked) and len(returned) == len(targets):
+            return {value: names.get(own[value]) for value in asked}
+        if len(returned) != len(asked) or len(asked) == 1:
+            return asked if len(asked) == 1 else dict.fromkeys(asked)
         named = {name: value for value, name in own.items() if name in returned}
         others = (value for value in asked if value not in named.values())
         ordered = [named[name] if name in named else next(others) for name in returned]
@@ -178,7 +198,9 @@ class Bindings:
         if value in self.dels.releases.asked or self.dels.ending(position):
             return False
         if changed_by(reader.call) == value:
-            return False
+            goes_on = isinstance(reader.result, str) and reader.result in self.uses.count
+            if not chains(reader.call) or not goes_on:
+                return False
         if isinstance(op.call, ModuleCall) and op.name not in self.graph.op_of:
             if isinstance(reader.call, ModuleCall) and reader.call.module == op.call.module:
                 return False  # one module, two times

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from gpipe_compiler.codegen.bindings import Bindings, returned
@@ -50,7 +51,7 @@ def write_body(
     variables = Variables(
         names, uses.last, lambda v: ValueKind.OTHER if v in others else value_kind(graph, v)
     )
-    arguments = tuple(_argument(graph, method, variables, v) for v in method.arguments)
+    arguments = tuple(_arguments(graph, method, variables))
     writer.variables.update(zip(method.arguments, map(name, arguments), strict=True))
     pairs = zip(method.arguments, arguments, strict=True)
     tensors = (own for value, own in pairs if is_tensor(graph, value))
@@ -79,11 +80,18 @@ def write_body(
     return with_type(body, tuple(writer.modules.values()), direct=direct)
 
 
-def _argument(graph: Graph, method: Method, variables: Variables, value: str) -> str:
-    """The variable of an argument: the user's name, else that of what makes it."""
-    size = "batch" if method.size_of(value) == 1 else ""
-    wish = method.names.get(value) or size or argument_name(graph, value)
-    maker = graph.producer.get(value)
-    if maker and isinstance(maker.call, ModuleCall) and variables.is_numbered(value, wish, -1):
-        wish = name_of_result(graph, value, maker.call.module) or wish
-    return variables.fresh(value, wish)
+def _arguments(graph: Graph, method: Method, variables: Variables) -> Iterator[str]:
+    """The variables of the arguments: the user's names, else those of what makes them; where
+    several have one name, those that the stages before have for them."""
+    wishes: list[str] = []
+    for value in method.arguments:
+        size = "batch" if method.size_of(value) == 1 else ""
+        wishes.append(method.names.get(value) or size or argument_name(graph, value))
+    counts = Counter(wishes)
+    for value, own in zip(method.arguments, wishes, strict=True):
+        before = method.before.get(value, own)
+        wish = own if counts[own] == 1 or (counts[before] and before != own) else before
+        maker = graph.producer.get(value)
+        if maker and isinstance(maker.call, ModuleCall) and variables.is_numbered(value, wish, -1):
+            wish = name_of_result(graph, value, maker.call.module) or wish
+        yield variables.fresh(value, wish)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from gpipe_compiler.codegen.bindings import Bindings
 from gpipe_compiler.codegen.expressions import context_of, reads_in_order
-from gpipe_compiler.codegen.functions import AUGMENTED, SIGNS, is_in_place
+from gpipe_compiler.codegen.functions import chains, changed_by, is_in_place, sign_of
 from gpipe_compiler.codegen.layout import WIDTH, Binding, Expression, call, name
 from gpipe_compiler.codegen.left_out import Ways, draws_within
 from gpipe_compiler.codegen.loop_lines import LoopLines
@@ -134,7 +134,7 @@ class BodyWriter:
             assert isinstance(op.result, str)
             self.writer.variables[op.result] = self.writer.call(made)
             return
-        if self._statement(op, made):
+        if not self._chains(op, position) and self._statement(op, made):
             self.dels.after(op, position, self.statements)
             return
         if may_leave_out(made):
@@ -156,7 +156,17 @@ class BodyWriter:
             self.pending.append(_Pending(op, made, position, (*sources, op.source), named, nested))
             return
         self._flush()
-        self._assign(op, expression, position, sources)
+        self._finish(op, expression, position, sources)
+
+    def _chains(self, op: Op, position: int) -> bool:
+        """Whether what is written in place stands in a statement: `self.gate(x).sigmoid_() * y`."""
+        changed = changed_by(op.call) if chains(op.call) else None
+        if changed is None or not isinstance(op.result, str) or not is_tensor(self.graph, changed):
+            return False
+        if self.pending and self.pending[-1].op.result == changed:
+            return True
+        alone = self.uses.last[changed] == position
+        return alone and self.bindings.nests(op, position, self.ops, self.runs)
 
     def _layer(self, op: Op, position: int) -> None:
         """Writes an op that may leave out its layer, which nests in it if it can."""
@@ -258,7 +268,7 @@ class BodyWriter:
         pending, self.pending = self.pending, []
         for waiting in pending:
             expression = self.writer.call(waiting.made)
-            self._assign(waiting.op, expression, waiting.position, waiting.sources[:-1])
+            self._finish(waiting.op, expression, waiting.position, waiting.sources[:-1])
 
     def _in_place(self, op: Op, made: Call) -> bool:
         """Writes `x += y` or `x.add_(y)`; False where the op is no such thing."""
@@ -271,18 +281,40 @@ class BodyWriter:
             return False
         sources = self._take_only(op, (made.args[1:], dict(made.kwargs)))
         variable = self.writer.argument(changed)
-        sign = _sign(made)
+        sign = sign_of(made)
         if sign and (isinstance(made, FunctionCall) or variable.flat.isidentifier()):
             target = f"{variable.flat} {sign} "
             self._append(op, target, self.writer.argument(made.args[1]), sources)
         else:
             assert isinstance(made, MethodCall)
             self._append(op, "", self.writer.call(made), sources)
-        if op.result is not None:
-            if isinstance(changed, Ref):
-                self.variables.alias(op.result, changed.name)
-            self.writer.variables[op.result] = variable
+        self._alias(op, changed)
         return True
+
+    def _alias(self, op: Op, changed: Ref | StateRef) -> None:
+        """Lets what an op makes in place be what it has changed."""
+        if op.result is None:
+            return
+        assert isinstance(op.result, str)
+        if isinstance(changed, Ref):
+            self.variables.alias(op.result, changed.name)
+        self.writer.variables[op.result] = self.writer.argument(changed)
+
+    def _finish(
+        self,
+        op: Op,
+        expression: Expression,
+        position: int,
+        sources: tuple[SourceLocation | None, ...],
+    ) -> None:
+        """Writes an op with what nests in it; a variable that it changes keeps its name."""
+        changed = changed_by(op.call)
+        if changed is None or self.variables.holder(changed) is None:
+            self._assign(op, expression, position, sources)
+            return
+        self._append(op, "", expression, sources)
+        self._alias(op, Ref(changed))
+        self.dels.after(op, position, self.statements)
 
     def _assign(
         self,
@@ -315,14 +347,3 @@ class BodyWriter:
         self.statements.append(
             Statement(target, expression, op.mode, op.module, (*sources, op.source))
         )
-
-
-def _sign(made: Call) -> str:
-    """The sign of an assignment that changes its target, `+=`; "" for methods without one."""
-    match made:
-        case FunctionCall(function=function):
-            return AUGMENTED[function]
-        case MethodCall(method=method, args=(Ref(), _)) if not made.kwargs:
-            return SIGNS.get(method, "")
-        case _:
-            return ""

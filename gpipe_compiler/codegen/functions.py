@@ -234,3 +234,19 @@ def changed_by(made: Call) -> str | None:
             return value if is_in_place(made) else None
         case _:
             return None
+
+
+def sign_of(made: Call) -> str:
+    """The sign of an assignment that changes its target, `+=`; "" for methods without one."""
+    match made:
+        case FunctionCall(function=function):
+            return AUGMENTED.get(function, "")
+        case MethodCall(method=method, args=(Ref(), _)) if not made.kwargs:
+            return SIGNS.get(method, "")
+        case _:
+            return ""
+
+
+def chains(made: Call) -> bool:
+    """Whether it writes in place and has a result for the next call: `x.exp_()`."""
+    return isinstance(made, MethodCall) and is_in_place(made) and not sign_of(made)

@@ -10,8 +10,8 @@ from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Expression, call, consecutive, name
 from gpipe_compiler.codegen.loops import Loop
 from gpipe_compiler.codegen.names import Identifiers
-from gpipe_compiler.codegen.sources import names_in_loops
 from gpipe_compiler.codegen.statements import Statement, guarded
+from gpipe_compiler.codegen.users_loops import names_in_loops
 from gpipe_compiler.codegen.value_names import argument_name, list_name, name_of_one, plain_name
 from gpipe_compiler.ir import FunctionCall, Mode, Op, Ref
 

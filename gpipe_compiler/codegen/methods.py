@@ -40,6 +40,7 @@ class Method:
         multiples: of values that grow with the samples, how many times these they are; of those
             that follow from other sizes, what they are.
         names: what arguments and other values are called, where that is told.
+        before: what the stages before call what they return.
         draws: of ops of layers that may be left out, how many random ops they run; None where that
             is not known.
     """
@@ -51,6 +52,7 @@ class Method:
     given: tuple[ReadSize, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     draws: Mapping[str, int] | None = None
+    before: Mapping[str, str] = field(default_factory=dict)
 
     def size_of(self, value: str) -> Dim | None:
         """The number of samples (1) or the free size that a value is; else None."""

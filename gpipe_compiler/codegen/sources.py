@@ -173,61 +173,6 @@ def is_repeated(location: SourceLocation) -> bool:
     return location.line in _loops(location.file)
 
 
-def names_in_loops(
-    location: SourceLocation | None, lists: Sequence[str]
-) -> tuple[dict[str, str], str]:
-    """What the loops around a line, or around those that called it, call the items of lists of
-    modules, and the number by which they take them or parts of tensors; "" for none.
-
-    Args:
-        lists: the attributes that hold them.
-    """
-    ones: dict[str, str] = {}
-    index = ""
-    for loop in _loops_around(location):
-        taken = {
-            ast.unparse(own.value).rpartition(".")[2]: part.id
-            for own in ast.walk(loop)
-            if isinstance(own, ast.Subscript)
-            for part in (own.slice.elts if isinstance(own.slice, ast.Tuple) else (own.slice,))
-            if isinstance(part, ast.Name)
-        }
-        for target, over in _side_by_side(loop.target, loop.iter):
-            if over is None:
-                known = [taken.get(own) for own in lists] if lists else taken.values()
-                index = index or (target if target in known else "")
-            else:
-                found = (part.attr for part in ast.walk(over) if isinstance(part, ast.Attribute))
-                ones = {**{own: target for own in found if own in lists}, **ones}
-    return ones, index
-
-
-def _loops_around(location: SourceLocation | None) -> Iterator[ast.For]:
-    """The loops around a line and its callers, the inner ones first."""
-    lines = () if location is None else (location, *(line for _, line in location.calls[::-1]))
-    for place in (frame for line in lines for frame in (line, *line.callers[::-1])):
-        nodes = (node for node in ast.walk(parsed(place.file)) if isinstance(node, ast.For))
-        around = [node for node in nodes if node.lineno <= place.line <= (node.end_lineno or 0)]
-        yield from sorted(around, key=lambda node: -node.lineno)
-
-
-def _side_by_side(target: ast.expr, over: ast.expr) -> Iterator[tuple[str, ast.expr | None]]:
-    """The names that a loop gives, and what each runs over; None for a number."""
-    match target, over:
-        case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=items):
-            for one, item in zip(targets, items, strict=False):
-                yield from _side_by_side(one, item)
-        case ast.Tuple(elts=[ast.Name(id=own), one]), ast.Call(
-            func=ast.Name(id="enumerate"), args=[item, *_]
-        ):
-            yield own, None
-            yield from _side_by_side(one, item)
-        case ast.Name(id=own), ast.Call(func=ast.Name(id="range")):
-            yield own, None
-        case ast.Name(id=own), _:
-            yield own, over
-
-
 def first_line(location: SourceLocation) -> int:
     """Where the statement at a line begins, or the outermost loop that it stands in."""
     statement = statement_at(location)
@@ -359,6 +304,8 @@ def names_returned(location: SourceLocation | None) -> tuple[str, ...]:
     match values[-1:]:
         case [ast.Tuple(elts=items)]:
             return tuple(getattr(item, "id", "") for item in items)
+        case [ast.Name(id=own)]:
+            return (own,)
         case _:
             return ()
 

@@ -111,7 +111,8 @@ def write_stages(plan: Plan, facts: CodeFacts, stages: Sequence[Stage] | None = 
         drafts = (_draft(plan, facts, stage, names, again[stage.index]) for stage in chosen)
         found = find_stage_blocks(facts, drafts)
     layers = write_blocks(found)
-    sources = tuple(_source(plan, blocks) for blocks in found)
+    before: dict[str, str] = {}
+    sources = tuple(_source(plan, blocks, before) for blocks in found)
     if not layers.classes:
         return Sources(sources, "")
     text = render(
@@ -158,13 +159,17 @@ def _run_again(own: StageMethods) -> dict[str, list[Op]]:
     return found
 
 
-def _source(plan: Plan, blocks: StageBlocks) -> StageSource:
-    """The source of a stage, whose blocks are written."""
+def _source(plan: Plan, blocks: StageBlocks, before: dict[str, str]) -> StageSource:
+    """The source of a stage, whose blocks are written.
+
+    Args:
+        before: what the stages before call what they return, to which this one's are added.
+    """
     facts, own = blocks.facts, blocks.own
     graph, stage, state = facts.graph, own.stage, own.state
     imports = blocks.file.imports
     imports.name("torch", "nn")
-    methods = _methods(plan, blocks)
+    methods = _methods(plan, blocks, before)
     buffers = _buffers(graph, state.originals)
     changed: tuple[str, ...] = ()
     if plan.training:
@@ -215,7 +220,7 @@ def _source(plan: Plan, blocks: StageBlocks) -> StageSource:
     )
 
 
-def _methods(plan: Plan, blocks: StageBlocks) -> list[list[str]]:
+def _methods(plan: Plan, blocks: StageBlocks, before: dict[str, str]) -> list[list[str]]:
     graph, own, imports = blocks.facts.graph, blocks.own, blocks.file.imports
     called = _called(blocks)
     for method in own.losses:
@@ -227,7 +232,10 @@ def _methods(plan: Plan, blocks: StageBlocks) -> list[list[str]]:
     for label, method in called.items():
         modules = {**own.state.modules, **blocks.places}
         writer = ExpressionWriter(imports, own.state.places, modules)
-        body = write_body(graph, method, writer, blocks.worth)
+        body = write_body(graph, replace(method, before=before), writer, blocks.worth)
+        if label == FORWARD:
+            pairs = zip(grouped(method.returns, body.lists), body.returns, strict=True)
+            before |= {v: own for (v, *more), own in pairs if own.isidentifier() and not more}
         described = docstring(*_described(plan, graph, own.stage, label, method, body))
         found.append(method_text(graph, label, method, body, imports, described))
     return found

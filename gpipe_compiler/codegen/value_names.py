@@ -6,12 +6,19 @@ import ast
 import operator
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from gpipe_compiler.codegen.functions import changed_by
-from gpipe_compiler.codegen.sources import UserStatement, alias_after, names_of_parts, statement_at
+from gpipe_compiler.codegen.sources import (
+    UserStatement,
+    alias_after,
+    names_of_parts,
+    names_returned,
+    statement_at,
+)
+from gpipe_compiler.errors import SourceLocation
 from gpipe_compiler.ir import (
     Call,
     FunctionCall,
@@ -50,11 +57,18 @@ class StatementRun:
         nested: whether the statement spells each of its ops, so that they may nest as there.
         last: the ops whose results no other of them reads, in order; those that make what such an
             op changes in place.
+        ends: the same, without that.
     """
 
     statement: UserStatement | None
     nested: bool
     last: tuple[str, ...]
+    ends: tuple[str, ...] = ()
+
+    def ending(self, op: str) -> StatementRun:
+        """The run, of which an op makes what it changes in place anew."""
+        pairs = zip(self.last, self.ends, strict=False)
+        return replace(self, last=tuple(op if op == end else own for own, end in pairs))
 
 
 def find_runs(ops: Sequence[Op]) -> dict[str, StatementRun]:
@@ -76,13 +90,13 @@ def find_runs(ops: Sequence[Op]) -> dict[str, StatementRun]:
         read = {name for op in span for name in op.inputs}
         makers = {value: op.name for op in members for value in op.outputs}
         changed = {op.name: makers.get(changed_by(op.call) or "") for op in members}
-        ends = (op.name for op in members if not read.intersection(op.outputs))
+        ends = tuple(op.name for op in members if not read.intersection(op.outputs))
         last = tuple(_before(changed, name) for name in ends)
         # Ops without any source are the compiler's own, a default loss: they nest as they come.
         unsourced = all(op.source is None for op in members)
         nested = len(members) <= statement.operations if statement else unsourced
         table.update(
-            dict.fromkeys((op.name for op in members), StatementRun(statement, nested, last))
+            dict.fromkeys((op.name for op in members), StatementRun(statement, nested, last, ends))
         )
     return table
 
@@ -133,7 +147,11 @@ def wishes(op: Op, run: StatementRun) -> tuple[str | None, ...]:
     if len(targets) == 1:
         if run.statement.listed:
             return nothing
-        return (targets[0],) if chained or run.last == (op.name,) else nothing
+        if not chained and run.last != (op.name,):
+            return nothing
+        if isinstance(op.call, ModuleCall) and op.source is not None and "()" not in op.module:
+            return (_called_by_callers(op.source, run.statement),)
+        return (targets[0],)
     if run.statement.listed and len(targets) == len(run.last) and op.name in run.last:
         return (targets[run.last.index(op.name)],)
     match op.call:
@@ -325,8 +343,23 @@ def called_as(graph: Graph, op: Op, value: str) -> str:
         around |= {statement_at(own) for r in readers if r.source for _, own in r.source.calls}
         alone = len(statement.targets) == 1 and not statement.listed
         again = statement.rebinds and statement.operations == 1  # `x = layer(x)` in a loop
-        return statement.targets[0] if alone and (again or statement not in around) else ""
+        if not alone or (statement in around and not again):
+            return ""
+        return _called_by_callers(line, statement)
     return ""
+
+
+def _called_by_callers(line: SourceLocation, statement: UserStatement) -> str:
+    """The user's name for what a statement makes; where it stands in a function that returns just
+    that, the one of its caller."""
+    for caller in reversed(line.callers):
+        outer = statement_at(caller)
+        if outer is None or len(outer.targets) != 1 or outer.operations > 1:
+            break
+        if names_returned(line) != statement.targets:
+            break
+        line, statement = caller, outer
+    return statement.targets[0]
 
 
 def argument_name(graph: Graph, value: str) -> str:

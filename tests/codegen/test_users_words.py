@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
+from gpipe_compiler.codegen.facts import CodeFacts
+from gpipe_compiler.codegen.stage import write_stages
 from gpipe_compiler.plan import Plan
 
 DIM = 6
@@ -105,6 +108,47 @@ class Grid(nn.Module):
         return made
 
 
+class Scores(nn.Module):
+    """Gives back what only some callers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = self.up(x)
+        weights = scores.softmax(-1)
+        out = weights * x
+        return out, scores * 2, weights
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Scores(), Scores()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, _, shares = self.first(x)
+        last, _, _ = self.second(made)
+        return last + shares
+
+
+class Writes(nn.Module):
+    """What is written in place stands where the user has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.gate(x) + 1, self.up(x) + 2
+        x = a.tanh_() * b.sigmoid_()
+        decay = (self.up(x) - 1).exp_()
+        spread = x * x + 1
+        spread.sqrt_()
+        return (self.up(x) - decay) / (spread + 2).sqrt_()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, tuple[str, ...], tuple[str, ...]]] = {
     "loops": (
         Residual,
@@ -129,8 +173,56 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, tuple[str, ...], tuple[s
         ("_number",),
     ),
     "turned": (Turned, torch.randint(DIM, (4, 5)), (), ("rows = tokens.shape[1]",)),
+    "results": (
+        Reads,
+        torch.rand(4, DIM),
+        ("shares, made = self.first(x)", "self.second(made) + shares"),
+        (),
+    ),
+    "in_place": (
+        Writes,
+        torch.rand(4, DIM),
+        (
+            "a.tanh_() * b.sigmoid_()",
+            "decay = (self.up(x) - 1).exp_()",
+            "(spread + 2).sqrt_()",
+            "        spread.sqrt_()\n",
+        ),
+        ("exp = ", "sub = "),
+    ),
     "grid": (Grid, torch.rand(4, 3, 8, 10), (), ("floor_div", " add", " sub")),
 }
+
+
+def run(layer: nn.Module, x: Tensor) -> Tensor:
+    x = layer(x)
+    return x  # noqa: RET504  # it has a name of its own
+
+
+class Runs(nn.Module):
+    """What its callers call what a function returns is not what that calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.third, self.fourth = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = run(self.first, x)
+        middle = run(self.second, early)
+        late = run(self.third, middle)
+        late = run(self.fourth, late)
+        return early * middle + late
+
+
+def test_stages_are_given_what_others_return_by_its_name(planned: Callable[..., Plan]) -> None:
+    plan = planned(Runs(), torch.rand(4, DIM), count=2)
+    first, second = (stage.text for stage in write_stages(plan, CodeFacts.of(plan.graph)).stages)
+
+    returned = re.findall(r"return (.*)", first)[-1].split(", ")
+    given = re.findall(r"def forward\(self, (.*)\) ->", second)[-1].split(", ")
+    assert {item.partition(":")[0] for item in given} == {"early", "middle", "late"}, second
+    assert {*returned} == {"early", "middle", "late"}, first
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,8 +18,8 @@ class LlamaDecoderLayerPart(nn.Module):
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_llama.py:295-297
         hidden_states = self.input_layernorm(hidden_states)  # (B, input_ids.1, 32)
-        attn_output: Tensor = self.self_attn(hidden_states, cos, sin)
-        return attn_output
+        hidden_states = self.self_attn(hidden_states, cos, sin)
+        return hidden_states
 
 
 class LlamaModelPart(nn.Module):

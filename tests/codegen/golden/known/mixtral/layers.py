@@ -126,8 +126,8 @@ class MixtralSparseMoeBlock(nn.Module):
         # modeling_mixtral.py:125-128
         shape = hidden_states.shape
         hidden_states = hidden_states.view(-1, 32)  # (input_ids.1 * B, 32)
-        router_indices, router_top_value = self.gate(hidden_states)
-        hidden_states = self.experts(router_top_value, router_indices, hidden_states)
+        top_k_index, router_top_value = self.gate(hidden_states)
+        hidden_states = self.experts(router_top_value, top_k_index, hidden_states)
         hidden_states = hidden_states.reshape(*shape)  # (B, input_ids.1, 32)
         return hidden_states
 

@@ -62,8 +62,8 @@ class SwinLayer(nn.Module):
         hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
         hidden_states_windows = window_partition(hidden_states, size=8, num_channels=16)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
-        attn_output = self.attention(hidden_states_windows)
-        attention_output = self.dropout(attn_output)
+        attention_output = self.attention(hidden_states_windows)
+        attention_output = self.dropout(attention_output)
         attention_windows = attention_output.view(-1, 4, 4, 16)  # (64*B, 4, 4, 16)
         attention_windows = window_reverse(attention_windows, size=8, num_channels=16, height=32)
         attention_windows = attention_windows.view(*shape)  # (B, 1024, 16)
@@ -164,6 +164,6 @@ class Stage0(nn.Module):
             attn_output: (64*B, 2, 16, 8) float32, for stage 1.
         """
         # swin (modeling_swin.py:806-864)
-        embeddings = self.swin.embeddings(pixel_values)  # (B, 1024, 16)
-        hidden_states, attn_output = self.swin.encoder.layers["0"](embeddings)
+        embedding_output = self.swin.embeddings(pixel_values)  # (B, 1024, 16)
+        hidden_states, attn_output = self.swin.encoder.layers["0"](embedding_output)
         return hidden_states, attn_output

@@ -68,11 +68,11 @@ class SwinLayerWithDropPath2(nn.Module):
         del hidden_states
         hidden_states_windows = hidden_states_windows.view(-1, 16, 64)  # (4*B, 16, 64)
         attn_mask = get_attn_mask(shortcut.device, size=2, height=8, ge_number=4, ge_number_2=6)
-        attn_output = self.attention(hidden_states_windows, attn_mask)  # (4*B, 16, 64)
+        attention_output = self.attention(hidden_states_windows, attn_mask)  # (4*B, 16, 64)
         del attn_mask
-        attention_windows = self.dropout(attn_output).view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
+        attention_windows = self.dropout(attention_output).view(-1, 4, 4, 64)  # (4*B, 4, 4, 64)
         attention_windows = window_reverse(attention_windows, size=2, num_channels=64, height=8)
-        del attn_output
+        del attention_output
         hidden_states = attention_windows.roll([2, 2], dims=[1, 2])
         del attention_windows
         attention_windows = hidden_states.view(*shape)  # (B, 64, 64)

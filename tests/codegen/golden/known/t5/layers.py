@@ -138,8 +138,10 @@ class T5LayerSelfAttentionWithPositionBias(nn.Module):
     ) -> Tensor:
         # modeling_t5.py:392-400
         normed_hidden_states = self.layer_norm(hidden_states)
-        attn_output = self.SelfAttention(normed_hidden_states, attention_mask, position_bias)
-        attention_output: Tensor = hidden_states + self.dropout(attn_output)
+        attention_output: Tensor = self.SelfAttention(
+            normed_hidden_states, attention_mask, position_bias
+        )
+        attention_output = hidden_states + self.dropout(attention_output)
         return attention_output
 
 
@@ -153,8 +155,8 @@ class T5LayerCrossAttention(nn.Module):
     def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:
         # modeling_t5.py:422-431
         normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
-        attn_output = self.EncDecAttention(normed_hidden_states, key_value_states)
-        layer_output: Tensor = hidden_states + self.dropout(attn_output)
+        attention_output = self.EncDecAttention(normed_hidden_states, key_value_states)
+        layer_output: Tensor = hidden_states + self.dropout(attention_output)
         return layer_output
 
 
@@ -167,8 +169,8 @@ class T5BlockWithPositionBias(nn.Module):
         self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
     ) -> Tensor:
         # modeling_t5.py:459-498
-        attention_output = self.layer["0"](hidden_states, attention_mask, position_bias)
-        hidden_states = self.layer["1"](attention_output)
+        hidden_states = self.layer["0"](hidden_states, attention_mask, position_bias)
+        hidden_states = self.layer["1"](hidden_states)
         return hidden_states
 
 
@@ -191,7 +193,7 @@ class T5BlockWithEncoderHiddenStates(nn.Module):
         encoder_hidden_states: Tensor,
     ) -> Tensor:
         # modeling_t5.py:459-498
-        attention_output = self.layer["0"](hidden_states, attention_mask, position_bias)
-        layer_output = self.layer["1"](attention_output, encoder_hidden_states)
-        hidden_states = self.layer["2"](layer_output)
+        hidden_states = self.layer["0"](hidden_states, attention_mask, position_bias)
+        hidden_states = self.layer["1"](hidden_states, encoder_hidden_states)
+        hidden_states = self.layer["2"](hidden_states)
         return hidden_states

@@ -135,8 +135,10 @@ class T5LayerSelfAttention(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:392-400
         normed_hidden_states = self.layer_norm(hidden_states)  # (B, input_ids.1, 32)
-        SelfAttention_out, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
-        attention_output = hidden_states + self.dropout(attn_output)
+        SelfAttention_out, attention_output = self.SelfAttention(
+            normed_hidden_states, attention_mask
+        )
+        attention_output = hidden_states + self.dropout(attention_output)
         return SelfAttention_out, attention_output
 
 
@@ -150,8 +152,10 @@ class T5LayerSelfAttention2(nn.Module):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:392-400
         normed_hidden_states = self.layer_norm(hidden_states)  # (B, labels.1, 32)
-        SelfAttention_out, attn_output = self.SelfAttention(normed_hidden_states, attention_mask)
-        attention_output = hidden_states + self.dropout(attn_output)
+        SelfAttention_out, attention_output = self.SelfAttention(
+            normed_hidden_states, attention_mask
+        )
+        attention_output = hidden_states + self.dropout(attention_output)
         return SelfAttention_out, attention_output
 
 
@@ -162,8 +166,8 @@ class T5Block(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459-498
-        SelfAttention_out, attention_output = self.layer["0"](hidden_states, attention_mask)
-        hidden_states = self.layer["1"](attention_output)  # (B, input_ids.1, 32)
+        SelfAttention_out, hidden_states = self.layer["0"](hidden_states, attention_mask)
+        hidden_states = self.layer["1"](hidden_states)  # (B, input_ids.1, 32)
         return SelfAttention_out, hidden_states
 
 
@@ -174,8 +178,8 @@ class T5BlockPart(nn.Module):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:459
-        SelfAttention_out, attention_output = self.layer["0"](hidden_states, attention_mask)
-        return SelfAttention_out, attention_output
+        SelfAttention_out, hidden_states = self.layer["0"](hidden_states, attention_mask)
+        return SelfAttention_out, hidden_states
 
 
 class T5StackPart(nn.Module):

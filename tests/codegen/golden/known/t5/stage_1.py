@@ -17,8 +17,8 @@ class T5BlockPart(nn.Module):
 
     def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
         # modeling_t5.py:479
-        layer_output: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
-        return layer_output
+        hidden_states: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
+        return hidden_states
 
 
 class T5StackPart(nn.Module):

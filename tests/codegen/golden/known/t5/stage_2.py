@@ -30,8 +30,8 @@ class T5BlockPart2(nn.Module):
         self, hidden_states: Tensor, attention_mask: Tensor, position_bias: Tensor
     ) -> Tensor:
         # modeling_t5.py:459
-        attention_output: Tensor = self.layer["0"](hidden_states, attention_mask, position_bias)
-        return attention_output
+        hidden_states = self.layer["0"](hidden_states, attention_mask, position_bias)
+        return hidden_states
 
 
 class T5StackPart(nn.Module):

@@ -19,8 +19,8 @@ class T5BlockPart(nn.Module):
 
     def forward(self, encoder_hidden_states: Tensor, attention_output: Tensor) -> Tensor:
         # modeling_t5.py:479-498
-        layer_output = self.layer["1"](attention_output, encoder_hidden_states)  # (B, labels.1, 32)
-        hidden_states: Tensor = self.layer["2"](layer_output)
+        hidden_states: Tensor = self.layer["1"](attention_output, encoder_hidden_states)
+        hidden_states = self.layer["2"](hidden_states)
         return hidden_states
 
 
