@@ -90,6 +90,9 @@ their results are like."""
 
 _SLICE = torch.ops.aten.slice.Tensor
 
+_MASKED_SELECT = torch.ops.aten.masked_select.default
+"""Two by one mask give as many elements. Torch remembers that of a mask by which is indexed."""
+
 _LARGER: Callable[[Any, Any], Any] = torch.sym_max
 _SMALLER: Callable[[Any, Any], Any] = torch.sym_min
 
@@ -168,6 +171,9 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
                 return _slice(*args)
         if _GROUPED is not None and func is _GROUPED.default:
             return self._grouped(func, types, args, kwargs or {})
+        if func is _MASKED_SELECT and self.shape_env and args[0].shape == args[1].shape:
+            with self:
+                return args[0][args[1]]
         if func is _BINCOUNT:
             with self:
                 made = _counts(*args, **(kwargs or {}))

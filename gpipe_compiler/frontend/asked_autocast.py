@@ -1,4 +1,4 @@
-"""What the model asks of autocast: torch turns that of CUDA off where there is no CUDA.
+"""What the model asks of CUDA where there is none: torch turns its autocast off.
 
 A package that is compiled on such a machine is to have it on where there is one.
 """
@@ -6,6 +6,7 @@ A package that is compiled on such a machine is to have it on where there is one
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,8 +15,8 @@ from unittest import mock
 import torch
 from torch.amp.autocast_mode import autocast
 
-from gpipe_compiler.errors import TraceError
-from gpipe_compiler.frontend.locate import calling_line
+from gpipe_compiler.errors import Notice, TraceError
+from gpipe_compiler.frontend.locate import calling_line, is_users
 from gpipe_compiler.ir import Autocast
 from gpipe_compiler.ir.interpret import lacks
 
@@ -42,6 +43,24 @@ def autocast_as_asked() -> Iterator[None]:
 
     with mock.patch.object(autocast, "__init__", made):
         yield
+
+
+@contextlib.contextmanager
+def cuda_missed() -> Iterator[None]:
+    """Notes the lines of the model that ask whether there is CUDA, where there is none."""
+    own, lines = torch.cuda.is_available, dict[str, None]()
+
+    def is_available() -> bool:
+        found = own()
+        if not found and is_users(sys._getframe(1).f_code.co_filename):
+            lines[str(calling_line())] = None
+        return found
+
+    with mock.patch.object(torch.cuda, "is_available", is_available):
+        yield
+    for line in lines:
+        text = f"{line}: the package holds what this comes to here, where there is no CUDA"
+        warnings.warn(Notice(text), stacklevel=2)
 
 
 def asked(context: Any) -> Autocast:

@@ -18,6 +18,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from gpipe_compiler.errors import GPipeCompilerError, SourceLocation, TraceError
+from gpipe_compiler.frontend.asked_autocast import cuda_missed
 from gpipe_compiler.frontend.both_ways import draw_on_host, write_both_ways
 from gpipe_compiler.frontend.branches_taken import (
     answered,
@@ -197,7 +198,7 @@ def _attempt(
     }
     recorder = Recorder(gradients=gradients, trains=entry.training and entry.has_loss)
     momentum = with_a_momentum(entry.model) if entry.training else contextlib.nullcontext()
-    with noting_sizes() as sizes, momentum, ambient(autocast_to, kind_of(entry)):
+    with cuda_missed(), noting_sizes() as sizes, momentum, ambient(autocast_to, kind_of(entry)):
         sizes.ties = ties(entry.signature, free)
         entry.sizes = sizes if free else None
         with told:

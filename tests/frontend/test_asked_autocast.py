@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_compiler.compile import trace
-from gpipe_compiler.errors import TraceError
+from gpipe_compiler.errors import Notice, TraceError
 from gpipe_compiler.frontend.asked_autocast import autocast_as_asked
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.ir import Autocast, Graph
@@ -103,3 +103,16 @@ def test_a_model_file_is_loaded_so(tmp_path: Path) -> None:
     graph = trace(subject.model, *subject.args, training=False)
 
     assert contexts(graph) == [[HALF]]
+
+
+class WhereThereIsCuda(Within):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", enabled=torch.cuda.is_available()):
+            return self.linear(x)
+
+
+def test_a_line_that_asks_whether_there_is_cuda_is_told() -> None:
+    with pytest.warns(Notice, match=r"test_asked_autocast.py:\d+.*where there is no CUDA"):
+        graph = trace(WhereThereIsCuda(), torch.randn(4, 4), training=False)
+
+    assert all(not region.context.enabled for op in graph.ops for region in op.regions)

@@ -291,7 +291,8 @@ def of_selected(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
 
 def of_selected_elements(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     losses, counts = masked(output, target)
-    return losses.masked_select(counts).mean()
+    apart = F.l1_loss(output.masked_select(counts), target[0].masked_select(counts))
+    return losses.masked_select(counts).mean() + apart
 
 
 def of_first_selected(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
