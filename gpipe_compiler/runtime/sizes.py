@@ -226,7 +226,7 @@ _HOLDS: Mapping[Relation, Callable[[int, int], bool]] = {
     Relation.UNEQUAL: operator.ne,
     Relation.LESS: operator.lt,
     Relation.AT_MOST: operator.le,
-    Relation.DIVISIBLE: lambda left, right: left % right == 0,
+    Relation.DIVISIBLE: lambda left, right: right != 0 and left % right == 0,
 }
 
 

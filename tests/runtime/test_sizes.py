@@ -78,6 +78,7 @@ def test_a_shape_is_that_of_the_sizes_and_samples() -> None:
         (Relation.AT_MOST, 48, True),
         (Relation.DIVISIBLE, 16, True),
         (Relation.DIVISIBLE, 32, False),
+        (Relation.DIVISIBLE, 0, False),
     ],
 )
 def test_a_requirement_holds_or_not(relation: Relation, right: int, holds: bool) -> None:

@@ -183,12 +183,13 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.qk, self.v = nn.Linear(8, 16), nn.Linear(8, 8)
-        angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+        angles = torch.outer(torch.arange(16.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
         self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
 
     def rotated(self, x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (4, 2)).contiguous())
-        return torch.view_as_real(pairs * self.turns).flatten(-2).type_as(x)
+        turns = self.turns[: x.shape[1]].view(1, x.shape[1], -1)
+        return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = (self.rotated(part) for part in self.qk(x).chunk(2, -1))
@@ -354,6 +355,7 @@ CASES = (
     ),
     Case("alibi", Alibi, features, square, features),
     Case("rotary", Rotary, features, square, features),
+    Case("rotary_inference", Rotary, features, options="--mode infer"),
     Case(
         "heads", lambda: nn.Sequential(Block(False, 4), Block(False, 1)), features, square, features
     ),
