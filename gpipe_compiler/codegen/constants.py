@@ -95,11 +95,14 @@ def spell_constant(value: object, imports: Imports) -> str | None:
 
 
 def _root(number: float) -> str | None:
-    """`64**-0.5`, as attention is scaled, for a number that is exactly this."""
-    if not _LEAST_ROOT < number < 1 or len(repr(number)) < _LONG:
+    """`64**-0.5`, as attention is scaled, or `64**0.5`, for a number that is exactly this."""
+    if not _LEAST_ROOT < number < 1 / _LEAST_ROOT or len(repr(number)) < _LONG:
         return None
-    whole = round(number**-2)
-    return f"{whole}**-0.5" if whole**-0.5 == number else None
+    for power in (-0.5, 0.5, -0.25):
+        whole = round(number ** (1 / power))
+        if 1 < whole < _LEAST_ROOT**-2 and whole**power == number:
+            return f"{whole}**{power}"
+    return None
 
 
 def _spell_float(value: float, imports: Imports) -> str:

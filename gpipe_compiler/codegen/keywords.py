@@ -106,6 +106,8 @@ _UNTELLING = frozenset({"self", "input", "other", "size", "shape", "a", "b", "x"
 
 def _is_usual(key: str, item: Argument, signatures: Sequence[Signature]) -> bool:
     """Whether an argument is what a function takes without it."""
+    if key == "_stacklevel":  # which tells the line of a warning
+        return True
     named = [option for one in signatures for option in one if option.name == key]
     return key not in _MISREAD and all(_same(option.default, item) for option in named)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 
@@ -149,6 +150,18 @@ class Writes(nn.Module):
         return (self.up(x) - decay) / (spread + 2).sqrt_()
 
 
+class Scaled(nn.Module):
+    """Scales as attention does, and makes a layer where it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.up(x) @ x.transpose(-1, -2) / math.sqrt(DIM)
+        return nn.Softmax(dim=-1)(scores)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, tuple[str, ...], tuple[str, ...]]] = {
     "loops": (
         Residual,
@@ -179,6 +192,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Tensor, tuple[str, ...], tuple[s
         ("shares, made = self.first(x)", "self.second(made) + shares"),
         (),
     ),
+    "scaled": (Scaled, torch.rand(4, 5, DIM), ("6**0.5", "softmax(scores, dim=-1)\n"), ()),
     "in_place": (
         Writes,
         torch.rand(4, DIM),
