@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, takewhile
+from types import MappingProxyType
 
 from gpipe_compiler.ir.arguments import Argument, Ref
 from gpipe_compiler.ir.contents import Contents, is_under, prefixes
@@ -31,7 +32,8 @@ class BlockCall:
     """A call of a module: consecutive ops of its forward, those of its own modules as calls.
 
     Attributes:
-        inputs: the values it is given, in the order in which it reads them.
+        inputs: the values it is given, in the order in which it reads them; one several times
+            where other calls of its block are given several.
         outputs: the values it makes that are read after it, in the order in which it makes them.
         stage: the stage whose method makes the call.
         again: whether it runs a second time in the backward.
@@ -62,6 +64,9 @@ Part = Op | BlockCall
 
 Turn = tuple[str, int]
 """A call of a module: its path, and how many calls of it came before."""
+
+
+NONE_GIVEN: Mapping[Turn, tuple[str, ...]] = MappingProxyType({})
 
 
 def regions_around(part: Part) -> tuple[Region, ...]:
@@ -183,6 +188,7 @@ def nest(
     stage: int = 0,
     again: Collection[str] = (),
     apart: Collection[Turn] = (),
+    given: Mapping[Turn, tuple[str, ...]] = NONE_GIVEN,
     *,
     shapes: ShapeReads,
 ) -> tuple[Part, ...]:
@@ -196,6 +202,7 @@ def nest(
             those of the module around it.
         again: the paths of modules whose calls run a second time in the backward.
         apart: calls of such modules that are none of the block, whose ops count likewise.
+        given: what calls are given that are given one value several times.
     """
     around = {path: [*filter(is_block, prefixes(path))] for path in {o.module for o in body.ops}}
     turns = ([(path, op.turn(path)) for path in around[op.module]] for op in body.ops)
@@ -226,7 +233,8 @@ def nest(
             for part in inner
             for value in (shapes.passed(part) if isinstance(part, BlockCall) else part.inputs)
         )
-        inputs = tuple(value for value in read if value not in made)
+        own = tuple(value for value in read if value not in made)
+        inputs = given[call] if {*given.get(call, ())} == {*own} else own
         outputs = tuple(value for value in made if last.get(value, -1) > places[-1])
         return BlockCall(path, inner, inputs, outputs, stage, path in again, turn)
 

@@ -24,11 +24,10 @@ from gpipe_compiler.ir.blocks import (
     outer_states,
     regions_around,
 )
+from gpipe_compiler.ir.call_forms import CallForm, CallFormer, known_of_inputs, repeated_inputs
 from gpipe_compiler.ir.contents import Contents, class_of_torch
-from gpipe_compiler.ir.forms import Constant, ConstantSlot, Former, LocalSizes, states_read
-from gpipe_compiler.ir.graph import Graph
+from gpipe_compiler.ir.forms import Constant, ConstantSlot, states_read
 from gpipe_compiler.ir.ops import Mode, ModuleCall, Op
-from gpipe_compiler.ir.sizes import asked, is_free
 from gpipe_compiler.ir.values import ValueKind
 
 MOST_PARAMETERS = 8
@@ -55,11 +54,13 @@ class Methods:
     stage: int = 0
     again: Collection[str] = ()
 
-    def nest(self, apart: Collection[Turn], shapes: ShapeReads) -> tuple[tuple[Part, ...], ...]:
+    def nest(
+        self, apart: Collection[Turn], given: Mapping[Turn, tuple[str, ...]], shapes: ShapeReads
+    ) -> tuple[tuple[Part, ...], ...]:
         """The ops and calls of each, where modules are blocks but for some calls."""
         is_block = self.modules.__contains__
         return tuple(
-            nest(body, is_block, self.stage, self.again, apart, shapes=shapes)
+            nest(body, is_block, self.stage, self.again, apart, given, shapes=shapes)
             for body in self.bodies
         )
 
@@ -82,9 +83,10 @@ class MethodBlocks:
 def find_blocks(stages: Sequence[Methods], shapes: ShapeReads) -> tuple[MethodBlocks, ...]:
     """The blocks of some stages, which equal calls in different ones have in common."""
     apart: list[set[Turn]] = [set() for _ in stages]
+    given: dict[int, dict[Turn, tuple[str, ...]]] = {}
     while True:
         pairs = zip(stages, apart, strict=True)
-        nested = [methods.nest(turns, shapes) for methods, turns in pairs]
+        nested = [m.nest(turns, given.get(m.stage, {}), shapes) for m, turns in pairs]
         calls = [[call for parts in bodies for call in calls_in(parts)] for bodies in nested]
         bad = []
         for methods, found in zip(stages, calls, strict=True):
@@ -94,7 +96,9 @@ def find_blocks(stages: Sequence[Methods], shapes: ShapeReads) -> tuple[MethodBl
             contents = {methods.stage: methods.contents for methods in stages}
             parted = {methods.stage: methods.parted for methods in stages}
             grouping = _Grouping(contents, shapes.templates, list(chain(*calls)), parted)
-            grouping.run()
+            if grouping.run() and not grouping.unequal:
+                given = grouping.given
+                continue
             bad = [grouping.unequal.get(methods.stage, set()) for methods in stages]
         if not any(bad):
             classes = tuple(grouping.classes)
@@ -198,6 +202,7 @@ class _Grouping:
         of_call: the blocks of the calls, by their stages and paths.
         unequal: by stage, the calls of modules of which one call is not like another: those that
             are parted, where others are not.
+        given: by stage, what calls are given that are given one value several times.
     """
 
     contents: Mapping[int, Contents]
@@ -207,6 +212,7 @@ class _Grouping:
     classes: list[BlockClass] = field(default_factory=list)
     of_call: dict[tuple[int, str], BlockClass] = field(default_factory=dict)
     unequal: dict[int, set[Turn]] = field(default_factory=dict)
+    given: dict[int, dict[Turn, tuple[str, ...]]] = field(default_factory=dict)
 
     def _differs(self, call: BlockCall) -> None:
         parted = self.parted[call.stage]
@@ -215,22 +221,63 @@ class _Grouping:
         some = every.intersection(parted)
         self.unequal.setdefault(call.stage, set()).update(some if some and some < every else every)
 
-    def run(self) -> None:
-        """Finds the classes, up to the first modules that are unequal."""
+    def run(self) -> bool:
+        """Finds the classes, up to the first modules that are unequal, or calls that are to be
+        given other inputs than they are; whether there are such calls."""
         for calls in self._by_height():
-            formed = [(call, *self._form(call)) for call in calls]
-            groups: dict[Hashable, list[tuple[BlockCall, list[Constant]]]] = {}
+            joined = self._join(calls)
             keys: dict[tuple[int, str], Hashable] = {}
-            for call, form, constants in formed:
-                numbers = tuple(constant.form for constant in constants)
-                key = call.stage, call.path
-                if keys.setdefault(key, (form, numbers)) != (form, numbers):
-                    self._differs(call)
-                groups.setdefault(form, []).append((call, constants))
+            for number, members in enumerate(joined):
+                for form in members:
+                    own = number, tuple(constant.form for constant in form.constants)
+                    if keys.setdefault((form.call.stage, form.call.path), own) != own:
+                        self._differs(form.call)
             if self.unequal:
-                return
-            for members in groups.values():
+                return False
+            own_inputs = (self.given.get(c.stage, {}).get((c.path, c.turn)) for c in calls)
+            if any(
+                call.inputs != (inputs or tuple(dict.fromkeys(call.inputs)))
+                for call, inputs in zip(calls, own_inputs, strict=True)
+            ):
+                return True
+            for members in joined:
                 self._add(members)
+        return False
+
+    def _join(self, calls: Sequence[BlockCall]) -> list[list[CallForm]]:
+        """The calls of each block, the one that reads the most values first."""
+        groups: dict[Hashable, list[CallForm]] = {}
+        for call in calls:
+            form = self._form(call)
+            groups.setdefault(form.key, []).append(form)
+        found: dict[int, list[CallForm]] = {}
+        for number, members in sorted(
+            enumerate(groups.values()), key=lambda pair: -len(pair[1][0].given)
+        ):
+            general = next((own for own in found.values() if self._are_of(members, own[0])), None)
+            if general is None:
+                found[number] = members
+            else:
+                general.extend(members)
+        return [found[number] for number in sorted(found)]
+
+    def _are_of(self, members: Sequence[CallForm], general: CallForm) -> bool:
+        """Whether calls are those of another's block; what they are given as such is noted."""
+        if len(members[0].given) == len(general.given):
+            return False
+        told = {}
+        for form in members:
+            contents, call = self.contents[form.call.stage], form.call
+            around = call.path.rpartition(".")[0]
+            if class_of_torch(contents.graph, around) is nn.Sequential:
+                return False  # which calls its modules with one value
+            inputs = repeated_inputs(contents.graph, self.templates, form, general)
+            if inputs is None:
+                return False
+            told[call.stage, (call.path, call.turn)] = inputs
+        for (stage, turn), inputs in told.items():
+            self.given.setdefault(stage, {})[turn] = inputs
+        return True
 
     def _by_height(self) -> Iterator[list[BlockCall]]:
         """The calls without inner ones, then those that hold only such, and so on."""
@@ -247,23 +294,21 @@ class _Grouping:
             levels[height].append(call)
         yield from levels if not self.unequal else ()
 
-    def _add(self, members: list[tuple[BlockCall, list[Constant]]]) -> None:
+    def _add(self, members: Sequence[CallForm]) -> None:
         """Adds the block that calls of one form are calls of, or several where numbers differ
         in too many ways."""
         parameters = _parameters(members)
         if len(parameters) <= MOST_PARAMETERS:
             self._new(members, parameters)
             return
-        exact: dict[Hashable, list[tuple[BlockCall, list[Constant]]]] = {}
+        exact: dict[Hashable, list[CallForm]] = {}
         for member in members:
-            exact.setdefault(tuple(item.form for item in member[1]), []).append(member)
+            exact.setdefault(tuple(item.form for item in member.constants), []).append(member)
         for equal in exact.values():
             self._new(equal, ())
 
-    def _new(
-        self, members: Sequence[tuple[BlockCall, list[Constant]]], parameters: tuple[Parameter, ...]
-    ) -> None:
-        calls = tuple(call for call, _ in members)
+    def _new(self, members: Sequence[CallForm], parameters: tuple[Parameter, ...]) -> None:
+        calls = tuple(form.call for form in members)
         made = BlockClass(self._user(calls[0]), calls, parameters)
         self.classes.append(made)
         self.of_call.update(((call.stage, call.path), made) for call in calls)
@@ -271,10 +316,9 @@ class _Grouping:
     def _user(self, call: BlockCall) -> str:
         return self.contents[call.stage].user(call.path)
 
-    def _form(self, call: BlockCall) -> tuple[Hashable, list[Constant]]:
-        """What a call is but for names and numbers, and the numbers."""
+    def _form(self, call: BlockCall) -> CallForm:
         contents = self.contents[call.stage]
-        former = Former(call.path, contents.places, len(regions_around(call)))
+        former = CallFormer(call, contents.places, len(regions_around(call)))
         inner = dict.fromkeys(part.path for part in call.parts if isinstance(part, BlockCall))
         held, constants = contents.form(call.path, inner)
         for path in inner:
@@ -284,14 +328,6 @@ class _Grouping:
                 )
                 for number, parameter in enumerate(self.of_call[call.stage, path].parameters)
             )
-        graph = contents.graph
-        sizes = LocalSizes.of(graph, call.inputs)
-        read = [self.templates[value] for value in call.inputs if value in self.templates]
-        sized = any(is_free(dim) for template in read for dim in asked(template))
-        given = tuple(
-            (former.number(value), self._given(graph, value, sizes, shapes=sized))
-            for value in call.inputs
-        )
         parts: list[Hashable] = []
         for part in call.parts:
             if isinstance(part, BlockCall):
@@ -304,42 +340,31 @@ class _Grouping:
             else:
                 parts.append(former.op(part))
         returned = tuple(map(former.number, call.outputs))
-        form = (self._user(call), held, given, tuple(parts), returned)
-        return form, [*constants, *former.constants]
-
-    def _given(self, graph: Graph, name: str, sizes: LocalSizes, *, shapes: bool) -> Hashable:
-        """What is known of a value that a call is given.
-
-        Args:
-            shapes: whether free sizes are read off shapes too.
-        """
-        value = graph.values.get(name)
-        if value is None:
-            return None
-        template = repr(sizes.relative(self.templates[name])) if name in self.templates else ""
-        dim = value.batch_dim
-        ratio = 0.0 if dim is None else value.shape[dim] / graph.batch_size / sizes.base
-        batch = None if dim is None else (dim, value.splittable, ratio)
-        dims = tuple(sizes.places.get(dim) for dim in value.dims) if shapes else ()
-        return (value.kind, template, batch, dims)
+        inside = (self._user(call), held, tuple(parts), returned)
+        given = known_of_inputs(contents.graph, self.templates, call)
+        numbers = (*constants, *former.constants)
+        return CallForm(call, inside, tuple(former.read), given, numbers)
 
 
-def _parameters(members: Sequence[tuple[BlockCall, list[Constant]]]) -> tuple[Parameter, ...]:
+def _parameters(members: Sequence[CallForm]) -> tuple[Parameter, ...]:
     """The numbers that differ between calls of one form; equal columns are one parameter."""
     slots: dict[Hashable, list[int]] = {}
     columns = [
         tuple(constant.form for constant in column)
-        for column in zip(*(c for _, c in members), strict=True)
+        for column in zip(*(form.constants for form in members), strict=True)
     ]
     for index, column in enumerate(columns):
         if len(set(column)) > 1:
             slots.setdefault(column, []).append(index)
-    first = members[0][1]
+    first = members[0].constants
     return tuple(
         Parameter(
             first[places[0]].name,
             tuple(first[place].slot for place in places),
-            {(call.stage, call.path): constants[places[0]].value for call, constants in members},
+            {
+                (form.call.stage, form.call.path): form.constants[places[0]].value
+                for form in members
+            },
         )
         for places in slots.values()
     )
