@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from gpipe_compiler.codegen.constants import write_constant, write_nest
 from gpipe_compiler.codegen.expressions import ExpressionWriter
 from gpipe_compiler.codegen.layout import Binding, Expression, call, name
-from gpipe_compiler.codegen.sources import UserStatement, statement_at
+from gpipe_compiler.codegen.sources import UserStatement, place_at, size_name_in, statement_at
 from gpipe_compiler.codegen.statements import Statement
 from gpipe_compiler.codegen.variables import Uses, Variables, makes_only
 from gpipe_compiler.errors import EmitError
@@ -247,7 +247,7 @@ class SizeReader:
                 found.setdefault(expression.flat, []).append(item)
         for items in found.values():
             values = [item.value for item in items if item.value in self.uses.count]
-            wish = self._size_name(items[0])
+            wish = self._size_name(items[0], arguments)
             if values and (wish or not self._stays(values, self._base(items[0], arguments))):
                 usual = usual_name(self.multiples.get(values[0], 0))
                 variable = self.variables.assign(values[0], wish or usual, -1)
@@ -282,8 +282,21 @@ class SizeReader:
             return batch_argument(self.graph, arguments)
         return next((a for a in arguments if is_told(item.template, self.graph.told([a]))), None)
 
-    def _size_name(self, item: ReadSize) -> str:
-        """The user's name for a size that a method reads off its arguments; "" for none."""
+    def _size_name(self, item: ReadSize, arguments: Sequence[str]) -> str:
+        """The user's name for a size that a method reads off its arguments; "" for none.
+
+        Where it stands for sizes of several tensors, it is that of the one it is read off.
+        """
+        read = self.writer.variables[item.value].flat
+        places = ((at, place_at(at)) for at in (op.source for op in self.ops) if at is not None)
+        methods = dict.fromkeys((near.method, at.file) for at, near in places if near is not None)
+        for argument in arguments:
+            rank, variable = len(self.graph.values[argument].dims), self.writer.variables[argument]
+            asked_of = [p for p in range(rank) if read == f"{variable.flat}.shape[{p}]"]
+            for place, (method, file) in itertools.product(asked_of, methods):
+                told = size_name_in(method, file, variable.flat, place, rank)
+                if told:
+                    return told
         statement = statement_at(item.op.source)
         readers = filter(None, (statement_at(op.source) for op in self.ops))
         here = statement is not None and any(r.method is statement.method for r in readers)

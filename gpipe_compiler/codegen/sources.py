@@ -135,6 +135,12 @@ def statement_at(location: SourceLocation | None) -> UserStatement | None:
     return items.get(location.line) or _statements(location.file).get(location.line)
 
 
+def size_name_in(method: ast.FunctionDef, file: str, variable: str, place: int, rank: int) -> str:
+    """What statements of a method call the size of a variable's dimension; "" for none."""
+    asking = (own for own, read in _asking_sizes(file) if own.method is method and read == variable)
+    return next(filter(None, (own.size_named(place, rank) for own in asking)), "")
+
+
 def place_at(location: SourceLocation | None) -> UserStatement | None:
     """The whole statement of a line in a method or function; None where it is in none."""
     found = None if location is None else _statements(location.file).get(location.line)
@@ -250,6 +256,14 @@ def _statements(file: str) -> Mapping[int, UserStatement]:
                 several = line in table
                 table[line] = dataclasses.replace(statement, targets=()) if several else statement
     return table
+
+
+@cache
+def _asking_sizes(file: str) -> tuple[tuple[UserStatement, str], ...]:
+    """The statements of a file that name sizes of one variable, and that variable."""
+    asking = (statement for statement in _statements(file).values() if statement.names_size)
+    pairs = ((statement, {*_names(statement.node, ast.Load)}) for statement in asking)
+    return tuple((statement, read.pop()) for statement, read in pairs if len(read) == 1)
 
 
 @cache

@@ -234,7 +234,8 @@ def nest(
             for value in (shapes.passed(part) if isinstance(part, BlockCall) else part.inputs)
         )
         own = tuple(value for value in read if value not in made)
-        inputs = given[call] if {*given.get(call, ())} == {*own} else own
+        inputs = given.get(call, own)
+        inputs = inputs if {*inputs} == {*own} else own
         outputs = tuple(value for value in made if last.get(value, -1) > places[-1])
         return BlockCall(path, inner, inputs, outputs, stage, path in again, turn)
 

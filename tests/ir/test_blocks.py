@@ -79,7 +79,7 @@ def test_the_blocks_of_a_model() -> None:
         "stem",
         *(f"cells.{index}.{which}" for index in range(3) for which in ("narrow", "wide")),
     )
-    assert set(classes) == {convs, ("cells.0",), ("cells.1", "cells.2")}
+    assert set(classes) == {convs, ("cells.1", "cells.2", "cells.0")}
     conv = classes[convs]
     assert conv.user == "Conv"
     values = {parameter.name: list(parameter.values.values()) for parameter in conv.parameters}
@@ -87,8 +87,10 @@ def test_the_blocks_of_a_model() -> None:
     assert values["kernel_size"] == [1, 1, 3, 1, 3, 1, 3]
     slopes = next(v for v in values.values() if isinstance(v[0], float))
     assert all(map(math.isclose, slopes, [0.1, 0.1, 0.3, 0.1, 0.3, 0.1, 0.3]))
-    cells = classes["cells.1", "cells.2"]
-    assert [call.path for call in cells.calls] == ["cells.1", "cells.2", "cells.1"]
+    cells = classes["cells.1", "cells.2", "cells.0"]
+    assert [call.path for call in cells.calls] == ["cells.1", "cells.2", "cells.1", "cells.0"]
+    assert [len(set(call.inputs)) for call in cells.calls] == [2, 2, 2, 1]
+    assert all(len(call.inputs) == 2 for call in cells.calls)
     assert not cells.parameters
     (body,) = found.bodies
     assert [part.path for part in body if isinstance(part, BlockCall)] == [

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 def window_partition(input_feature: Tensor, size: int, num_channels: int) -> Tensor:
     # modeling_swin.py:491-494
-    batch = input_feature.shape[0]
-    input_feature = input_feature.view(batch, size, 4, size, 4, num_channels)
+    batch_size = input_feature.shape[0]
+    input_feature = input_feature.view(batch_size, size, 4, size, 4, num_channels)
     return input_feature.transpose(2, 3).contiguous().view(-1, 4, 4, num_channels)
 
 
@@ -92,8 +92,8 @@ class SwinPatchMerging(nn.Module):
 
     def forward(self, input_feature: Tensor) -> Tensor:
         # modeling_swin.py:314-324
-        batch = input_feature.shape[0]
-        input_feature = input_feature.view(batch, self.height, self.height, self.num_channels)
+        batch_size = input_feature.shape[0]
+        input_feature = input_feature.view(batch_size, self.height, self.height, self.num_channels)
         input_feature = torch.cat(
             [
                 input_feature[:, ::2, ::2],
@@ -103,7 +103,7 @@ class SwinPatchMerging(nn.Module):
             ],
             dim=-1,
         )
-        input_feature = input_feature.view(batch, -1, self.normalized_shape)
+        input_feature = input_feature.view(batch_size, -1, self.normalized_shape)
         input_feature = self.norm(input_feature)
         input_feature = self.reduction(input_feature)
         return input_feature
@@ -186,10 +186,10 @@ class SwinLayerWithDropPath(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-566
-        batch = hidden_states.shape[0]
+        batch_size = hidden_states.shape[0]
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)
-        hidden_states = hidden_states.view(batch, self.height, self.height, self.channels)
+        hidden_states = hidden_states.view(batch_size, self.height, self.height, self.channels)
         hidden_states_windows = window_partition(
             hidden_states, size=self.size, num_channels=self.channels
         )
@@ -201,7 +201,7 @@ class SwinLayerWithDropPath(nn.Module):
             attention_windows, size=self.size, num_channels=self.channels, height=self.height
         )
         del attention_output
-        attention_windows = attention_windows.view(batch, self.size_2, self.channels)
+        attention_windows = attention_windows.view(batch_size, self.size_2, self.channels)
         if self.training:
             drop_path_out = self.drop_path(attention_windows)
         hidden_states = shortcut + (drop_path_out if self.training else attention_windows)

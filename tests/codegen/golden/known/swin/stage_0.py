@@ -55,11 +55,11 @@ class SwinLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-572
-        batch = hidden_states.shape[0]
+        batch_size = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)  # (B, 1024, 16)
-        hidden_states = hidden_states.view(batch, 32, 32, 16)  # (B, 32, 32, 16)
+        hidden_states = hidden_states.view(batch_size, 32, 32, 16)  # (B, 32, 32, 16)
         hidden_states_windows = window_partition(hidden_states, size=8, num_channels=16)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 16)  # (64*B, 16, 16)
         attention_output = self.attention(hidden_states_windows)
@@ -92,8 +92,8 @@ class SwinLayerPart(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-621
-        batch = hidden_states.shape[0]
-        hidden_states = self.layernorm_before(hidden_states).view(batch, 32, 32, 16)
+        batch_size = hidden_states.shape[0]
+        hidden_states = self.layernorm_before(hidden_states).view(batch_size, 32, 32, 16)
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, size=8, num_channels=16)
         del hidden_states
@@ -113,7 +113,7 @@ class SwinLayerPart(nn.Module):
             self.attention.v_proj(hidden_states_windows).view(size, 16, -1, 8).transpose(1, 2)
         )
         relative_position_bias = self.attention.relative_position_bias()  # (1, 2, 16, 16)
-        expand = attn_mask.unsqueeze(1).unsqueeze(0).expand(batch, -1, -1, -1, -1)
+        expand = attn_mask.unsqueeze(1).unsqueeze(0).expand(batch_size, -1, -1, -1, -1)
         attention_mask = expand.reshape(-1, 1, 16, 16)  # (64*B, 1, 16, 16)
         del attn_mask, expand
         combined_mask = relative_position_bias + attention_mask  # (64*B, 2, 16, 16)

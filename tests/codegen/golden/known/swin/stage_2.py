@@ -58,11 +58,11 @@ class SwinLayerWithDropPath2(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-621
-        batch = hidden_states.shape[0]
+        batch_size = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
         hidden_states = self.layernorm_before(hidden_states)  # (B, 256, 32)
-        hidden_states = hidden_states.view(batch, 16, 16, 32)  # (B, 16, 16, 32)
+        hidden_states = hidden_states.view(batch_size, 16, 16, 32)  # (B, 16, 16, 32)
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, size=4, num_channels=32)
         hidden_states_windows = hidden_states_windows.view(-1, 16, 32)  # (16*B, 16, 32)

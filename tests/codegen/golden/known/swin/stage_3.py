@@ -59,10 +59,10 @@ class SwinLayerWithDropPath2(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-621
-        batch = hidden_states.shape[0]
+        batch_size = hidden_states.shape[0]
         shape = hidden_states.shape
         shortcut = hidden_states
-        hidden_states = self.layernorm_before(hidden_states).view(batch, 8, 8, 64)  # (B, 8, 8, 64)
+        hidden_states = self.layernorm_before(hidden_states).view(batch_size, 8, 8, 64)
         hidden_states = hidden_states.roll([-2, -2], dims=[1, 2])
         hidden_states_windows = window_partition(hidden_states, size=2, num_channels=64)
         del hidden_states
