@@ -19,6 +19,7 @@ from gpipe_compiler.frontend.noted_sizes import NotedSizes
 from gpipe_compiler.frontend.signature import Signature
 from gpipe_compiler.frontend.subject import Wish
 from gpipe_compiler.ir import Graph, Input, MethodCall, Op, Ref
+from gpipe_compiler.ir.ops import reading
 from gpipe_compiler.ir.sizes import BATCH, SMALLEST
 from gpipe_compiler.ir.symbolic import (
     InexpressibleError,
@@ -250,7 +251,7 @@ def _number_of(value: object) -> float | None:
 
 
 def asking_first(graph: Graph) -> Graph:
-    """The graph, in which sizes that several inputs have are asked of the first of them.
+    """The graph, in which sizes that several inputs have are asked once, of the first of them.
 
     A trace asks any, be it the target, which inference has not.
     """
@@ -260,15 +261,30 @@ def asking_first(graph: Graph) -> Graph:
         for dim, size in enumerate(source.shape or ())
         if isinstance(size, Size)
     }
+    ops: list[Op] = []
+    known: dict[tuple[str, int], str] = {}
+    names: dict[str, str] = {}
+    for op in (reading(op, names) for op in graph.ops):
+        own = _place_asked(op)
+        if own not in size_of:
+            ops.append(op)
+            continue
+        first, place = of = size_of[own].of
+        if of in known and op.outputs[0] not in graph.ends:
+            names[op.outputs[0]] = known[of]
+            continue
+        known.setdefault(of, op.outputs[0])
+        ops.append(dataclasses.replace(op, call=MethodCall("size", (Ref(first), place))))
+    return graph.replace(ops=tuple(ops)) if size_of else graph
 
-    def asked(op: Op) -> Op:
-        match op.call:
-            case MethodCall("size", (Ref(name=name), int() as dim)) if (name, dim) in size_of:
-                first, place = size_of[name, dim].of
-                return dataclasses.replace(op, call=MethodCall("size", (Ref(first), place)))
-        return op
 
-    return graph.replace(ops=tuple(map(asked, graph.ops))) if size_of else graph
+def _place_asked(op: Op) -> tuple[str, int] | None:
+    """The value and the dimension that an op asks for its size."""
+    match op:
+        case Op(call=MethodCall("size", (Ref(name=name), int() as dim)), result=str()):
+            return name, dim
+        case _:
+            return None
 
 
 def refuse_fixed(must: Collection[str], found: FoundSizes, noted: NotedSizes) -> None:

@@ -89,8 +89,8 @@ def test_one_class_is_written_for_all_ways_to_call_it(planned: Callable[..., Pla
     stage = namespace["Stage0"]()
     stage.load_state_dict(model.state_dict())
     for rows in (4, 6):
-        others = torch.rand(rows, 5, 8), torch.rand(rows, 3, 8), given[2]
-        assert torch.equal(stage(*others), model(*others))
+        others = {"x": torch.rand(rows, 5, 8), "context": torch.rand(rows, 3, 8)}
+        assert torch.equal(stage(**others, places=given[2]), model(**others, places=given[2]))
 
 
 class Gate(nn.Module):
