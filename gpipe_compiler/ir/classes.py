@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 
 import torch
@@ -254,16 +256,16 @@ class _Grouping:
         for number, members in sorted(
             enumerate(groups.values()), key=lambda pair: -len(pair[1][0].given)
         ):
-            general = next((own for own in found.values() if self._are_of(members, own[0])), None)
+            general = next((own for own in found.values() if self._are_of(members, own)), None)
             if general is None:
                 found[number] = members
             else:
                 general.extend(members)
         return [found[number] for number in sorted(found)]
 
-    def _are_of(self, members: Sequence[CallForm], general: CallForm) -> bool:
-        """Whether calls are those of another's block; what they are given as such is noted."""
-        if len(members[0].given) == len(general.given):
+    def _are_of(self, members: Sequence[CallForm], general: Sequence[CallForm]) -> bool:
+        """Whether calls are those of others' block; what they are given as such is noted."""
+        if len(members[0].given) == len(general[0].given):
             return False
         told = {}
         for form in members:
@@ -271,13 +273,21 @@ class _Grouping:
             around = call.path.rpartition(".")[0]
             if class_of_torch(contents.graph, around) is nn.Sequential:
                 return False  # which calls its modules with one value
-            inputs = repeated_inputs(contents.graph, self.templates, form, general)
-            if inputs is None:
+            inputs = repeated_inputs(contents.graph, self.templates, form, general[0])
+            turn = call.stage, call.path, call.turn
+            if inputs is None or self._times[turn] > 1:
                 return False
-            told[call.stage, (call.path, call.turn)] = inputs
-        for (stage, turn), inputs in told.items():
-            self.given.setdefault(stage, {})[turn] = inputs
+            told[turn] = inputs
+        if len(_parameters([*general, *members])) > MOST_PARAMETERS:
+            return False
+        for (stage, path, number), inputs in told.items():
+            self.given.setdefault(stage, {})[path, number] = inputs
         return True
+
+    @cached_property
+    def _times(self) -> Counter[tuple[int, str, int]]:
+        """How often each call is found: twice where other ops come in between."""
+        return Counter((call.stage, call.path, call.turn) for call in self.calls)
 
     def _by_height(self) -> Iterator[list[BlockCall]]:
         """The calls without inner ones, then those that hold only such, and so on."""

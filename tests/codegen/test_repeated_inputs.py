@@ -129,3 +129,44 @@ def test_a_sequential_calls_its_modules_with_one_value(planned: Callable[..., Pl
     stage = namespace["Stage0"]()
     stage.load_state_dict(model.state_dict())
     assert torch.equal(stage(x[:3]), model(x[:3]))
+
+
+class Series(nn.Module):
+    """With more numbers of its own than a class has parameters for."""
+
+    def __init__(self, first: float) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.numbers = [first + number * number / 7 for number in range(10)]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for number in self.numbers:
+            x = (x * number + y).tanh()
+        return self.mix(x)
+
+
+class OfSeries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.series = nn.ModuleList(Series(first) for first in (0.1, 0.2, 0.4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first, second, third = self.series
+        x = first(second(x, x), y)
+        return third(x, x)
+
+
+def test_classes_that_differ_in_many_numbers_stay_apart(planned: Callable[..., Plan]) -> None:
+    torch.manual_seed(0)
+    model, given = OfSeries(), (torch.rand(4, 4), torch.rand(4, 4))
+    plan = planned(copy.deepcopy(model), *given, count=1)
+    assert plan.graph is not None
+
+    (source,) = write_stages(plan, CodeFacts.of(plan.graph)).stages
+
+    assert source.text.count("def forward(self, x: Tensor) -> Tensor:") == 2, source.text
+    namespace: dict[str, Any] = {}
+    exec(source.text, namespace)
+    stage = namespace["Stage0"]()
+    stage.load_state_dict(model.state_dict())
+    assert torch.equal(stage(*given), model(*given))
