@@ -215,7 +215,8 @@ def requirements(
 def _conditions(guard: Any, symbols: Symbols) -> Iterator[Any]:
     """What has to hold; where one of several is enough, as that a size is another's or one, that
     which holds in the example."""
-    for condition in sympy.And.make_args(guard):
+    # Sympy's own make_args() gives a set, of another order in each process.
+    for condition in guard.args if isinstance(guard, sympy.And) else (guard,):
         if isinstance(condition, sympy.Or):
             sizes = ((n, size) for n, size in symbols.items() if size is not BATCH)
             example = {n: size.example for n, size in sizes if isinstance(size, Size)}
