@@ -58,6 +58,7 @@ from gpipe_compiler.options import LossChoice
 from gpipe_compiler.quiet import quiet
 from gpipe_compiler.runtime.core.nest import items_of
 from gpipe_compiler.runtime.spec import OutputClass, Unreturned
+from gpipe_compiler.runtime.wording import listed
 
 _PROBE_SAMPLES = 4
 """Enough to hold the loss of a batch against those of its halves."""
@@ -342,7 +343,8 @@ class Entry(nn.Module):
         )
 
     def _way_out(self) -> str:
-        """For a target that numbers samples, or has them in one dimension with something else."""
+        """For a target that numbers samples, or has them in one dimension with something else, and
+        for inputs that are taken as those of all samples."""
         size = self.signature.batch_size
         for source, tensor in zip(self.signature.inputs, self.signature.samples(size), strict=True):
             numbers = torch.arange(size).to(tensor)
@@ -357,6 +359,12 @@ class Entry(nn.Module):
                     f"give a target with a row for each of the {size} samples, and flatten it in "
                     f"loss_fn: {source.name} has {rows[0]} in one dimension"
                 )
+        given = [source for source in self.signature.inputs if source.path[0] != "target"]
+        alike = [source for source in given if (source.example_shape or ())[:1] == (size,)]
+        shared = listed([source.name for source in alike if source.batch_dim is None])
+        if shared:
+            said = " ".join(f"--batch-dim {source.name}=0" for source in alike)
+            return f"{shared} is taken as the same for all samples; if it has them, say so: {said}"
         return ""
 
     def _own_reduction(self) -> Reduction:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_compiler.errors import ExitCode, GPipeCompilerError, UsageError
+from gpipe_compiler.frontend.batch_dims import find_batch_dims
 from gpipe_compiler.frontend.source import load
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.tracing import trace
@@ -318,3 +319,34 @@ def test_samples_in_a_list_are_refused_with_the_way_out(
     assert refused.value.exit_code == ExitCode.MODEL
     assert refused.value.location.file == str(workplace / "model.py")
     assert "the 3 things in the list are the samples, pad them to one size" in refused.value.hint
+
+
+def test_an_input_that_is_not_taken_as_samples_is_named_where_the_loss_fails(
+    load_text: Loader,
+) -> None:
+    """CLIP's own forward holds every picture against every text, be these samples or classes."""
+    subject = load_text(
+        """
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.pictures, self.texts = nn.Linear(4, 3), nn.Linear(5, 3)
+
+            def forward(self, picture, text):
+                return self.pictures(picture) @ self.texts(text).t()
+
+        build_model = Model
+
+        def example_inputs():
+            return torch.rand(8, 4), torch.rand(8, 5)
+
+        def loss_fn(output):
+            places = torch.arange(len(output))
+            return sum(nn.functional.cross_entropy(way, places) for way in (output, output.t()))
+        """
+    )
+    with pytest.raises(GPipeCompilerError) as refused:
+        trace(find_batch_dims(subject).subject)
+
+    assert refused.value.exit_code == ExitCode.MODEL
+    assert "--batch-dim picture=0 --batch-dim text=0" in refused.value.hint
