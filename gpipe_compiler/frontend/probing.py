@@ -140,9 +140,10 @@ def unwritten(outputs: Sequence[torch.Tensor], loss_fn: Any, *given: object) -> 
     Raises:
         ModelError: where it writes to them. What the model returns without a loss is another thing.
     """
-    before = [tensor._version for tensor in outputs]
+    counted = [tensor for tensor in outputs if not tensor.is_inference()]
+    before = [tensor._version for tensor in counted]
     loss = loss_fn(*given)
-    if before != [tensor._version for tensor in outputs]:
+    if before != [tensor._version for tensor in counted]:
         raise ModelError(
             "loss_fn writes in place into what the model returns: in inference, which has no loss, "
             "the outputs would be others than in training",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -10,7 +11,7 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -37,7 +38,17 @@ def takes(function: Callable[..., object], arguments: int) -> bool:
     return True
 
 
+def _forward_with_target(module: nn.Module, output: object, target: object) -> torch.Tensor:
+    loss: torch.Tensor = type(module).forward(module, output)
+    return loss
+
+
 def _with_target(loss_fn: Callable[..., torch.Tensor]) -> LossFunction:
+    if isinstance(loss_fn, nn.Module):
+        module = copy.copy(loss_fn)  # still a module: its buffers and weights are looked at
+        module.forward = MethodType(_forward_with_target, module)
+        return module
+
     @functools.wraps(loss_fn)
     def of_output(output: object, target: object) -> torch.Tensor:
         return loss_fn(output)

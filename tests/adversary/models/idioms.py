@@ -321,6 +321,13 @@ class Infers(Two):
         return super().forward(x / (self.scale(x).clone() + 1))
 
 
+class ShowsInferred(Infers):
+    """And returns what that made, whose versions torch does not count."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.scale(x)
+
+
 class Compiles(Two):
     """What torch.compile has compiled, or is to."""
 
@@ -405,6 +412,7 @@ CASES = (
     ),
     simple("writes_out", WritesOut),
     simple("infers", Infers),
+    Case("shows_inferred", ShowsInferred, rows, lambda o, t: F.cross_entropy(o[0], t), classes),
     simple("compiles", Compiles),
     simple("freezes_norm", FreezesNorm),
     simple("copies", Copies),

@@ -117,6 +117,17 @@ class Centres(nn.Module):
         return F.cross_entropy(output, target) + (output - self.centres[target]).square().mean()
 
 
+class Scaled(nn.Module):
+    """A loss of the output alone, with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, output: Tensor) -> Tensor:  # refused: of_output_with_weights
+        return (output * self.scale).square().mean()
+
+
 SEEN = {"steps": 0}
 
 
@@ -172,6 +183,13 @@ CASES = (
         Centres(),
         classes,
         expect=Refused(("parameters of its own", "centres"), ("part of the model",)),
+    ),
+    Case(
+        "of_output_with_weights",
+        Two,
+        rows,
+        Scaled(),
+        expect=Refused(("parameters of its own", "scale"), ("part of the model",)),
     ),
     Case(
         "penalised_by_name",
