@@ -337,6 +337,20 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class MeetsInGradients(Two):
+    """The samples meet in the gradients alone, beside one that is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = nn.Parameter(torch.tensor(-1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x)
+        mean = hidden.mean(0, keepdim=True)
+        met = hidden + (mean - mean.detach()) * mean.detach()
+        return met + torch.where(self.root > 0, self.root.sqrt(), 0.0)
+
+
 def simple(name: str, model: object, **options: object) -> Case:
     options = {"manners": FP32_ONLY, **options}  # in 16 bits what rounds rounds elsewhere
     return Case(name, model, rows, F.cross_entropy, classes, **options)
@@ -436,6 +450,13 @@ CASES = (
         "reads_its_gradient",
         WarmsUp,
         expect=Refused(("reads the gradient of a tensor",), ("after step()",)),
+    ),
+    simple(
+        "meets_in_gradients",
+        MeetsInGradients,
+        expect=Refused(
+            ("takes the samples of a batch together",), ("--microbatches 1",), at_line=False
+        ),
     ),
     simple("local", Local, expect=Refused(("Gated", "gate"), ("top of a file",))),
 )
