@@ -98,7 +98,7 @@ def find_blocks(stages: Sequence[Methods], shapes: ShapeReads) -> tuple[MethodBl
             contents = {methods.stage: methods.contents for methods in stages}
             parted = {methods.stage: methods.parted for methods in stages}
             grouping = _Grouping(contents, shapes.templates, list(chain(*calls)), parted)
-            if grouping.run() and not grouping.unequal:
+            if grouping.run():
                 given = grouping.given
                 continue
             bad = [grouping.unequal.get(methods.stage, set()) for methods in stages]
