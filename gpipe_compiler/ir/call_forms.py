@@ -40,14 +40,12 @@ class Given:
 
     Attributes:
         kind: tensor or number.
-        rank: dimensions.
         batch: where its samples are, and how many of the call's they are.
         template: what it is, where it follows from shapes.
         dims: where else its sizes stand, of calls that read such off shapes.
     """
 
     kind: ValueKind
-    rank: int
     batch: Hashable
     template: str
     dims: Hashable
@@ -103,7 +101,7 @@ def known_of_inputs(
         ratio = 0.0 if dim is None else value.shape[dim] / graph.batch_size / sizes.base
         batch = None if dim is None else (dim, value.splittable, ratio)
         dims = tuple(sizes.places.get(dim) for dim in value.dims) if shapes else ()
-        found[name] = Given(value.kind, len(value.dims), batch, template, dims)
+        found[name] = Given(value.kind, batch, template, dims)
     return found
 
 
@@ -127,7 +125,7 @@ def repeated_inputs(
         if known is None or mine is None:
             if known is not mine:
                 return None
-        elif (known.kind, known.batch, known.rank) != (mine.kind, mine.batch, mine.rank):
+        elif (known.kind, known.batch) != (mine.kind, mine.batch):
             return None
     return inputs if _same_sizes(graph, templates, call, other, own) else None
 
@@ -147,9 +145,13 @@ def _same_sizes(
     mine = LocalSizes.of(graph, call.inputs)
     as_mine: dict[Dim, set[Dim]] = {}
     for theirs, name in own.items():
-        if theirs in graph.values:
-            for dim, here in zip(graph.values[theirs].dims, graph.values[name].dims, strict=True):
-                as_mine.setdefault(dim, set()).add(here)
+        value, ours = graph.values.get(theirs), graph.values.get(name)
+        if value is None or ours is None:
+            continue
+        if len(value.dims) != len(ours.dims):
+            return False
+        for dim, here in zip(value.dims, ours.dims, strict=True):
+            as_mine.setdefault(dim, set()).add(here)
     one = {dim: here.pop() for dim, here in as_mine.items() if is_free(dim) and len(here) == 1}
     places = {dim: mine.places[here] for dim, here in one.items() if here in mine.places}
     theirs_here = LocalSizes(LocalSizes.of(graph, other.inputs).base, places)
