@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols, guard_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 class PlainDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own base
@@ -93,6 +96,8 @@ _SLICE = torch.ops.aten.slice.Tensor
 _MASKED_SELECT = torch.ops.aten.masked_select.default
 """Two by one mask give as many elements. Torch remembers that of a mask by which is indexed."""
 
+_NONZERO = torch.ops.aten.nonzero.default
+
 _LARGER: Callable[[Any, Any], Any] = torch.sym_max
 _SMALLER: Callable[[Any, Any], Any] = torch.sym_min
 
@@ -134,6 +139,45 @@ def _follow_from_sizes(bounds: Sequence[object]) -> bool:
     return bool(symbols) and not any(map(free_unbacked_symbols, symbols))
 
 
+class _Masks:
+    """The masks of a trace, of which those that are computed alike select as many elements. Torch
+    remembers how many of each mask alone, and `x[y > 0]` and `y[y > 0]` have two."""
+
+    def __init__(self) -> None:
+        self._numbers = WeakIdKeyDictionary()
+        self._computed: dict[str, int] = {}
+        self._selected: dict[int, Any] = {}
+        self._unused = itertools.count()
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        """Of a tensor as it is now: equal for masks that were computed alike."""
+        if tensor.is_inference():  # torch does not count what is written there
+            return next(self._unused)
+        known: tuple[int, int] | None
+        known = self._numbers.get(tensor)  # type: ignore[no-untyped-call]  # torch's own
+        if known is None or known[1] != tensor._version:
+            known = self._numbers[tensor] = next(self._unused), tensor._version
+        return known[0]
+
+    def add(self, mask: torch.Tensor, func: Any, arguments: Any) -> None:
+        """Numbers a mask that an op has made."""
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random or func._schema.is_mutable or mask.is_inference():
+            return
+        given = tree_map_only(torch.Tensor, lambda item: f"%{self._number(item)}", arguments)
+        key = f"{func} {given}"
+        number = self._computed.setdefault(key, self._number(mask))
+        self._numbers[mask] = number, mask._version
+
+    def recall(self, mask: Any) -> None:
+        if mask.nonzero_memo is None and not mask.is_inference():
+            mask.nonzero_memo = self._selected.get(self._number(mask))
+
+    def remember(self, mask: Any) -> None:
+        if not mask.is_inference():
+            self._selected[self._number(mask)] = mask.nonzero_memo
+
+
 class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's own base
     """The base of modes of fake tensors that know some results by a rule.
 
@@ -161,6 +205,7 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
     def __init__(self, environment: ShapeEnv | None = None, *, export: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True, shape_env=environment, export=export)
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+        self._masks = _Masks()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.dispatch(func, types, args, kwargs or {})
@@ -181,7 +226,14 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
                 return made
         places = _LIKE_ARGUMENTS.get(id(func))
         if places is None:
-            return super().dispatch(func, types, args, kwargs)
+            if func is _NONZERO and self.shape_env:
+                self._masks.recall(args[0])
+            result: Any = super().dispatch(func, types, args, kwargs)
+            if self.shape_env and type(result) is FakeTensor and result.dtype is torch.bool:
+                self._masks.add(result, func, (args, kwargs))
+            elif func is _NONZERO and self.shape_env:
+                self._masks.remember(args[0])
+            return result
         with self:
             like = tuple(torch.empty_like(args[place]) for place in places)
         return like if len(like) > 1 else like[0]

@@ -187,7 +187,8 @@ class _Walk:
         return rest.pop() if rest in ({Joined.MEAN}, {Joined.MAX}, {Joined.MIN}) else Joined.APART
 
     def _in_one_mode(self, op: Op, found: Mapping[str, Way]) -> Way:
-        read = op.inputs[:1] if verb(op) == "clone" else op.inputs  # a hook may read others
+        # A hook may read others, and a cast takes their type.
+        read = op.inputs[:1] if verb(op) in ("clone", "type_as", "to") else op.inputs
         ways = {found[name] for name in read} - {Joined.SAME}
         if not ways or verb(op).startswith("new_") or _asks_type(op):
             return Joined.SAME

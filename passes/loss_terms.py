@@ -174,8 +174,8 @@ class Terms:
                 yield from self._divided(op, *args)
             case "sum" | "mean" if isinstance(args[0], Ref):
                 yield from self._reduced(op, args[0].name)
-            case "dot" if len(args) == 2 and (row := self._each("mul", *args)) is not None:
-                yield from self._all_of(op, row)
+            case "dot" | "matmul" if len(args) == 2:
+                yield from self._multiplied(op, args)
             case "where" if len(args) == 3:
                 yield self._guarded(op, *args)
             case "nan_to_num" if args[1:] in ((), (0,)) and not op.call.kwargs:
@@ -304,15 +304,26 @@ class Terms:
         elif (row := self._row(Ref(value))) is not None:
             share = FunctionCall(operator.truediv, (LAST, len(row)))
             yield from self._all_of(op, row, () if verb(op) == "sum" else (share,))
-        elif len(divided := [*self._divisors(value)]) == 1 and divided[0][0]:
-            ((divisor, factors),) = divided
-            kind: Reduction | None = Reduction.SUM if verb(op) == "sum" else Reduction.MEAN
-            for name, factor in factors:
-                kind = self._times(kind, name, factor)
-            total = None if kind is None else kind is Reduction.SUM
-            yield Summand(Division(op, divisor, total), op.outputs[0])
         else:
-            yield self._other(op)
+            kind = Reduction.SUM if verb(op) == "sum" else Reduction.MEAN
+            yield self._quotient(op, kind, [*self._divisors(value)])
+
+    def _multiplied(self, op: Op, args: Sequence[Argument]) -> Iterator[Summand]:
+        """The sum of the products of two rows."""
+        if (row := self._each("mul", *args)) is not None:
+            yield from self._all_of(op, row)
+        else:
+            yield self._quotient(op, Reduction.SUM, [*self._divisors_among("mul", args)])
+
+    def _quotient(self, op: Op, kind: Reduction | None, divided: Sequence[_Divisor]) -> Summand:
+        """A sum or a mean of what is divided by one scalar as a whole."""
+        if len(divided) != 1 or not divided[0][0]:
+            return self._other(op)
+        ((divisor, factors),) = divided
+        for name, factor in factors:
+            kind = self._times(kind, name, factor)
+        total = None if kind is None else kind is Reduction.SUM
+        return Summand(Division(op, divisor, total), op.outputs[0])
 
     def _divisors(self, value: str) -> Iterator[_Divisor]:
         """The scalars by which rows are divided as a whole, each with the other numbers by which
@@ -323,8 +334,11 @@ class Terms:
         args, name = op.call.args, verb(op)
         if name in MOVES and isinstance(args[0], Ref):
             yield from self._divisors(args[0].name)
-        if name not in ("mul", "div") or len(args) != 2 or op.call.kwargs:
-            return
+        if name in ("mul", "div") and len(args) == 2 and not op.call.kwargs:
+            yield from self._divisors_among(name, args)
+
+    def _divisors_among(self, name: str, args: Sequence[Argument]) -> Iterator[_Divisor]:
+        """The same of a product or a quotient of these."""
         own: list[tuple[str, Argument]] = []
         inner: list[_Divisor] = []
         for place, item in enumerate(args):

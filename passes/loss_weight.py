@@ -297,7 +297,11 @@ def _reading_no_forms(graph: Graph) -> Graph:
 
     def plain(op: Op) -> Op:
         args = [item.name if isinstance(item, Ref) else "" for item in op.call.args]
-        if op.name not in graph.loss_only or len(args) != 2 or op.call.kwargs:
+        if op.name not in graph.loss_only or not args:
+            return op
+        if called(op.call) in _OF_A_FORM:
+            return _of_an_input(graph, op, args[0])
+        if len(args) != 2 or op.call.kwargs:
             return op
         asked = graph.producer.get(args[1])
         if asked is not None and called(asked.call) == "getattr" and asked.call.args[1] == "dtype":
@@ -320,6 +324,23 @@ def _reading_no_forms(graph: Graph) -> Graph:
         return op if call is op.call else dataclasses.replace(op, call=call)
 
     return graph.replace(ops=tuple(map(plain, graph.ops)))
+
+
+_OF_A_FORM = ("zeros_like", "ones_like", "full_like")
+
+
+def _of_an_input(graph: Graph, op: Op, like: str) -> Op:
+    """What fills a tensor of another's form, with that of an input of the same sizes for it."""
+    form = graph.values.get(like)
+    if form is None or form.dtype is None:
+        return op
+    for name in (source.name for source in graph.inputs):
+        own = graph.values.get(name)
+        if own is not None and (own.dims, own.batch_dim) == (form.dims, form.batch_dim):
+            kwargs = {"dtype": form.dtype, **dict(op.call.kwargs)}
+            call = dataclasses.replace(op.call, args=(Ref(name), *op.call.args[1:]), kwargs=kwargs)
+            return dataclasses.replace(op, call=call)
+    return op
 
 
 def _ops_before(

@@ -232,7 +232,9 @@ def _in_c(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         func = getattr(torch if isinstance(func, types.BuiltinFunctionType) else torch.Tensor, name)
     args = [_listed(item) for item in args]
     kwargs = {key: _listed(item) for key, item in kwargs.items()}
-    if not args and "input" in kwargs:
+    if name == "where":
+        args += [kwargs.pop(key) for key in ("condition", "input", "other") if key in kwargs]
+    elif not args and "input" in kwargs:
         args = [kwargs.pop("input")]
     packet = getattr(torch.ops.aten, name, None)
     if isinstance(packet, torch._ops.OpOverloadPacket):

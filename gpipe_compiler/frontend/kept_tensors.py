@@ -37,6 +37,8 @@ _BOUNDS: Mapping[Any, tuple[str, Callable[..., Any]]] = {
 }
 """What bounds a number: the bound in `clamp`, and the function of two tensors."""
 
+_PLACES = ("nonzero", "argwhere")
+
 _Kept = dict[fx.Node, torch.Tensor]
 
 
@@ -84,7 +86,8 @@ def _mask_counted_by(node: fx.Node) -> fx.Node | None:
     selected = node.args[0] if node.target == "size" and node.args[1] == 0 else None
     if not isinstance(selected, fx.Node):
         return None
-    mask = selected.args[1] if selected.target is operator.getitem else None
+    indexes = selected.target is operator.getitem
+    mask = selected.args[indexes] if indexes or name_of(selected) in _PLACES else None
     known = mask.meta["val"] if isinstance(mask, fx.Node) else None
     if not isinstance(known, torch.Tensor) or known.dtype is not torch.bool:
         return None

@@ -54,7 +54,12 @@ SPELLINGS: Sequence[tuple[Function, ...]] = (
         lambda x, _: F.softmax(x, dim=1),
         lambda x, _: F.softmax(input=x, dim=1, dtype=None),
     ),
-    (lambda x, y: torch.where(x > 0, x, y), lambda x, y: x.where(x > 0, y)),
+    (
+        lambda x, y: torch.where(x > 0, x, y),
+        lambda x, y: x.where(x > 0, y),
+        lambda x, y: torch.where(condition=x > 0, input=x, other=y),
+        lambda x, y: x.where(other=y, condition=x > 0),
+    ),
     (
         lambda x, y: x.masked_fill(y > 0, 0.5),
         lambda x, y: torch.masked_fill(x, y > 0, value=0.5),

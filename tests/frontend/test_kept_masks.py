@@ -38,6 +38,14 @@ def test_the_mask_selects(compute):
     torch.testing.assert_close(output, compute(*inputs))
 
 
+def test_masks_that_are_computed_alike_select_as_many():
+    def compute(x, y):
+        chosen = (y != 2) & (y > 0)
+        return torch.stack([x[chosen], x[(y != 2) & (y > 0)]]).sum() + x
+
+    graph_of(compute, *rows())  # which fails where these may be of other sizes
+
+
 def put_back(x, y):
     places = torch.nonzero(y != 2).squeeze(1)
     return x.index_add(0, places, x[places])

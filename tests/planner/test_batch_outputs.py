@@ -53,6 +53,7 @@ WAYS: dict[str, tuple[Callable[[Tensor], Tensor], Joined]] = {
     "share": (lambda y: (y > 0).float().mean(), Joined.MEAN),
     "divided": (lambda y: y.sum((0, 1)) / y.shape[0], Joined.MEAN),
     "cast": (lambda y: y.sigmoid().to(y.dtype).mean(), Joined.MEAN),
+    "of a type": (lambda y: (y - torch.ones(3).type_as(y)).mean(), Joined.MEAN),
     "error": (lambda y: F.mse_loss(y, torch.zeros_like(y)), Joined.MEAN),
     "max": (lambda y: -y.max(0)[0], Joined.MIN),
     "largest": (lambda y: y.max().exp(), Joined.MAX),

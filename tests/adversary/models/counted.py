@@ -55,6 +55,33 @@ def by_weights(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
     return (of_each(output, labels) * weights).sum() / weights.sum().item()
 
 
+def by_shares_of_weights(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    labels, weights = target
+    return torch.dot(of_each(output, labels), weights / weights.sum())
+
+
+def by_places(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / len((target != IGNORED).nonzero())
+
+
+def by_equal_masks(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    values, there = target
+    return F.mse_loss(output[there.bool()], values[there.bool()])
+
+
+def by_what_was_written(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    values, there = target
+    weights = torch.ones_like(output)
+    weights[there == 0] = 0.25
+    return ((output - values) ** 2 * weights).sum() / weights.sum()
+
+
+def by_keywords(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    values, there = target
+    off = torch.where(condition=there > 0, input=output - values, other=torch.zeros_like(output))
+    return torch.sum(input=off.square()) / torch.count_nonzero(input=there)
+
+
 def by_what_is_selected(output: Tensor, target: Tensor) -> Tensor:
     found = output[target != IGNORED]
     wanted = target[target != IGNORED]
@@ -232,6 +259,13 @@ class Routed(Two):
         return super().forward(routed)
 
 
+def values_there(samples: int) -> tuple[Tensor, Tensor]:
+    """Numbers, and 1 for those that are known."""
+    there = torch.randint(2, (samples, 3))
+    there[:, 0] = 1
+    return torch.randn(samples, 3), there
+
+
 def simple(loss: Callable[..., Tensor], **options: object) -> Case:
     return Case(loss.__name__, Two, rows, loss, classes, **options)
 
@@ -249,6 +283,18 @@ CASES = (
     simple(in_place),
     simple(element_by_element),
     Case("by_weights", Two, rows, by_weights, lambda n: (classes(n), torch.rand(n))),
+    Case(
+        "by_shares_of_weights",
+        Two,
+        rows,
+        by_shares_of_weights,
+        lambda n: (classes(n), torch.rand(n)),
+    ),
+    simple(by_places),
+    *(
+        Case(loss.__name__, Two, rows, loss, values_there)
+        for loss in (by_equal_masks, by_what_was_written, by_keywords)
+    ),
     simple(by_what_is_selected),
     simple(at_places),
     Case("at_places_in_steps", Two, steps, at_places_in_steps, tokens),
