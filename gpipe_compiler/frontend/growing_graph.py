@@ -19,6 +19,7 @@ from gpipe_compiler.frontend.locate import calling_line
 from gpipe_compiler.frontend.nests import has_tensors, is_literal
 from gpipe_compiler.frontend.position import Position, local_path
 from gpipe_compiler.frontend.size_nodes import SizeNodes
+from gpipe_compiler.frontend.trace_errors import SPARSE
 from gpipe_compiler.ir.arguments import map_argument, storage_key, tensors_in
 from gpipe_compiler.ir.branches import require
 
@@ -287,6 +288,8 @@ class TensorNodes:
     def node(self, tensor: torch.Tensor) -> fx.Node:
         """The node that stands for a tensor; one that reads a constant for what comes from
         elsewhere."""
+        if tensor.layout is not torch.strided:
+            raise SPARSE.at(calling_line())
         known = self.known(tensor)
         if known is not None:
             return known

@@ -34,6 +34,12 @@ class _Cause:
         return TraceError(f"{self.problem}{at_code(where)}", location=where, hint=self.hint)
 
 
+SPARSE = _Cause(
+    r"(?m:^aten\.\w*sparse\w*\.\w+$)",
+    "the model computes with a sparse tensor, which no package carries",
+    "keep it dense; or keep its indices and values, and add up by index_add what they select",
+)
+
 TRANSFORMED = _Cause(
     r"torch\.func\b|torch\.vmap|functorch",
     "the model applies a transform of torch.func, such as torch.vmap, and what is computed inside "
@@ -98,6 +104,7 @@ _CAUSES = (
         "draw from Gamma(concentration, 1), and divide by the sum of these: that is the same "
         "distribution",
     ),
+    SPARSE,
     _Cause(
         # Of an operator of torch's own the error has the name alone.
         r"no fake impl|no Meta kernel|(?m:^aten\.\w+\.\w+$)",

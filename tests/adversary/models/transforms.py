@@ -221,6 +221,26 @@ class Sparse(Two):
         return self.last(torch.stack(mixed)).mean(1)
 
 
+class SparseBeside(Two):
+    """Sparse weights of the graph, held beside the model's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = (torch.rand(6, 6) > 0.5).float().to_sparse_csr()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.sparse.mm(self.graph, x.T).T  # refused: sparse_beside
+        return super().forward(mixed)
+
+
+class MadeSparse(Two):
+    """A weight that is made sparse in forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return torch.sparse.mm(self.last.weight.to_sparse(), x.T).T  # refused: made_sparse
+
+
 class SparseRows(Two):
     """The same as coordinates, multiplied with what is dense."""
 
@@ -424,6 +444,8 @@ def of_steps(name: str, model: object, **options: object) -> Case:
     return Case(name, model, steps, of_tokens, tokens, **options)
 
 
+OF_SPARSE = Refused(("computes with a sparse tensor",), ("indices and values", "index_add"))
+
 CASES = (
     simple("functional_call", Called, quick=True),
     simple("hyper", Hyper),
@@ -443,12 +465,9 @@ CASES = (
     simple("safe_where", SafeWhere, manners=FP32_ONLY),
     simple("unsafe_where", UnsafeWhere, manners=FP32_ONLY),
     simple("unsafe_where_inference", UnsafeWhere, options="--mode infer"),
-    simple(
-        "sparse",
-        Sparse,
-        steps,
-        expect=Refused(("torch.sparse.mm",), ("compute on all samples at once",)),
-    ),
+    simple("sparse", Sparse, steps, expect=OF_SPARSE),
+    simple("sparse_beside", SparseBeside, expect=OF_SPARSE),
+    simple("made_sparse", MadeSparse, expect=OF_SPARSE),
     simple("sparse_by_hand", SparseRows, steps, manners=FP32_ONLY),
     simple("jagged", Jagged, steps, expect=Refused(("nested_tensor",), ("pad", "mask"))),
     of_steps("routed", Routed, manners=FP32_ONLY),
