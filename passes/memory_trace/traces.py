@@ -22,10 +22,8 @@ from gpipe_compiler.passes.cuda_autocast import cuda_autocast
 from gpipe_compiler.passes.duplicate import shape_values
 from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.fakes import HostFakes
-from gpipe_compiler.passes.memory_trace.expand import expanded
 from gpipe_compiler.passes.memory_trace.part import GraphPart
 from gpipe_compiler.passes.memory_trace.record import record
-from gpipe_compiler.passes.memory_trace.shorten import shortened
 from gpipe_compiler.passes.observe import Form, ObservedRun, observed
 
 
@@ -68,24 +66,12 @@ class MemoryTraces:
         Raises:
             ModelError: naming the op that cannot run.
         """
-        return self._traces(self._part(ops, inputs, outputs, returned, segments), split=split)
-
-    def _traces(self, part: GraphPart, *, split: bool) -> StageTraces:
-        """The traces of a part, or those of one of equal form under its names."""
+        part = self._part(ops, inputs, outputs, returned, segments)
         key = split, self._form(part)
         if key not in self._known:
-            traces = self._expanded(part, split=split) or self._performed(part, split=split)
-            self._known[key] = part, traces
+            self._known[key] = part, self._performed(part, split=split)
         known, traces = self._known[key]
         return _renamed(traces, known, part)
-
-    def _expanded(self, part: GraphPart, *, split: bool) -> StageTraces | None:
-        found = shortened(part)
-        if found is None:
-            return None
-        shorter, short = found
-        traces = self._traces(shorter, split=split)
-        return expanded(traces, short, tuple(op.name for op in part.ops))
 
     def _performed(self, part: GraphPart, *, split: bool) -> StageTraces:
         alone = dataclasses.replace(part, graph=part.graph.only(part.ops))
