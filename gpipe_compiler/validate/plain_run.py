@@ -206,7 +206,10 @@ def evaluate(
     with state_restored(entry.model), _as_planned(precision):
         for call in calls:
             begin()
-            found.append(_evaluated(entry, call, precision))
+            terms = call.terms(entry, precision) if call.terms else ()
+            if terms:
+                begin()  # they are computed from what forward makes, which writes
+            found.append(_evaluated(entry, call, precision, terms))
     return found
 
 
@@ -233,14 +236,15 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def _evaluated(entry: Entry, call: ModelCall, precision: Precision) -> Outputs:
+def _evaluated(
+    entry: Entry, call: ModelCall, precision: Precision, terms: tuple[torch.Tensor, ...]
+) -> Outputs:
     with call.around, autocast(precision, device_of(entry.model)):
         leaves = entry(*call.inputs)
     loss = leaves.pop(0).clone() if entry.has_loss else None
     tensors = flat_tensors(entry.outputs(leaves))
     outputs = {name: tensor.clone() for name, tensor in tensors.items()}
-    terms = () if loss is None else (loss,)
-    return Outputs(loss, call.terms(entry, precision) if call.terms else terms, outputs)
+    return Outputs(loss, terms or (() if loss is None else (loss,)), outputs)
 
 
 def train_step(

@@ -35,10 +35,11 @@ class WarmsUp(Two):
 
 
 class WarmsUpTheLoss(Two):
-    """The weight of a second term follows the number of calls."""
+    """The weight of a second term follows the number of calls, and may be returned."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, returned: bool = False) -> None:
         super().__init__()
+        self.returned = returned
         self.register_buffer("step", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -47,7 +48,8 @@ class WarmsUpTheLoss(Two):
         hidden = self.body(x)
         logits = self.last(hidden)
         weight = (self.step / 4).clamp(max=1)
-        return {"loss": F.cross_entropy(logits, labels) + weight * hidden.square().mean()}
+        loss = F.cross_entropy(logits, labels) + weight * hidden.square().mean()
+        return {"loss": loss, **({"weight": weight} if self.returned else {})}
 
 
 class Momentum(nn.Module):
@@ -360,6 +362,11 @@ CASES = (
     simple("warms_up", WarmsUp, quick=True),
     simple("warms_up_assigned", lambda: WarmsUp(assigned=True)),
     Case("warms_up_the_loss", WarmsUpTheLoss, lambda n: (rows(n), classes(n))),
+    Case(
+        "returns_its_weight",
+        lambda: WarmsUpTheLoss(returned=True),
+        lambda n: (rows(n), classes(n)),
+    ),
     Case("momentum", Momentum, rows, byol),
     Case("momentum_remat", Momentum, rows, byol, options="--remat full", manners=FP32_ONLY),
     Case("momentum_foreach", lambda: Momentum(foreach=True), rows, byol),
