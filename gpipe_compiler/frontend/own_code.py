@@ -289,7 +289,11 @@ class _Collected:
         if is_installed(origin):
             return ast.unparse(ast.ImportFrom(origin, [alias], 0))
         loaded = sys.modules.get(origin)
-        if loaded is None or isinstance(getattr(loaded, alias.name, None), ModuleType):
+        value = getattr(loaded, alias.name, None)
+        if isinstance(value, ModuleType) and is_installed(value.__name__):
+            as_name = None if value.__name__ == name else name
+            return ast.unparse(ast.Import([ast.alias(value.__name__, as_name)]))
+        if loaded is None or isinstance(value, ModuleType):
             raise UnwritableError(f"it uses the module {alias.name}, which is not installed")
         file = file_of(origin)
         self.take(alias.name, UsersFile.of(loaded), file)

@@ -4,9 +4,11 @@ operator."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import re
 import symtable
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +58,10 @@ class UsersFile:
             tree = ast.parse(text)
         except (OSError, SyntaxError, ValueError) as error:
             raise UnwritableError(f"the source of {module.__name__} cannot be read") from error
+        package = module.__package__ or module.__name__.rpartition(".")[0]
         bound: dict[str, list[ast.stmt]] = {}
         future = ""
-        for statement in tree.body:
+        for statement in (_named(item, package) for item in tree.body):
             if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
                 future = ast.unparse(statement)
                 continue
@@ -66,7 +69,6 @@ class UsersFile:
                 continue
             for name in dict.fromkeys(bound_by(statement)):
                 bound.setdefault(name, []).append(statement)
-        package = module.__package__ or module.__name__.rpartition(".")[0]
         lines = text.splitlines()
         name, values = module.__name__, vars(module)
         return cls(name, file or "", package, lines, tree.body, bound, values, future)
@@ -94,6 +96,19 @@ class UsersFile:
             return
         if self.values.get(name) != value:
             raise UnwritableError(f"it uses {name}, which is not what line {statement.lineno} says")
+
+
+def _named(statement: ast.stmt, package: str) -> ast.stmt:
+    """`from x import *` with the names that it binds, other statements as they are."""
+    match statement:
+        case ast.ImportFrom(module=module, names=[ast.alias(name="*")], level=level):
+            origin = importlib.util.resolve_name("." * level + (module or ""), package)
+            values = vars(sys.modules[origin]) if origin in sys.modules else {}
+            public = [name for name in values if not name.startswith("_")]
+            aliases = [ast.alias(name) for name in values.get("__all__", public)]
+            return ast.copy_location(ast.ImportFrom(module, aliases, level), statement)
+        case _:
+            return statement
 
 
 def bound_by(statement: ast.AST) -> Iterator[str]:

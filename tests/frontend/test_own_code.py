@@ -179,6 +179,29 @@ def test_a_module_of_the_users_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         written(importlib.import_module("uses_xyz").A)
 
 
+def test_names_that_a_star_brings_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "all_xyz.py").write_text(
+        "import math, torch\nimport torch.nn.functional as F\nLIMIT = 3.0\n_HIDDEN = 1\n"
+    )
+    (tmp_path / "star_xyz.py").write_text(
+        "from all_xyz import *\n"
+        "class A(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return F.relu(x) + LIMIT\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = written(importlib.import_module("star_xyz").A)
+    for name in ("star_xyz", "all_xyz"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.undo()
+
+    apart = write(found, tmp_path / "star_apart")
+    assert float(apart.A.apply(torch.ones(()))) == 4.0
+    texts = dict(found.files)["own_star_xyz"]
+    assert "math" not in "".join(text for _, text in texts)
+
+
 def test_a_class_of_an_installed_package_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
