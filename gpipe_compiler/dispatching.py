@@ -83,12 +83,17 @@ def _counts(
 
 
 _LIKE_ARGUMENTS: Mapping[int, tuple[int, ...]] = {
-    id(getattr(torch.ops.aten, f"_fake_quantize_learnable_{each}_affine{end}").default): of
-    for each in ("per_tensor", "per_channel")
-    for end, of in (("", (0,)), ("_backward", (1, 2, 3)))
+    id(getattr(torch.ops.aten, f"{before}_{each}_affine{end}").default): of
+    for each, more in (("per_tensor", "_tensor_qparams"), ("per_channel", ""))
+    for before, end, of in (
+        ("_fake_quantize_learnable", "", (0,)),
+        ("_fake_quantize_learnable", "_backward", (1, 2, 3)),
+        ("fake_quantize", "_cachemask", (0, 0)),
+        (f"{'_' if more else ''}fake_quantize", f"_cachemask{more}", (0, 0)),
+    )
 }
-"""Ops for which torch has no kernel without numbers, by `id`: the places of the arguments that
-their results are like."""
+"""Ops for which torch has no kernel without numbers, or of free sizes, by `id`: the places of the
+arguments that their results are like. One that is like the first again is a mask of it."""
 
 
 _SLICE = torch.ops.aten.slice.Tensor
@@ -235,8 +240,10 @@ class QuickFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch's ow
                 self._masks.remember(args[0])
             return result
         with self:
-            like = tuple(torch.empty_like(args[place]) for place in places)
-        return like if len(like) > 1 else like[0]
+            like = [torch.empty_like(args[place]) for place in places]
+            if places[1:] == places[:1]:
+                like[1] = torch.empty_like(like[0], dtype=torch.bool)
+        return tuple(like) if len(like) > 1 else like[0]
 
     def _grouped(self, func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         dtype = args[0].dtype

@@ -332,6 +332,22 @@ def observed() -> nn.Module:
     return model
 
 
+class Rounded(Two):
+    """Simulates 8-bit numbers by hand: of all features, of each, and by a scale in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.rand(8) / 10 + 0.01)
+        self.register_buffer("zeros", torch.zeros(8, dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.fake_quantize_per_tensor_affine(self.first(x).tanh(), 0.01, 0, -128, 127)
+        x = self.middle(x).tanh()
+        x = torch.fake_quantize_per_channel_affine(x, self.scales, self.zeros, 1, -128, 127)
+        scale, zero = self.scales[:1], self.zeros[:1]
+        return torch.fake_quantize_per_tensor_affine(self.last(x), scale, zero, -128, 127)
+
+
 class TakenBack(Two):
     """Hooks that are removed before the backward, of a tensor and of a module."""
 
@@ -462,6 +478,7 @@ CASES = (
             at_line=False,
         ),
     ),
+    simple("rounded", Rounded, manners=FP32_ONLY),
     simple("frozen_observers", frozen, sizes=(8,), manners=FP32_ONLY),
     simple(
         "fresh_observers",
