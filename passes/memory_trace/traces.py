@@ -1,4 +1,4 @@
-"""Traces the memory of the stages of a graph, those of equal structure once."""
+"""Traces the memory of the stages of a graph, each once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from gpipe_compiler.ir import FunctionCall, Graph, ModuleCall, Op, Ref
 from gpipe_compiler.ir.blocks import Body, ShapeReads, Turn, calls_in, turns_around
 from gpipe_compiler.ir.classes import Methods, find_blocks
 from gpipe_compiler.ir.contents import Contents
-from gpipe_compiler.ir.forms import OpForms
 from gpipe_compiler.passes.allocation_trace import StageTraces
 from gpipe_compiler.passes.cuda_autocast import cuda_autocast
 from gpipe_compiler.passes.duplicate import shape_values
@@ -24,7 +23,7 @@ from gpipe_compiler.passes.effects import effects
 from gpipe_compiler.passes.fakes import HostFakes
 from gpipe_compiler.passes.memory_trace.part import GraphPart
 from gpipe_compiler.passes.memory_trace.record import record
-from gpipe_compiler.passes.observe import Form, ObservedRun, observed
+from gpipe_compiler.passes.observe import ObservedRun, observed
 
 
 class MemoryTraces:
@@ -41,9 +40,8 @@ class MemoryTraces:
         self.graph = graph
         self.on_host = on_host
         self.batch_size = graph.batch_size if batch_size is None else batch_size
-        self._forms = OpForms(graph)
         self._mode = HostFakes()
-        self._known: dict[Hashable, tuple[GraphPart, StageTraces]] = {}
+        self._known: dict[Hashable, StageTraces] = {}
 
     def of(
         self,
@@ -66,12 +64,12 @@ class MemoryTraces:
         Raises:
             ModelError: naming the op that cannot run.
         """
-        part = self._part(ops, inputs, outputs, returned, segments)
-        key = split, self._form(part)
+        ends = tuple(inputs), tuple(outputs), None if returned is None else frozenset(returned)
+        key = tuple(ops), ends, tuple(map(tuple, segments)), split
         if key not in self._known:
-            self._known[key] = part, self._performed(part, split=split)
-        known, traces = self._known[key]
-        return _renamed(traces, known, part)
+            part = self._part(ops, inputs, outputs, returned, segments)
+            self._known[key] = self._performed(part, split=split)
+        return self._known[key]
 
     def _performed(self, part: GraphPart, *, split: bool) -> StageTraces:
         alone = dataclasses.replace(part, graph=part.graph.only(part.ops))
@@ -113,32 +111,6 @@ class MemoryTraces:
         )
         return dataclasses.replace(part, calls=_calls(part, self._call_sizes))
 
-    def _form(self, part: GraphPart) -> Hashable:
-        """All that the traces of a part depend on: equal for parts that differ in names alone."""
-        number = {name: index for index, name in enumerate(_names(part))}
-        states = {name: index for index, name in enumerate(part.states)}
-
-        def read(name: str) -> Hashable:
-            if name in number:
-                return number[name]
-            seen = self._observed.values[name]
-            return repr(seen.form or seen.plain)
-
-        ops = tuple(
-            (
-                self._forms.key(op),
-                tuple(map(read, op.reads)),
-                tuple(states[name] for name in op.states(self.graph.modules)),
-            )
-            for op in part.ops
-        )
-        forms = ((self._form_of(name), self._trains(name)) for name in part.inputs)
-        received = tuple((form.shape, form.stride, form.dtype, trains) for form, trains in forms)
-        ends = (part.results, part.returned, () if part.loss is None else (part.loss,))
-        writes = tuple(states[name] for name in part.writes)
-        handed = tuple(tuple(map(read, names)) for names in ends)
-        return ops, received, handed, part.segments, part.calls, writes, part.draws
-
     def _value(self, name: str) -> Any:
         seen = self._observed.values[name]
         form = seen.form
@@ -147,11 +119,6 @@ class MemoryTraces:
         with self._mode:
             made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="cpu")
         return made.requires_grad_(self._trains(name))
-
-    def _form_of(self, name: str) -> Form:
-        form = self._observed.values[name].form
-        assert form is not None  # nothing else is received
-        return form
 
     def _trains(self, name: str) -> bool:
         return self.graph.loss is not None and self.graph.values[name].requires_grad
@@ -163,30 +130,6 @@ class MemoryTraces:
     @cached_property
     def _observed(self) -> ObservedRun:
         return observed(self.graph, self.batch_size)
-
-
-def _names(part: GraphPart) -> tuple[str, ...]:
-    """The values of a part, in an order that is the same for parts of equal form."""
-    made = (name for op in part.ops for name in op.outputs)
-    return tuple(dict.fromkeys((*part.inputs, *made)))
-
-
-def _renamed(traces: StageTraces, one: GraphPart, other: GraphPart) -> StageTraces:
-    if one is other:
-        return traces
-    names = dict(zip(_names(one), _names(other), strict=True))
-
-    def renamed(table: Mapping[str, int]) -> Mapping[str, int]:
-        return {names[name]: number for name, number in table.items()}
-
-    return dataclasses.replace(
-        traces,
-        ops=tuple(op.name for op in other.ops),
-        received=renamed(traces.received),
-        returned=renamed(traces.returned),
-        arriving=renamed(traces.arriving),
-        sent_back=renamed(traces.sent_back),
-    )
 
 
 def _range(positions: Sequence[int]) -> range:
