@@ -102,14 +102,14 @@ def plan_graph(graph: BareGraph, setting: BareSetting) -> BarePlan:
     search.every_count(min(setting.stages, len(graph.ops)))
     best = search.best
     assert best is not None  # else it is refused
-    bound_s = min(search.bound_s, best.value_s)
-    met = bound_s >= best.value_s * (1 - PROVED)
+    bound_s = min(search.bound_s, best.found.objective_s)
+    met = bound_s >= best.found.objective_s * (1 - PROVED)
     return BarePlan(
         graph.name,
         tuple(figure.ops for figure in best.figures),
         best.found.step_s,
-        max(figure.total_s for figure in best.figures),
-        best.value_s if met else bound_s,
+        best.found.bottleneck_s,
+        best.found.objective_s if met else bound_s,
         met and setting.prove,
         time.perf_counter() - started,
         best.setting.objective,
@@ -164,7 +164,7 @@ class _Search:
             setting = setting_of(self.asked, stages, training=self.training)
             least = self._least(setting)
             fits = self.best is not None and self.best.found.fits
-            if self.best is not None and fits and least >= self.best.value_s:
+            if self.best is not None and fits and least >= self.best.found.objective_s:
                 self.bound_s = min(self.bound_s, least)
                 return
             best = cut(self.problem, setting, prove=self.asked.prove, known=self._known)

@@ -136,13 +136,7 @@ class BareCut:
     @property
     def rank(self) -> tuple[int, float]:
         """By how much memory is exceeded, and what was to be short; less is better."""
-        return max(self.found.excess_bytes, default=0), self.value_s
-
-    @property
-    def value_s(self) -> float:
-        if self.setting.objective is Objective.STEP:
-            return self.found.step_s
-        return max(figure.total_s for figure in self.figures)
+        return max(self.found.excess_bytes, default=0), self.found.objective_s
 
     @cached_property
     def moves(self) -> tuple[tuple[Traffic, int, int], ...]:
