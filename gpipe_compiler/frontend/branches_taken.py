@@ -28,7 +28,7 @@ from gpipe_compiler.frontend import encoders
 from gpipe_compiler.frontend.comparable_runs import Results, different
 from gpipe_compiler.frontend.deciding import QUESTIONS, is_decision
 from gpipe_compiler.frontend.entry import Entry
-from gpipe_compiler.frontend.growing_graph import EFFECT
+from gpipe_compiler.frontend.growing_graph import EFFECT, sources_of
 from gpipe_compiler.frontend.locate import asking_frame, calling_line, is_users, location
 from gpipe_compiler.frontend.nests import asking
 from gpipe_compiler.frontend.raising_branches import passing_at
@@ -208,7 +208,7 @@ def answered(answers: Answers = (), *, flags: bool = False) -> Iterator[None]:
         decides = asked.name in ("__bool__", _PACKED) or (
             flags and asked.tensor.dtype is torch.bool
         )
-        if not decides and _is_of_inputs(recorder, asked.tensor):
+        if not decides and recorder.tensors.is_of_inputs(asked.tensor):
             return own(asked.tensor)  # a number that differs between batches
         with torch._C.DisableTorchFunction():  # the model does not ask this
             _require(recorder, asked, known.value)
@@ -254,7 +254,7 @@ def refuse_changing(recorder: Recorder) -> None:
         return source.op == "call_module" or bool(source.meta.get(EFFECT))
 
     for node in nodes:
-        sources = list(_sources(node)) if node.target is require else []
+        sources = list(sources_of(node)) if node.target is require else []
         if any(source.op == "placeholder" for source in sources):
             continue  # what decides is new with every batch anyway
         changing = next(filter(changes, sources), None)
@@ -268,22 +268,6 @@ def refuse_changing(recorder: Recorder) -> None:
 def asks_for_numbers(recorder: Recorder) -> bool:
     """Whether a number that the graph reads from a tensor decides something in it."""
     return any(node.target in ("item", torch.Tensor.item) for node in recorder.graph.nodes)
-
-
-def _is_of_inputs(recorder: Recorder, tensor: torch.Tensor) -> bool:
-    node = recorder.tensors.known(tensor)
-    return node is None or any(n.op == "placeholder" for n in (node, *_sources(node)))
-
-
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes that a node's value is computed from."""
-    seen, pending = {node}, [node]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                pending.append(source)
-                yield source
 
 
 @contextlib.contextmanager

@@ -65,8 +65,8 @@ def calls_seen() -> Iterator[None]:
         mock.patch.object(torch.inference_mode, "__enter__", _enter_inference),
         mock.patch.object(torch.inference_mode, "__exit__", _leave_inference),
         mock.patch.object(builtins, "len", _length),
-        mock.patch.object(builtins, "max", _bound(builtins.max, torch.sym_max)),
-        mock.patch.object(builtins, "min", _bound(builtins.min, torch.sym_min)),
+        mock.patch.object(builtins, "max", _bound(builtins.max, torch.sym_max, "min")),
+        mock.patch.object(builtins, "min", _bound(builtins.min, torch.sym_min, "max")),
         mock.patch.object(nn.Module, "__setattr__", _assign),
         mock.patch.object(nn.Module, "__call__", call),
         mock.patch.object(autocast, "__enter__", entered),
@@ -122,10 +122,25 @@ def _length(of: Any) -> Any:
     return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else _own_length(of)
 
 
-def _bound(own: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """`max` or `min`, which of a size that may vary and another is no question, but a number."""
+def _bound(
+    own: Callable[..., Any], of_sizes: Callable[[Any, Any], Any], side: str
+) -> Callable[..., Any]:
+    """`max` or `min`, which of a size that may vary and another is no question, but a number; nor
+    of a number and what is counted in the inputs.
+
+    Args:
+        side: the bound of `clamp` that it is.
+    """
 
     def bound(*items: Any, **options: Any) -> Any:
+        match items:
+            case (torch.Tensor() as counted, (int() | float()) as number) | (
+                (int() | float()) as number,
+                torch.Tensor() as counted,
+            ) if not options and _is_counted(counted):
+                whole = not counted.is_floating_point() and float(number).is_integer()
+                options[side] = int(number) if whole else number
+                return torch.clamp(counted, **options)
         sizes = sum(isinstance(item, _SIZE) for item in items)
         numbers = not options and all(isinstance(item, _SIZE | int | float) for item in items)
         if sizes and numbers and _own_length(items) == 2:
@@ -133,6 +148,17 @@ def _bound(own: Callable[..., Any], of_sizes: Callable[[Any, Any], Any]) -> Call
         return own(*items, **options)
 
     return bound
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one number of the inputs, which is only computed with."""
+    recorder = recording()
+    return (
+        recorder is not None
+        and tensor.ndim == 0
+        and not tensor.requires_grad
+        and recorder.tensors.is_of_inputs(tensor)
+    )
 
 
 _SIZE = torch.SymInt | torch.SymFloat

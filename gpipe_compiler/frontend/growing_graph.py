@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -266,6 +266,11 @@ class TensorNodes:
         found = self._nodes.get(id(tensor))
         return None if found is None else found[1]
 
+    def is_of_inputs(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is made of inputs, or in a way that is not known."""
+        node = self.known(tensor)
+        return node is None or any(n.op == "placeholder" for n in (node, *sources_of(node)))
+
     def input(self, name: str, tensor: torch.Tensor) -> fx.Node:
         """A placeholder for a tensor."""
         node = self._graph.placeholder(name)
@@ -338,3 +343,14 @@ def _memory(tensor: torch.Tensor) -> object:
         return id(tensor)
     place = storage_key(tensor), tensor.storage_offset()
     return *place, tensor.dtype, tensor.shape, tensor.stride()
+
+
+def sources_of(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes that a node's value is computed from."""
+    seen, pending = {node}, [node]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                pending.append(source)
+                yield source

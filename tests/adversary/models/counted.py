@@ -35,6 +35,10 @@ def by_one_at_least(output: Tensor, target: Tensor) -> Tensor:
     return total(output, target) / max(counted(target).item(), 1)
 
 
+def by_one_at_least_as_a_tensor(output: Tensor, target: Tensor) -> Tensor:
+    return total(output, target) / max(1.0, counted(target))
+
+
 def by_a_little_more(output: Tensor, target: Tensor) -> Tensor:
     return total(output, target) / (counted(target).item() + 1e-6)
 
@@ -279,6 +283,7 @@ OVER_BATCH = ({}, {"remat": "full"})
 CASES = (
     simple(by_number),
     simple(by_one_at_least, quick=True),
+    simple(by_one_at_least_as_a_tensor),
     simple(by_a_little_more),
     simple(in_place),
     simple(element_by_element),
