@@ -17,6 +17,7 @@ from gpipe_compiler.passes.written_once import sample_writers
 from gpipe_compiler.runtime.core.outputs import join
 from gpipe_compiler.runtime.spec import Leaf
 from gpipe_compiler.runtime.train.comparison import ComparedKind, compare
+from gpipe_compiler.validate import loss_splitting
 from gpipe_compiler.validate.draws import ApartError
 from gpipe_compiler.validate.loss_splitting import Losses
 from gpipe_compiler.validate.plain_run import MiniBatch, Outputs, Shares
@@ -127,18 +128,21 @@ def departure(
     """The error for results that micro-batches do not give, with the line where they part."""
     what = "a training step" if entry.training else f"the output {' and '.join(outputs)}"
     op = where_parted(graph, entry, batch)
-    cause = "it takes the samples of a batch together"
+    cause, hint = "it takes the samples of a batch together", hint_at(op, HINT)
     if writer := _writer(graph, op):
         op = writer
         states = ", ".join(sorted(sample_writers(graph)[op.name]))
-        cause = f"{op.name} writes to {states} for each micro-batch"
+        cause, hint = f"{op.name} writes to {states} for each micro-batch", hint_at(op, HINT)
     elif op is not None:
         cause = f"{op.name} gives another result for a micro-batch than for its share of the batch"
+    elif entry.training and graph.loss is not None:
+        op, hint = graph.producer.get(graph.loss.value), loss_splitting.HINT
+        cause += ", in its loss or in a backward"
     return UnsplittableError(
         f"what the model makes of the mini-batch ({what}) is not what its {len(batch.sizes)} "
         f"micro-batches come to: {cause}",
         location=None if op is None else op.source,
-        hint=hint_at(op, HINT),
+        hint=hint,
     )
 
 

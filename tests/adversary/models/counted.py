@@ -39,6 +39,11 @@ def by_one_at_least_as_a_tensor(output: Tensor, target: Tensor) -> Tensor:
     return total(output, target) / max(1.0, counted(target))
 
 
+def by_their_own_sizes(output: Tensor, target: Tensor) -> Tensor:
+    one, other = of_each(output, target).mean(), output.square().mean()
+    return one / one.detach() + other / other.detach()  # refused: by_their_own_sizes
+
+
 def by_a_little_more(output: Tensor, target: Tensor) -> Tensor:
     return total(output, target) / (counted(target).item() + 1e-6)
 
@@ -284,6 +289,11 @@ CASES = (
     simple(by_number),
     simple(by_one_at_least, quick=True),
     simple(by_one_at_least_as_a_tensor),
+    simple(
+        by_their_own_sizes,
+        expect=not_of_parts("in its loss or in a backward"),
+        manners=OVER_BATCH,
+    ),
     simple(by_a_little_more),
     simple(in_place),
     simple(element_by_element),
