@@ -97,15 +97,17 @@ class StageState:
 def state_of(
     graph: Graph, ops: Sequence[Op], also: Iterable[str] = (), methods: Collection[str] = ()
 ) -> StageState:
-    """The modules and tensors that some ops need, in the order of first use.
+    """The modules and tensors that some ops need, in the model's order.
 
     Args:
-        also: names of further tensors to keep, which come last.
+        also: names of further tensors to keep.
         methods: what the class has beside an nn.Module's methods.
     """
     used, unread = _used(graph, ops, also)
     chained = {path for op in ops for path in prefixes(op.module) if _is_in_chain(graph, path)}
     root = nested(used, frozenset(methods), sorted(chained | _without_state(graph, ops)))
+    apart = frozenset(unread)  # blocks register these after all else
+    root.arrange({path: n for path, n in graph.registered.items() if path not in apart})
     modules = {item.spec.path: item.place for item in root.all() if item.spec is not None}
     places: dict[str, str] = {}
     originals: dict[str, str] = {}
@@ -128,7 +130,7 @@ def state_of(
         places=places,
         originals=originals,
         renamed={own: model for own, model in originals.items() if names.get(own, own) != model},
-        unread=frozenset(unread),
+        unread=apart,
     )
 
 

@@ -29,7 +29,7 @@ class ModuleNode:
         methods: names of its own methods, beside those of its class.
         spec: how to construct it where it is a module of torch.nn that the stage calls whole; None
             where it only holds others.
-        members: by name, the modules and tensors that it holds, in the order of first use.
+        members: by name, the modules and tensors that it holds.
         place: the expression for it, such as `self.model.layers["2"].mlp`.
     """
 
@@ -108,11 +108,46 @@ class ModuleNode:
             table = "._buffers"
         return f"{self.place}{table}[{quote(own)}]"
 
+    def arrange(self, order: Mapping[str, int]) -> None:
+        """Puts what it holds in the model's order: modules among modules, parameters among
+        parameters, buffers among buffers, as torch goes through each by itself.
+
+        Args:
+            order: of the model's modules and tensors, by their paths; what is none of these stays.
+        """
+        kinds: dict[StateKind | None, list[str]] = {}
+        for own, item in self.members.items():
+            if _path(item) in order:
+                kinds.setdefault(_kind(item), []).append(own)
+            if isinstance(item, ModuleNode):
+                item.arrange(order)
+        in_turn = {
+            kind: iter(sorted(names, key=lambda own: order[_path(self.members[own])]))
+            for kind, names in kinds.items()
+        }
+        names = (
+            next(in_turn[_kind(item)]) if _path(item) in order else own
+            for own, item in self.members.items()
+        )
+        self.members = {own: self.members[own] for own in names}
+
     def find_places(self) -> None:
         """Sets `place` of all modules in this one."""
         for own, item in self.modules():
             item.place = self.place_of(own)
             item.find_places()
+
+
+def _path(item: ModuleNode | State) -> str:
+    """The model's path of a member."""
+    if isinstance(item, State):
+        return item.name
+    return item.prefix[:-1] if item.spec is None else item.spec.path
+
+
+def _kind(item: ModuleNode | State) -> StateKind | None:
+    """The kind of a tensor; None for a module."""
+    return item.kind if isinstance(item, State) else None
 
 
 def nested(

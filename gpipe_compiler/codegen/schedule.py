@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpipe_compiler.codegen import loss_weight
@@ -21,6 +21,7 @@ from gpipe_compiler.frontend.own_statements import UnwritableError
 from gpipe_compiler.ir import Argument, Graph, Ref, StateKind, StateRef
 from gpipe_compiler.ir.arguments import choices, map_argument
 from gpipe_compiler.ir.branches import required_lines
+from gpipe_compiler.ir.contents import prefixes
 from gpipe_compiler.ir.sizes import UNKNOWN_LINE, SampleRule, at_batch
 from gpipe_compiler.passes.atoms import types_left_open
 from gpipe_compiler.passes.batch_rules import taken_together, takes_several
@@ -160,6 +161,12 @@ def _pipeline(
     asked = [item for item in graph.inputs if plan.training or item.path[0] != "target"]
     known = [item.shape is not None and item.dtype is not None for item in asked]
     pairs = zip(stages, plan.stages, strict=True)
+    aliases = {
+        alias: state.name
+        for state in graph.state.values()
+        if state.kind is not StateKind.CONSTANT
+        for alias in state.aliases
+    }
     values = {
         "name": plan.name,
         "stages": tuple(_stage(stage, planned.remat, records) for stage, planned in pairs),
@@ -176,12 +183,8 @@ def _pipeline(
         "orders": RawText("ORDERS"),
         "placement": _unless_in_order(plan.placement, len(stages)),
         "device_order": _unless_in_order(plan.slots, len(plan.orders)),
-        "aliases": {
-            alias: state.name
-            for state in graph.state.values()
-            if state.kind is not StateKind.CONSTANT
-            for alias in state.aliases
-        },
+        "aliases": aliases,
+        "reordered": tuple(reordered(graph, [stage.state.values() for stage in stages])),
         "batchnorm": plan.batchnorm,
         "precision": plan.precision,
         "replicas": plan.replicas,
@@ -205,6 +208,30 @@ def _pipeline(
         return records.record(PipelineSpec, values)
     except UnwritableError as error:
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
+
+
+def reordered(graph: Graph, stages: Iterable[Iterable[str]]) -> Iterator[str]:
+    """The members of modules that stand otherwise stage by stage than in the model, in its order.
+
+    So `parameters()` of a pipeline gives them as the model does.
+
+    Args:
+        stages: the names of the tensors of each, in the order of its modules.
+    """
+    held = dict.fromkeys(itertools.chain.from_iterable(stages))
+    tied = {name: graph.state[name].aliases for name in held}
+    found: dict[tuple[str, StateKind | None], dict[str, None]] = {}
+    # As `runtime/core/calls.py` arranges what a process holds.
+    names = sorted(held, key=lambda name: not tied[name])
+    for name in (*names, *itertools.chain.from_iterable(tied.values())):
+        for path in prefixes(name):
+            kind = graph.state[name].kind if path in graph.state else None
+            found.setdefault((path.rpartition(".")[0], kind), {})[path] = None
+    for members in found.values():
+        known = [path for path in members if path in graph.registered]
+        in_order = sorted(known, key=graph.registered.__getitem__)
+        if known != in_order:
+            yield from in_order
 
 
 def _carried(graph: Graph) -> Iterator[Carried]:

@@ -85,9 +85,11 @@ class Contents:
 
     def form(self, root: str, inner: Collection[str]) -> tuple[Hashable, list[Constant]]:
         """What the module at `root` holds by itself, but for numbers, and those."""
-        forms: list[Hashable] = []
-        constants: list[Constant] = []
         modules, states = self.own(root, inner)
+        places = self.graph.registered
+        held = sorted(places.keys() & {*modules, *states, *inner}, key=places.__getitem__)
+        forms: list[Hashable] = [tuple(_local(path, root) for path in held)]
+        constants: list[Constant] = []
         for path in modules:
             form, found = self._module(self.graph.modules[path])
             forms.append((_local(path, root), form))

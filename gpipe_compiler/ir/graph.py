@@ -158,6 +158,13 @@ class Graph:
         """The dimensions of inputs that are free, beside the batch."""
         return named(source.shape or () for source in self.inputs)
 
+    @cached_property
+    def registered(self) -> Mapping[str, int]:
+        """The places of the model's modules and tensors, by their paths, in the order in which it
+        registers them."""
+        own = (name for name, item in self.state.items() if item.kind is not StateKind.CONSTANT)
+        return {path: place for place, path in enumerate((*self.paths, *own))}
+
     @property
     def presents(self) -> Mapping[str, str]:
         """The values that state between calls becomes, by the inputs that it is."""

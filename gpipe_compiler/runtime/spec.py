@@ -332,6 +332,7 @@ class PipelineSpec:
             `0F0 0F1 ...`.
         microbatch_size: samples in a micro-batch, as planned; the shapes of crossings are for it.
         aliases: further names of tied parameters to the canonical ones.
+        reordered: modules and tensors in the model's order, where that is not the stages'.
         precision: as planned; the dtypes of crossings are those under it.
         replicas: of the pipeline, as planned for training.
         sharding: what these divide among them, as planned.
@@ -368,6 +369,7 @@ class PipelineSpec:
     placement: tuple[int, ...] = ()
     device_order: tuple[int, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    reordered: tuple[str, ...] = ()
     batchnorm: BatchNorm = BatchNorm.MICRO
     precision: Precision = Precision.FP32
     replicas: int = 1

@@ -448,6 +448,9 @@ class CutEvaluator:
                 self.verdict.faults.append(f"{what} gradient {name}: is %s, expected %s" % kinds)
         buffers = dict(self.model.named_buffers())
         held = {name: item for name, item in self.pipe.named_buffers() if name in buffers}
+        for kind, ours, others in (("parameters", mine, theirs), ("buffers", buffers, held)):
+            if [name for name in ours if name in others] != list(others):
+                self.verdict.faults.append(f"{kind} are in another order: {', '.join(others)}")
         # What the package does not hold is what the model does not change.
         unused = {name: self.buffers[name] for name in buffers if name not in held}
         self.verdict.tensors(f"{what} buffer", {**unused, **held}, buffers, self.coarse)

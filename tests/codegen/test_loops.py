@@ -361,11 +361,12 @@ def test_a_shared_layer_is_written_once_where_a_cut_goes_through_a_call(
     plan = planned(Shared(), torch.rand(4, DIM), count=2)
     assert plan.graph is not None
 
-    sources = write_stages(plan, CodeFacts.of(plan.graph)).stages
+    sources = write_stages(plan, CodeFacts.of(plan.graph))
 
-    texts = [source.text for source in sources]
-    assert any("class Feed(nn.Module)" in text and "self.feed.up(" in text for text in texts)
-    assert all("FeedPart" not in text for text in texts)
+    texts = [source.text for source in sources.stages]
+    assert "".join((*texts, sources.layers)).count("class Feed") == 1
+    assert any("self.feed.up(" in text for text in texts)
+    assert all("self.feed(" in text for text in texts)
 
 
 class Noisy(nn.Module):

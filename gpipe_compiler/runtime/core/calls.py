@@ -30,6 +30,9 @@ from .request import RandomKey, RunRequest
 from .session import HeldState
 from .shards import Shards
 
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+"""Where a module of torch keeps what it holds."""
+
 
 def without_effect() -> UsageError:
     """The error for what would change how a layer computes."""
@@ -66,7 +69,7 @@ class ModelNames(nn.Module):
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(value, torch.Tensor | nn.Module):
             held = vars(self)
-            if any(name in held.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
+            if any(name in held.get(kind, ()) for kind in _MEMBERS):
                 raise without_effect()
         object.__setattr__(self, name, value)
 
@@ -129,8 +132,7 @@ class ModelNames(nn.Module):
 
 def _tree_of(stages: LocalStages) -> nn.Module:
     """Modules within modules, as the model's names say, around the tensors of these stages."""
-    tree, state = nn.Module(), stages.state_dict()
-    held: dict[str, torch.Tensor] = {**stages.parameters(), **stages.buffers()}
+    tree, state, held = nn.Module(), stages.state_dict(), stages.tensors()
     aliases = {alias: held[name] for alias, name in stages.spec.aliases.items() if name in held}
     # Of several names of a tensor torch's modules give the first: that is to be the model's.
     first = set(stages.spec.aliases.values())
@@ -145,6 +147,13 @@ def _tree_of(stages: LocalStages) -> nn.Module:
             holder.register_parameter(own, tensor)
         else:
             holder.register_buffer(own, tensor, persistent=name in state)
+    parts = dict(tree.named_modules())
+    for member in stages.spec.reordered:
+        around, _, own = member.rpartition(".")
+        if around in parts:  # other processes may hold it
+            for members in (vars(parts[around])[kind] for kind in _MEMBERS):
+                if own in members:
+                    members[own] = members.pop(own)
     return tree
 
 

@@ -211,6 +211,10 @@ class LocalStages:
         """The buffers by the model's names, each once."""
         return self._first(nn.Module.named_buffers)
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by the model's names, each once, module by module."""
+        return self._first(_held)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """As the model's own `state_dict` would name it, tied names included."""
         state = self._first(_state_of)
@@ -261,6 +265,13 @@ class LocalStages:
             for target, source in copies:
                 local(target).copy_(own_rows(source, target))
         return _IncompatibleKeys(list(missing), unknown)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What modules hold, each module's own parameters before its buffers."""
+    for path, part in module.named_modules():
+        yield from part.named_parameters(path, recurse=False)
+        yield from part.named_buffers(path, recurse=False)
 
 
 def _state_of(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -8,8 +8,8 @@ class ResidualPart(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(4, 4, kernel_size=3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         # models.py:26-27

@@ -12,16 +12,16 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
+    mask: Tensor
     cos: Tensor
     sin: Tensor
-    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(32, 96)
+        self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
         self.register_buffer("cos", torch.zeros(8, 16))
         self.register_buffer("sin", torch.zeros(8, 16))
-        self.register_buffer("mask", torch.zeros(8, 8, dtype=torch.bool), persistent=False)
         self.out = nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,9 +46,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(32)
         self.attention = Attention()
-        self.noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.narrow = nn.Linear(32, 32)
         self.scale = nn.Parameter(torch.empty(32))
+        self.narrow = nn.Linear(32, 32)
+        self.noise = nn.Parameter(torch.empty(1, 1, 32))
 
     def forward(self, x: Tensor) -> Tensor:
         # meta_decoder.py:58

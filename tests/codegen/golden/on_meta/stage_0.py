@@ -50,20 +50,26 @@ INITIAL = {
     "position": (("trunc_normal_", 0.0, 0.02, -2.0, 2.0),),
     "shift": (("arange", 32, ("dtype=", torch.int64)), ("div", "%0", 32), ("copy_", "self", "%1")),
     "tokens.weight": (("normal_", 0.0, 1.0), ("at", (0,), "zero_")),
-    "blocks.0.noise": (
-        ("empty", (1, 1, 32), ("dtype=", torch.float32)),
-        ("normal_", "%0", 0.0, 1.0),
-        ("mul", "%0", 0.02),
-        ("copy_", "self", "%2"),
-    ),
     "blocks.0.scale": (
         ("empty", (32,), ("dtype=", torch.float32)),
         ("fill_", "%0", 1.0),
         ("mul", "%0", 0.1),
         ("copy_", "self", "%2"),
     ),
+    "blocks.0.noise": (
+        ("empty", (1, 1, 32), ("dtype=", torch.float32)),
+        ("normal_", "%0", 0.0, 1.0),
+        ("mul", "%0", 0.02),
+        ("copy_", "self", "%2"),
+    ),
     "blocks.*.norm.weight": (("fill_", 1.0),),
     **dict.fromkeys(("blocks.*.norm.bias", "blocks.*.attention.qkv.bias"), (("zero_",),)),
+    "blocks.*.attention.mask": (
+        ("empty", (8, 8), ("dtype=", torch.bool)),
+        ("fill_", "%0", True),
+        ("tril", "%0"),
+        ("copy_", "self", "%2"),
+    ),
     "blocks.*.attention.cos": (
         ("arange", 0, 16, 2, ("dtype=", torch.int64)),
         ("_to_copy", "%0", ("dtype=", torch.float32)),
@@ -93,12 +99,6 @@ INITIAL = {
         ("repeat", "%9", (1, 2)),
         ("sin", "%10"),
         ("copy_", "self", "%11"),
-    ),
-    "blocks.*.attention.mask": (
-        ("empty", (8, 8), ("dtype=", torch.bool)),
-        ("fill_", "%0", True),
-        ("tril", "%0"),
-        ("copy_", "self", "%2"),
     ),
     "blocks.*.attention.qkv.weight": (("orthogonal_", 1),),
     "blocks.1.attention.qkv.weight": (

@@ -10,9 +10,9 @@ from .layers import Block
 class BlockPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.noise = nn.Parameter(torch.empty(1, 1, 32))
-        self.narrow = nn.Linear(32, 32)
         self.scale = nn.Parameter(torch.empty(32))
+        self.narrow = nn.Linear(32, 32)
+        self.noise = nn.Parameter(torch.empty(1, 1, 32))
 
     def forward(self, x: Tensor, out: Tensor) -> Tensor:
         # meta_decoder.py:58
@@ -60,18 +60,18 @@ WRITES = ("batch_norm",)
 
 # How state begins where there are no weights (runtime/core/building.py); * is any layer's number.
 INITIAL = {
+    "blocks.*.scale": (
+        ("empty", (32,), ("dtype=", torch.float32)),
+        ("fill_", "%0", 1.0),
+        ("mul", "%0", 0.1),
+        ("copy_", "self", "%2"),
+    ),
     "blocks.*.noise": (
         ("seed", "blocks.0.noise"),
         ("empty", (1, 1, 32), ("dtype=", torch.float32)),
         ("normal_", "%1", 0.0, 1.0),
         ("mul", "%1", 0.02),
         ("copy_", "self", "%3"),
-    ),
-    "blocks.*.scale": (
-        ("empty", (32,), ("dtype=", torch.float32)),
-        ("fill_", "%0", 1.0),
-        ("mul", "%0", 0.1),
-        ("copy_", "self", "%2"),
     ),
     "blocks.*.narrow.weight": (
         ("seed", "blocks.0.narrow.weight"),
@@ -93,6 +93,12 @@ INITIAL = {
             "batch_norm.num_batches_tracked",
         ),
         (("zero_",),),
+    ),
+    "blocks.2.attention.mask": (
+        ("empty", (8, 8), ("dtype=", torch.bool)),
+        ("fill_", "%0", True),
+        ("tril", "%0"),
+        ("copy_", "self", "%2"),
     ),
     "blocks.2.attention.cos": (
         ("arange", 0, 16, 2, ("dtype=", torch.int64)),
@@ -123,12 +129,6 @@ INITIAL = {
         ("repeat", "%9", (1, 2)),
         ("sin", "%10"),
         ("copy_", "self", "%11"),
-    ),
-    "blocks.2.attention.mask": (
-        ("empty", (8, 8), ("dtype=", torch.bool)),
-        ("fill_", "%0", True),
-        ("tril", "%0"),
-        ("copy_", "self", "%2"),
     ),
     "blocks.2.attention.qkv.weight": (
         ("seed", "blocks.0.attention.qkv.weight"),

@@ -36,8 +36,8 @@ class Stage2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.early = nn.ModuleDict({"2": InceptionPart()})
-        self.auxiliary = nn.Linear(32, 10)
         self.late = nn.ModuleDict({"0": Inception(), "1": InceptionPart2()})
+        self.auxiliary = nn.Linear(32, 10)
 
     def forward(
         self, x: Tensor, conv3_out: Tensor, pooled_out: Tensor

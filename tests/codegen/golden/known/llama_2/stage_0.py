@@ -12,8 +12,8 @@ from .layers import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 class LlamaDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm = LlamaRMSNorm()
         self.self_attn = LlamaAttention()
+        self.input_layernorm = LlamaRMSNorm()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_llama.py:295-297
@@ -26,9 +26,9 @@ class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
+        self.layers = nn.ModuleDict({"0": LlamaDecoderLayerPart()})
         self.rotary_emb = LlamaRotaryEmbedding()
         self.rotary_emb.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
-        self.layers = nn.ModuleDict({"0": LlamaDecoderLayerPart()})
 
 
 class Stage0(nn.Module):

@@ -8,8 +8,8 @@ from .layers import LlamaMLP, LlamaRMSNorm
 class LlamaDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.post_attention_layernorm = LlamaRMSNorm()
         self.mlp = LlamaMLP()
+        self.post_attention_layernorm = LlamaRMSNorm()
 
     def forward(self, residual: Tensor, attn_output: Tensor) -> Tensor:
         # modeling_llama.py:306-312

@@ -24,8 +24,8 @@ class LlamaDecoderLayerPart(nn.Module):
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = LlamaRotaryEmbedding()
         self.layers = nn.ModuleDict({"1": LlamaDecoderLayerPart()})
+        self.rotary_emb = LlamaRotaryEmbedding()
 
 
 class Stage2(nn.Module):

@@ -98,10 +98,10 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm = LlamaRMSNorm()
         self.self_attn = LlamaAttention()
-        self.post_attention_layernorm = LlamaRMSNorm()
         self.mlp = LlamaMLP()
+        self.input_layernorm = LlamaRMSNorm()
+        self.post_attention_layernorm = LlamaRMSNorm()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_llama.py:295-312

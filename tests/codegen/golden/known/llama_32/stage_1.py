@@ -9,8 +9,8 @@ from .layers import LlamaDecoderLayer, LlamaRotaryEmbedding
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = LlamaRotaryEmbedding()
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(8, 16)})
+        self.rotary_emb = LlamaRotaryEmbedding()
 
 
 class Stage1(nn.Module):

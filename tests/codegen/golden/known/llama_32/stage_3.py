@@ -10,9 +10,9 @@ from .layers import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = LlamaRotaryEmbedding()
         self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(24, 32)})
         self.norm = LlamaRMSNorm()
+        self.rotary_emb = LlamaRotaryEmbedding()
 
 
 class Stage3(nn.Module):

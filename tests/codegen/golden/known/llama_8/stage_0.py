@@ -10,9 +10,9 @@ class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
+        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2)})
         self.rotary_emb = LlamaRotaryEmbedding()
         self.rotary_emb.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
-        self.layers = nn.ModuleDict({str(i): LlamaDecoderLayer() for i in range(2)})
 
 
 class Stage0(nn.Module):

@@ -20,10 +20,10 @@ class LlamaDecoderLayerPart(nn.Module):
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = LlamaRotaryEmbedding()
         self.layers = nn.ModuleDict(
             {**{str(i): LlamaDecoderLayer() for i in range(4, 6)}, "6": LlamaDecoderLayerPart()}
         )
+        self.rotary_emb = LlamaRotaryEmbedding()
 
 
 class Stage2(nn.Module):

@@ -17,8 +17,8 @@ class LlamaDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.self_attn = LlamaAttention()
-        self.post_attention_layernorm = LlamaRMSNorm()
         self.mlp = LlamaMLP()
+        self.post_attention_layernorm = LlamaRMSNorm()
 
     def forward(
         self, residual: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
@@ -32,9 +32,9 @@ class LlamaDecoderLayerPart(nn.Module):
 class LlamaModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = LlamaRotaryEmbedding()
         self.layers = nn.ModuleDict({"6": LlamaDecoderLayerPart(), "7": LlamaDecoderLayer()})
         self.norm = LlamaRMSNorm()
+        self.rotary_emb = LlamaRotaryEmbedding()
 
 
 class Stage3(nn.Module):

@@ -156,10 +156,10 @@ class MixtralAttention(nn.Module):
 class MixtralDecoderLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm = MixtralRMSNorm()
         self.self_attn = MixtralAttention()
-        self.post_attention_layernorm = MixtralRMSNorm()
         self.mlp = MixtralSparseMoeBlock()
+        self.input_layernorm = MixtralRMSNorm()
+        self.post_attention_layernorm = MixtralRMSNorm()
 
     def forward(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # modeling_mixtral.py:351-364

@@ -13,9 +13,9 @@ class MixtralModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
+        self.layers = nn.ModuleDict({"0": MixtralDecoderLayer()})
         self.rotary_emb = MixtralRotaryEmbedding()
         self.rotary_emb.register_buffer("original_inv_freq", torch.empty(4), persistent=False)
-        self.layers = nn.ModuleDict({"0": MixtralDecoderLayer()})
 
 
 class Stage0(nn.Module):

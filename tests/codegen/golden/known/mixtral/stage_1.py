@@ -9,8 +9,8 @@ from .layers import MixtralDecoderLayer, MixtralRotaryEmbedding
 class MixtralModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = MixtralRotaryEmbedding()
         self.layers = nn.ModuleDict({"1": MixtralDecoderLayer()})
+        self.rotary_emb = MixtralRotaryEmbedding()
 
 
 class Stage1(nn.Module):

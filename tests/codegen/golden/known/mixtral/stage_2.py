@@ -20,8 +20,8 @@ class MixtralDecoderLayerPart(nn.Module):
 class MixtralModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = MixtralRotaryEmbedding()
         self.layers = nn.ModuleDict({"2": MixtralDecoderLayer(), "3": MixtralDecoderLayerPart()})
+        self.rotary_emb = MixtralRotaryEmbedding()
 
 
 class Stage2(nn.Module):

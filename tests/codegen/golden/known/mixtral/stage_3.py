@@ -16,8 +16,8 @@ class MixtralDecoderLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.self_attn = MixtralAttention()
-        self.post_attention_layernorm = MixtralRMSNorm()
         self.mlp = MixtralSparseMoeBlock()
+        self.post_attention_layernorm = MixtralRMSNorm()
 
     def forward(
         self, residual: Tensor, cos: Tensor, sin: Tensor, input_layernorm_out: Tensor
@@ -31,9 +31,9 @@ class MixtralDecoderLayerPart(nn.Module):
 class MixtralModelPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.rotary_emb = MixtralRotaryEmbedding()
         self.layers = nn.ModuleDict({"3": MixtralDecoderLayerPart()})
         self.norm = MixtralRMSNorm()
+        self.rotary_emb = MixtralRotaryEmbedding()
 
 
 class Stage3(nn.Module):

@@ -8,11 +8,11 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(wide, width, kernel_size=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, wide, kernel_size=1, bias=False)
         self.bn3 = nn.BatchNorm2d(wide)
+        self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         # resnet50.py:47-51
@@ -29,11 +29,11 @@ class BottleneckWithShortcut(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, kernel_size=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
         self.conv2 = nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False, stride=stride)
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, wide, kernel_size=1, bias=False)
         self.bn3 = nn.BatchNorm2d(wide)
+        self.relu = nn.ReLU(inplace=True)
         self.shortcut = nn.Sequential(
             nn.Conv2d(channels, wide, kernel_size=1, bias=False, stride=stride),
             nn.BatchNorm2d(wide),

@@ -80,15 +80,13 @@ class SwinDropPath(nn.Module):
 
 
 class SwinPatchMerging(nn.Module):
-    def __init__(
-        self, normalized_shape: int, out_features: int, height: int, num_channels: int
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, height: int, num_channels: int) -> None:
         super().__init__()
-        self.normalized_shape = normalized_shape
+        self.in_features = in_features
         self.height = height
         self.num_channels = num_channels
-        self.norm = nn.LayerNorm(normalized_shape)
-        self.reduction = nn.Linear(normalized_shape, out_features, bias=False)
+        self.reduction = nn.Linear(in_features, out_features, bias=False)
+        self.norm = nn.LayerNorm(in_features)
 
     def forward(self, input_feature: Tensor) -> Tensor:
         # modeling_swin.py:314-324
@@ -103,7 +101,7 @@ class SwinPatchMerging(nn.Module):
             ],
             dim=-1,
         )
-        input_feature = input_feature.view(batch_size, -1, self.normalized_shape)
+        input_feature = input_feature.view(batch_size, -1, self.in_features)
         input_feature = self.norm(input_feature)
         input_feature = self.reduction(input_feature)
         return input_feature
@@ -127,8 +125,8 @@ class SwinAttention(nn.Module):
         self.q_proj = nn.Linear(hidden_size, hidden_size)
         self.k_proj = nn.Linear(hidden_size, hidden_size)
         self.v_proj = nn.Linear(hidden_size, hidden_size)
-        self.relative_position_bias = SwinRelativePositionBias(num_heads=num_attention_heads)
         self.o_proj = nn.Linear(hidden_size, hidden_size)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=num_attention_heads)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -177,11 +175,11 @@ class SwinLayerWithDropPath(nn.Module):
         self.size = size
         self.height = height
         self.size_2 = size_2
-        self.layernorm_before = nn.LayerNorm(channels)
         self.attention = SwinAttention(channels, num_attention_heads=num_heads, scale=0.25, size=16)
-        self.dropout = nn.Dropout(0.0)
+        self.layernorm_before = nn.LayerNorm(channels)
         self.layernorm_after = nn.LayerNorm(channels)
         self.mlp = SwinMLP(channels, out_features)
+        self.dropout = nn.Dropout(0.0)
         self.drop_path = SwinDropPath(keep_prob=keep_prob)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

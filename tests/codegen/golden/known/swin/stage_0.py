@@ -47,11 +47,11 @@ class SwinEmbeddings(nn.Module):
 class SwinLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layernorm_before = nn.LayerNorm(16)
         self.attention = SwinAttention(16, num_attention_heads=2, scale=8**-0.5, size=8)
-        self.dropout = nn.Dropout(0.0)
+        self.layernorm_before = nn.LayerNorm(16)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-572
@@ -87,8 +87,8 @@ class SwinAttentionPart(nn.Module):
 class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layernorm_before = nn.LayerNorm(16)
         self.attention = SwinAttentionPart()
+        self.layernorm_before = nn.LayerNorm(16)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_swin.py:542-621

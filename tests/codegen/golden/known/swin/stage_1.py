@@ -24,9 +24,9 @@ class SwinLayerPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = SwinAttentionPart()
-        self.dropout = nn.Dropout(0.0)
         self.layernorm_after = nn.LayerNorm(16)
         self.mlp = SwinMLP(16, 64)
+        self.dropout = nn.Dropout(0.0)
         self.drop_path = SwinDropPath(keep_prob=0.9857142857142858)
 
     def forward(self, shortcut: Tensor, attn_output: Tensor) -> Tensor:

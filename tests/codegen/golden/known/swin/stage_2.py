@@ -24,8 +24,8 @@ class SwinAttentionWithAttentionMask(nn.Module):
         self.q_proj = nn.Linear(32, 32)
         self.k_proj = nn.Linear(32, 32)
         self.v_proj = nn.Linear(32, 32)
-        self.relative_position_bias = SwinRelativePositionBias(num_heads=2)
         self.o_proj = nn.Linear(32, 32)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=2)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -49,11 +49,11 @@ class SwinAttentionWithAttentionMask(nn.Module):
 class SwinLayerWithDropPath2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layernorm_before = nn.LayerNorm(32)
         self.attention = SwinAttentionWithAttentionMask()
-        self.dropout = nn.Dropout(0.0)
+        self.layernorm_before = nn.LayerNorm(32)
         self.layernorm_after = nn.LayerNorm(32)
         self.mlp = SwinMLP(32, 128)
+        self.dropout = nn.Dropout(0.0)
         self.drop_path = SwinDropPath(keep_prob=0.9571428571428572)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

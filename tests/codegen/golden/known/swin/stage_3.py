@@ -24,8 +24,8 @@ class SwinAttentionWithAttentionMask(nn.Module):
         self.q_proj = nn.Linear(64, 64)
         self.k_proj = nn.Linear(64, 64)
         self.v_proj = nn.Linear(64, 64)
-        self.relative_position_bias = SwinRelativePositionBias(num_heads=4)
         self.o_proj = nn.Linear(64, 64)
+        self.relative_position_bias = SwinRelativePositionBias(num_heads=4)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> Tensor:
         # modeling_swin.py:428-466
@@ -50,11 +50,11 @@ class SwinAttentionWithAttentionMask(nn.Module):
 class SwinLayerWithDropPath2(nn.Module):
     def __init__(self, keep_prob: float) -> None:
         super().__init__()
-        self.layernorm_before = nn.LayerNorm(64)
         self.attention = SwinAttentionWithAttentionMask()
-        self.dropout = nn.Dropout(0.0)
+        self.layernorm_before = nn.LayerNorm(64)
         self.layernorm_after = nn.LayerNorm(64)
         self.mlp = SwinMLP(64, 256)
+        self.dropout = nn.Dropout(0.0)
         self.drop_path = SwinDropPath(keep_prob=keep_prob)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

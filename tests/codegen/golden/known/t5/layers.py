@@ -29,9 +29,9 @@ class T5DenseActDense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wi = nn.Linear(32, 64, bias=False)
-        self.act = nn.ReLU(inplace=True)
-        self.dropout = nn.Dropout(0.1)
         self.wo = nn.Linear(64, 32, bias=False)
+        self.dropout = nn.Dropout(0.1)
+        self.act = nn.ReLU(inplace=True)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         # modeling_t5.py:84-93
@@ -114,8 +114,8 @@ class T5AttentionWithKeyValueStates(nn.Module):
 class T5LayerFF(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer_norm = T5LayerNorm()
         self.DenseReluDense = T5DenseActDense()
+        self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ class T5LayerFF(nn.Module):
 class T5LayerSelfAttentionWithPositionBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5AttentionWithPositionBias()
+        self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
     def forward(
@@ -148,8 +148,8 @@ class T5LayerSelfAttentionWithPositionBias(nn.Module):
 class T5LayerCrossAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer_norm = T5LayerNorm()
         self.EncDecAttention = T5AttentionWithKeyValueStates()
+        self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, key_value_states: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class T5AttentionWithRelativeAttentionBias(nn.Module):
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
-        self.relative_attention_bias = nn.Embedding(32, 4)
         self.o = nn.Linear(32, 32, bias=False)
+        self.relative_attention_bias = nn.Embedding(32, 4)
 
     def forward(self, hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:268-367, sdpa_attention.py:87-206
@@ -88,8 +88,8 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
         self.q = nn.Linear(32, 32, bias=False)
         self.k = nn.Linear(32, 32, bias=False)
         self.v = nn.Linear(32, 32, bias=False)
-        self.relative_attention_bias = nn.Embedding(32, 4)
         self.o = nn.Linear(32, 32, bias=False)
+        self.relative_attention_bias = nn.Embedding(32, 4)
 
     def forward(self, hidden_states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         # modeling_t5.py:268-367, sdpa_attention.py:87-206
@@ -128,8 +128,8 @@ class T5AttentionWithRelativeAttentionBias2(nn.Module):
 class T5LayerSelfAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias()
+        self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,8 +145,8 @@ class T5LayerSelfAttention(nn.Module):
 class T5LayerSelfAttention2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer_norm = T5LayerNorm()
         self.SelfAttention = T5AttentionWithRelativeAttentionBias2()
+        self.layer_norm = T5LayerNorm()
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -186,16 +186,16 @@ class T5StackPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
-        self.dropout = nn.Dropout(0.1)
         self.block = nn.ModuleDict({"0": T5Block(), "1": T5BlockWithPositionBias()})
+        self.dropout = nn.Dropout(0.1)
 
 
 class T5StackPart2(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(64, 32)
-        self.dropout = nn.Dropout(0.1)
         self.block = nn.ModuleDict({"0": T5BlockPart()})
+        self.dropout = nn.Dropout(0.1)
 
 
 class Stage0(nn.Module):
