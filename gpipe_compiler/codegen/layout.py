@@ -157,14 +157,15 @@ def comprehension(opening: str, item: Expression, clause: str, closing: str) -> 
 
 
 def consecutive(words: Sequence[str]) -> str:
-    """The `range` of which some words are the numbers, in order; "" where there is none."""
+    """The `range` of which some words are the numbers, in order or reversed; "" for none."""
     if not all(word.isdecimal() and str(int(word)) == word for word in words):
         return ""
     numbers = list(map(int, words))
-    start, stop = numbers[0], numbers[-1] + 1
-    if numbers != list(range(start, stop)):
-        return ""
-    return f"range({start}, {stop})" if start else f"range({stop})"
+    start, stop = min(numbers), max(numbers) + 1
+    made = f"range({start}, {stop})" if start else f"range({stop})"
+    if numbers == list(range(start, stop)):
+        return made
+    return f"reversed({made})" if numbers[::-1] == list(range(start, stop)) else ""
 
 
 def _bracketed(

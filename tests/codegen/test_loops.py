@@ -50,6 +50,19 @@ class Members(nn.Module):
         return x
 
 
+class Backwards(nn.Module):
+    """The last one first, as the way up of a U-Net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feeds = nn.ModuleList(Feed() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for feed in reversed(self.feeds):
+            x = feed(x) + x
+        return x
+
+
 class TwoCarried(nn.Module):
     """What the second round is given in one place, the third is given in another."""
 
@@ -317,6 +330,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "mapped": (Mapped, (4, DIM), "q, k, v = self.to_qkv(x).chunk(3, dim=-1)"),
     "shared": (Shared, (4, DIM), "        for _ in range(5):\n            x = self.feed(x)"),
     "side by side": (SideBySide, (4, DIM), "for feed, norm in zip(self.feeds.values(), self"),
+    "backwards": (Backwards, (4, DIM), "in reversed(range(4)):\n"),
     "members": (Members, (4, DIM), "for block in self.blocks.values():"),
     "two carried": (TwoCarried, (4, DIM), ""),
     "sums": (Sums, (4, DIM), "for feed in self.feeds.values():"),
