@@ -24,6 +24,7 @@ from gpipe_compiler.frontend.own_statements import TORCHS_NAMESPACES, Unwritable
 from gpipe_compiler.ir import Call, FunctionCall, MethodCall, Ref
 from gpipe_compiler.ir.branches import require
 from gpipe_compiler.ir.own_functions import OwnFunction, WrittenClass
+from gpipe_compiler.runtime.core.packed import PACKED
 
 BINARY: Mapping[Callable[..., Any], tuple[str, Binding]] = {
     operator.add: ("+", Binding.SUM),
@@ -130,6 +131,9 @@ def spell(function: object, imports: Imports) -> str | None:
     if function is require:
         imports.name(".runtime.core.required", "require")
         return "require"
+    if isinstance(function, type) and function in PACKED.values():
+        imports.name(".runtime.core.packed", function.__name__)
+        return function.__name__
     if function is checkpoint:
         imports.name("torch.utils.checkpoint", "checkpoint")
         return "checkpoint"

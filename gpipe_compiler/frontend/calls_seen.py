@@ -28,6 +28,7 @@ from gpipe_compiler.frontend.asked_autocast import asked, autocast_as_asked
 from gpipe_compiler.frontend.calls import Written, written
 from gpipe_compiler.frontend.locate import is_own, line_around
 from gpipe_compiler.frontend.nests import has_tensors
+from gpipe_compiler.frontend.packing import packing_followed
 from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.trace_errors import TRANSFORMED
 from gpipe_compiler.frontend.trace_fakes import TraceFakes
@@ -72,6 +73,7 @@ def calls_seen() -> Iterator[None]:
         mock.patch.object(autocast, "__enter__", entered),
         mock.patch.object(autocast, "__exit__", left),
         autocast_as_asked(),
+        packing_followed(),
     ):
         yield
 

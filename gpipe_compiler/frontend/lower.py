@@ -43,6 +43,7 @@ from gpipe_compiler.ir import (
 from gpipe_compiler.ir.arguments import map_argument, value_names
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import SeenName
+from gpipe_compiler.runtime.core.packed import PACKED
 
 
 def lower(graph: fx.Graph, constants: Mapping[str, torch.Tensor], entry: Entry) -> Graph:
@@ -265,6 +266,9 @@ class _Lowering:
                 for local, tensor in named_state(module)
             }
             self.modules[path] = dataclasses.replace(spec, state=state)
+        spec = self.modules[path]
+        if "lengths" in node.kwargs and spec.cls in PACKED:
+            self.modules[path] = dataclasses.replace(spec, cls=PACKED[spec.cls])
         return path
 
 

@@ -28,11 +28,13 @@ from gpipe_compiler.frontend.locate import calling_line, is_asked_by_user, line_
 from gpipe_compiler.frontend.modules import has_hooks
 from gpipe_compiler.frontend.nests import OPENED, at_number, has_tensors, numbered, widened
 from gpipe_compiler.frontend.noted_sizes import NotedSizes, SampleLists
+from gpipe_compiler.frontend.packing import Packed
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.trace_errors import OWN_GENERATOR, PACKED, TRANSFORMED, own_gradients
 from gpipe_compiler.frontend.value_splits import write_value_splits
 from gpipe_compiler.ir.arguments import has_gradient, storage_key, tensors_in
 from gpipe_compiler.ir.symbolic import AT_SYMBOLS, same_shape
+from gpipe_compiler.runtime.core.packed import PACKED as PACKED_LAYERS
 from gpipe_compiler.runtime.core.random import may_draw
 
 _MOVES = frozenset(
@@ -271,16 +273,50 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         path = self._paths.get(id(module))
         if not path:
             return own(module, *args, **kwargs)
-        # A model may lend a module other parameters than its own, change its mode, and hook on it.
-        own_state = self._own.get(path) == _identities(module) and not has_hooks(module)
-        own_state = own_state and not self._asking.fixes_in(module)
         # One without state, such as an activation, may be held by many: each calls its own.
         called = self._lent.get((id(module), self.position.module), path)
-        if own_state and self._training[path] is module.training and self._takes(args, kwargs):
-            return self._leaf(called, own, module, args, kwargs)
+        if self._is_whole(path, module):
+            if args and isinstance(args[0], Packed) and type(module) in PACKED_LAYERS:
+                return self._leaf_of_packed(called, own, module, *args, **kwargs)
+            if self._takes(args, kwargs):
+                return self._leaf(called, own, module, args, kwargs)
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
         with self.position.inside(called, kind):
             return own(module, *args, **kwargs)
+
+    def _is_whole(self, path: str, module: nn.Module) -> bool:
+        """Whether a call is one of a leaf as the model has it.
+
+        A model may lend a module other parameters than its own, change its mode, and hook on it.
+        """
+        return (
+            self._own.get(path) == _identities(module)
+            and self._training[path] is module.training
+            and not has_hooks(module)
+            and not self._asking.fixes_in(module)
+        )
+
+    def _leaf_of_packed(
+        self,
+        path: str,
+        own: Callable[..., Any],
+        module: nn.Module,
+        sequence: Packed,
+        *states: Any,
+        **named: Any,
+    ) -> tuple[Packed, Any]:
+        """What a recurrent layer makes of packed sequences, as of padded ones of some lengths."""
+        batch_first = bool(module.batch_first)
+        args = (sequence.laid_out(batch_first=batch_first), *states)
+        told: dict[str, Any] = {"lengths": sequence.lengths}
+        if not sequence.enforce_sorted:
+            told["enforce_sorted"] = False
+
+        def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return own(layer, *args, **{key: kwargs[key] for key in named})
+
+        made, ended = self._leaf(path, run, module, args, {**named, **told})
+        return sequence.of(made, sequence.lengths, batch_first, sequence.enforce_sorted), ended
 
     def _takes(self, args: Any, kwargs: Any) -> bool:
         """Whether a call of a module can be written down."""
@@ -289,7 +325,7 @@ class Recorder(GrowingGraph, TorchFunctionMode):
         def fits(item: Any) -> bool:
             if type(item) in (tuple, list):
                 return all(map(fits, item))
-            return isinstance(item, plain) and not isinstance(item, nn.utils.rnn.PackedSequence)
+            return isinstance(item, plain)
 
         return all(map(fits, (*args, *kwargs.values())))
 

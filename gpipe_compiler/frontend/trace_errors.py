@@ -54,9 +54,10 @@ OWN_GENERATOR = _Cause(
 )
 PACKED = _Cause(
     r"pack(ed|_padded)_sequence|PackedSequence",
-    "the model packs sequences, which no graph holds",
-    "pass padded sequences to the layer, and mask what lies behind their ends: how many rows a "
-    "packed sequence has depends on the values of the lengths",
+    "the model packs sequences, which no graph holds but between recurrent layers of torch",
+    "pack by pack_padded_sequence with a tensor of lengths, call nn.LSTM, nn.GRU or nn.RNN, and "
+    "pad by pad_packed_sequence(..., total_length=x.shape[1]); or pass padded sequences, and mask "
+    "what lies behind their ends: how many rows a packed sequence has depends on the lengths",
 )
 
 _OF_LINES = (

@@ -9,7 +9,7 @@ import contextlib
 import inspect
 import io
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -45,7 +45,7 @@ def tracing_settings() -> Iterator[None]:
     choose a kernel: here it applies them. Attention takes comparisons of sizes, which are no bools
     here, as `is_causal=length > 1`.
     """
-    lstm = mock.patch.object(torch._VF, "lstm", _lstm)
+    lstm = mock.patch.object(torch._VF, "lstm", _with_states_as_given(torch._VF.lstm))
     soft = mock.patch.object(torch._C._nn, "cross_entropy_loss", _cross_entropy)
     in_order = mock.patch.object(torch.backends, "opt_einsum", SimpleNamespace(enabled=False))
     masks = mock.patch.object(nn.modules.transformer, "_detect_is_causal_mask", _is_causal)
@@ -76,18 +76,19 @@ def _attention(*args: Any, **named: Any) -> Any:
     return _own_attention(*map(settled, args), **named)
 
 
-_own_lstm = torch._VF.lstm
+def _with_states_as_given(lstm: Callable[..., Any]) -> Callable[..., Any]:
+    """An LSTM whose states are of the shapes that it was given."""
 
+    def run(*args: Any) -> Any:
+        given = next(item for item in args if isinstance(item, tuple | list))
+        output, *states = lstm(*args)
+        shaped = (
+            state if state.ndim == old.ndim else state.reshape(old.shape)
+            for state, old in zip(states, given, strict=True)
+        )
+        return output, *shaped
 
-def _lstm(*args: Any) -> Any:
-    """The output and the states of an LSTM, these of the shapes that it was given."""
-    given = next(item for item in args if isinstance(item, tuple | list))
-    output, *states = _own_lstm(*args)
-    shaped = (
-        state if state.ndim == old.ndim else state.reshape(old.shape)
-        for state, old in zip(states, given, strict=True)
-    )
-    return output, *shaped
+    return run
 
 
 _own_cross_entropy: Any = torch._C._nn.cross_entropy_loss
@@ -232,10 +233,23 @@ def refuse_gradients(carried: object) -> None:
 @contextlib.contextmanager
 def control_flow_of_python() -> Iterator[None]:
     """Has what torch would compile, to run it, run as Python does; so a trace can follow it."""
+    with running_as(
+        (getattr(torch._higher_order_ops, name), instead) for name, instead in _AS_PYTHON.items()
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def running_as(pairs: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Lets functions run others' code, by whatever name a model has them.
+
+    Args:
+        pairs: a function, and one of the same parameters and defaults, of whose module's names its
+            code reads none.
+    """
     changed: list[tuple[Any, Any]] = []
     try:
-        for name, instead in _AS_PYTHON.items():
-            own: Any = getattr(torch._higher_order_ops, name)
+        for own, instead in pairs:
             if [*inspect.signature(own).parameters] == [*inspect.signature(instead).parameters]:
                 changed.append((own, own.__code__))
                 own.__code__ = instead.__code__

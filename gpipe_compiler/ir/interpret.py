@@ -186,6 +186,8 @@ class Interpreter:
         module = self._modules[path].train(self.training)
         own = {local: self.tensors[name] for local, name in spec.state.items()}
         empty = any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in own.values())
+        if empty and kwargs.get("lengths") is not None:  # without numbers they end nowhere
+            kwargs["lengths"] = None
         with with_a_momentum(module) if empty else contextlib.nullcontext():
             return torch.func.functional_call(module, own, args, kwargs, tie_weights=False)
 

@@ -18,7 +18,7 @@ from gpipe_compiler.frontend.entry import Entry
 from gpipe_compiler.frontend.state import state_restored
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.trace_errors import by_values
-from gpipe_compiler.ir import Autocast, Graph, ValueKind
+from gpipe_compiler.ir import Autocast, Graph, ModuleCall, ValueKind
 from gpipe_compiler.ir.arguments import value_names
 from gpipe_compiler.ir.branches import required_lines
 from gpipe_compiler.ir.interpret import lacks
@@ -89,7 +89,7 @@ class ExportedStages:
                 "the model is on the meta device, so there are no weights to export",
                 hint="build it on the processor, or compile it with --target torch",
             )
-        _refuse_autocast(graph)
+        _refuse_unknown_to_onnx(graph)
         planner = planner_of(graph, options)
         return cls(options, found, batch.subject, planner, batch.note)
 
@@ -182,8 +182,8 @@ def _refuse_unfit(options: CompileOptions) -> None:
         )
 
 
-def _refuse_autocast(graph: Graph) -> None:
-    """Raises ModelError where the model itself turns autocast on."""
+def _refuse_unknown_to_onnx(graph: Graph) -> None:
+    """Raises ModelError where the model itself turns autocast on, or packs sequences."""
     for op in graph.ops:
         contexts = (region.context for region in op.regions)
         casts = [context for context in contexts if isinstance(context, Autocast)]
@@ -193,6 +193,13 @@ def _refuse_autocast(graph: Graph) -> None:
                 location=op.source,
                 hint="compile it with --target torch, or have build_model() return the model in "
                 "16 bits",
+            )
+        if op.call.kwargs.get("lengths") is not None and isinstance(op.call, ModuleCall):
+            raise ModelError(
+                f"{op.name} packs sequences, which torch does not export to ONNX by their lengths",
+                location=op.source,
+                hint="compile it with --target torch, or pass padded sequences and mask what lies "
+                "behind their ends",
             )
 
 

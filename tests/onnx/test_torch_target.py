@@ -14,6 +14,7 @@ import torch
 from loading import load_package
 from onnx_compiling import compile_exported
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from gpipe_compiler.cli.main import compile_command
 from gpipe_compiler.compile import Compiled, CompileOptions
@@ -216,6 +217,26 @@ def test_autocast_of_the_model_s_own_is_refused(tmp_path: Path) -> None:
 
     assert caught.value.location is not None
     assert "self.first(x)" in caught.value.location.code
+
+
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        _, (found, _) = self.cell(pack_padded_sequence(x, lengths, True, False))
+        return self.last(found[-1])
+
+
+def test_packed_sequences_are_refused(tmp_path: Path) -> None:
+    """What torch exports reads the padding, too."""
+    lengths = torch.randint(1, 5, (8,))
+    with pytest.raises(ModelError, match="packs sequences") as caught:
+        _compile(Packs(), tmp_path / "package", torch.randn(8, 4, 6), lengths)
+
+    assert caught.value.location is not None
+    assert "self.cell(" in caught.value.location.code
 
 
 def test_training_is_refused(tmp_path: Path) -> None:

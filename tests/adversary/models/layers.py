@@ -8,7 +8,6 @@ from adversary.case import FP32_ONLY, Case, Refused
 from adversary.inputs import classes, rows
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 
 class Pyramid(nn.Module):
@@ -179,21 +178,6 @@ def lazy() -> nn.Module:
 
 def still_lazy() -> nn.Module:
     return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(3))
-
-
-class Lengths(nn.Module):
-    """Packed sequences, their lengths an input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRU(4, 6, batch_first=True), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        given = (x, lengths, True, False)
-        packed = pack_padded_sequence(*given)  # refused: packed
-        found, _ = self.cell(packed)
-        out, _ = pad_packed_sequence(found, batch_first=True, total_length=5)
-        return self.head(out.sum(1))
 
 
 class Bidirectional(nn.Module):
@@ -404,12 +388,6 @@ CASES = (
         "still_lazy",
         still_lazy,
         expect=Refused(("lazy",), ("once in build_model()",), at_line=False),
-    ),
-    simple(
-        "packed",
-        Lengths,
-        lambda n: (steps(n), torch.randint(1, 6, (n,))),
-        expect=Refused(("pack_padded_sequence",), ("padded sequences", "mask")),
     ),
     Case(
         "bidirectional",

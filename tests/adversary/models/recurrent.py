@@ -155,4 +155,5 @@ CASES = (
     ),
     simple("by_fft", Convolved),
     simple("of_any_length", OfAnyLength, later_inputs=of_other_lengths),
+    simple("lstm_of_any_length", Recurrent, later_inputs=of_other_lengths),
 )
