@@ -82,15 +82,23 @@ def _depthwise(x: Tensor, weight: Tensor) -> Tensor:
     return F.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=x.shape[1])
 
 
+def _remembered(x: Tensor, *weights: Tensor) -> Tensor:
+    state = x.new_zeros(1, x.shape[1], weights[1].shape[1])
+    made: Tensor = torch.lstm(x, (state, state), weights, True, 1, 0.0, True, False, False)[0]
+    return made
+
+
 _PRODUCTS = ((4, 8, 8), (32, 64, 64), (128, 256, 256), (1024, 512, 1024))
 _OF_FEW_ROWS = ((2, 64, 64), (4, 256, 512), (8, 1024, 1024), (8, 4096, 2048))
+_SEQUENCES = ((4, 2, 8), (16, 4, 32), (32, 16, 128), (64, 32, 512))
 _BATCHES = ((2, 4, 4), (8, 32, 16), (16, 128, 32), (32, 256, 64))
 _HEADS = ((1, 2, 8, 8), (2, 4, 64, 32), (4, 8, 128, 32), (4, 8, 384, 64))
 _PICTURES = ((1, 16), (4, 64), (8, 112))
 _MAPS = ((1, 8, 8), (2, 32, 14), (4, 64, 28), (8, 128, 56))
 _SMALL_MAPS = ((1, 64, 3), (4, 256, 4), (8, 512, 7), (8, 512, 14))
 _SMALL_SIDES = [[(n, c, side, side)] for n, c, side in _SMALL_MAPS]
-"""Sizes of products, heads of attention, and samples, channels and sides of images."""
+"""Sizes of products, steps, samples and features of sequences, heads of attention, and samples,
+channels and sides of images."""
 
 PROBES: tuple[Probe, ...] = (
     *(Probe(run, _TWO_ROWS) for run in (torch.mul, torch.add, torch.div, torch.sub, torch.maximum)),
@@ -136,6 +144,10 @@ PROBES: tuple[Probe, ...] = (
     *(
         Probe(F.linear, [[(n, k), (m, k), (m,)] for n, k, m in sizes])
         for sizes in (_PRODUCTS, _OF_FEW_ROWS)
+    ),
+    Probe(
+        _remembered,
+        [[(t, n, d), (4 * d, d), (4 * d, d), (4 * d,), (4 * d,)] for t, n, d in _SEQUENCES],
     ),
     Probe(torch.bmm, [[(b, n, k), (b, k, n)] for b, n, k in _BATCHES]),
     Probe(F.scaled_dot_product_attention, [[shape] * 3 for shape in _HEADS]),

@@ -20,7 +20,7 @@ import torch
 
 from gpipe_compiler.runtime.core.storing import place_text
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 def folder() -> Path:
