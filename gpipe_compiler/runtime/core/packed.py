@@ -19,30 +19,30 @@ class _Packed(nn.RNNBase):
 
     def forward(
         self,
-        input: torch.Tensor,  # noqa: A002  # as torch calls it
-        hx: Any = None,
-        *,
+        *given: Any,
         lengths: torch.Tensor | None = None,
         enforce_sorted: bool = True,
+        **named: Any,
     ) -> Any:
         if lengths is None:
-            return super().forward(input, hx)
-        steps = input.shape[1 if self.batch_first else 0]
-        packed = pack_padded_sequence(input, lengths.cpu(), self.batch_first, enforce_sorted)
-        output, states = super().forward(packed, hx)
-        padded, _ = pad_packed_sequence(output, self.batch_first, total_length=steps)
-        return padded, states
+            return super().forward(*given, **named)
+        padded, *states = given
+        steps = padded.shape[1 if self.batch_first else 0]
+        packed = pack_padded_sequence(padded, lengths.cpu(), self.batch_first, enforce_sorted)
+        output, ended = super().forward(packed, *states, **named)
+        output, _ = pad_packed_sequence(output, self.batch_first, total_length=steps)
+        return output, ended
 
 
-class PackedRNN(_Packed, nn.RNN):  # type: ignore[misc]  # it takes more
+class PackedRNN(_Packed, nn.RNN):
     """nn.RNN with `lengths=`."""
 
 
-class PackedLSTM(_Packed, nn.LSTM):  # type: ignore[misc]  # it takes more
+class PackedLSTM(_Packed, nn.LSTM):
     """nn.LSTM with `lengths=`."""
 
 
-class PackedGRU(_Packed, nn.GRU):  # type: ignore[misc]  # it takes more
+class PackedGRU(_Packed, nn.GRU):
     """nn.GRU with `lengths=`."""
 
 
