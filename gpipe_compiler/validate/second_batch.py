@@ -9,7 +9,7 @@ their use allows, masks are padded, and some targets become the index that the l
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,15 +90,14 @@ def other_batches(
     if not any(source.batched for source in sources):
         return
     uses = integer_uses(entry, entry.signature.samples(few or numbers[-1][0]))
-    kinds = [(*pair, entry.signature, "") for pair in numbers]
-    kinds[:0] = [
-        (*pair, signature, "".join(f", {name} {size}" for name, size in sizes.items()))
-        for sizes, signature in resized
-        for pair in numbers[:-1]
-    ]
-    for samples, microbatches, signature, at_sizes in kinds:
+    same: Mapping[str, int] = {}
+    kinds = [(*pair, same, entry.signature) for pair in numbers]
+    kinds[:0] = [(*pair, *of) for of in resized for pair in numbers[:-1]]
+    for samples, microbatches, sizes, signature in kinds:
+        at_sizes = "".join(f", {name} {size}" for name, size in sizes.items())
+        possible = {name: use.at(sizes.values()) for name, use in uses.items()}
         for fresh in (True, False):
-            maker = _Maker(samples, uses, torch.Generator().manual_seed(seed))
+            maker = _Maker(samples, possible, torch.Generator().manual_seed(seed))
             inputs = [
                 maker.change(source, tensor, fresh=fresh)
                 for source, tensor in zip(sources, signature.samples(samples), strict=True)
@@ -156,7 +155,9 @@ class _Maker:
         return (share * rows + (1 - share) * rows.roll(1, 0)).to(rows.dtype)
 
     def _used(self, rows: torch.Tensor, use: Use) -> torch.Tensor:
-        drawn = torch.randint(0, use.count, rows.shape, generator=self._random)
+        drawn = torch.randint(use.least, use.count, rows.shape, generator=self._random)
+        if use.lengths:
+            drawn = drawn.sort(descending=True).values
         if use.ignored is not None and rows.numel() > 1:
             ignored = self._rand(rows.shape) < _IGNORED
             ignored.view(-1)[0], ignored.view(-1)[-1] = False, True  # also of few targets
@@ -186,7 +187,7 @@ _SAME_VALUES = frozenset(
         *("squeeze", "slice", "select", "alias", "detach", "clone", "_to_copy", "copy_", "split"),
         *("split_with_sizes", "unbind", "cat", "stack", "as_strided", "flip", "roll", "repeat"),
         *("masked_fill", "masked_fill_", "where", "constant_pad_nd", "lift_fresh", "contiguous"),
-        *("_reshape_alias", "narrow", "fill_", "masked_select"),
+        *("_reshape_alias", "narrow", "fill_", "masked_select", "sort"),
     }
 )
 """Aten ops whose results hold values of what they are given (and perhaps some constants)."""
@@ -197,16 +198,27 @@ class Use:
     """What the values of an integer input have to be.
 
     Attributes:
-        count: values run from 0 to one below this.
+        count: values run to one below this, from 0, or from 1 where they are lengths.
         ignored: a value besides, which a loss leaves out.
+        lengths: whether they are those of sequences that are packed, which may have to be sorted.
     """
 
     count: int
     ignored: int | None = None
+    lengths: bool = False
+
+    @property
+    def least(self) -> int:
+        return int(self.lengths)
 
     def and_of(self, other: Use) -> Use:
         ignored = self.ignored if self.ignored == other.ignored else None
-        return Use(min(self.count, other.count), ignored)
+        return Use(min(self.count, other.count), ignored, self.lengths or other.lengths)
+
+    def at(self, sizes: Iterable[int]) -> Use:
+        """The same where some sizes are others: no sequence is longer than any of these."""
+        most = min((self.count, *(size + 1 for size in sizes))) if self.lengths else self.count
+        return replace(self, count=most)
 
 
 def integer_uses(entry: Entry, inputs: Sequence[torch.Tensor]) -> Mapping[str, Use]:
@@ -251,7 +263,8 @@ class _UseWatch(DispatchWatch):
                 self.uses[source] = use if known is None else known.and_of(use)
         if name in _SAME_VALUES:
             sources = frozenset[str]().union(*map(self._held, tree_leaves((args, kwargs))))
-            for tensor in tree_leaves(returned) if sources else ():
+            made = tree_leaves(returned)[: 1 if name == "sort" else None]
+            for tensor in made if sources else ():
                 if isinstance(tensor, torch.Tensor) and not tensor.is_floating_point():
                     self.holds[tensor] = sources | self._held(tensor)
 
@@ -267,6 +280,8 @@ def _uses(name: str, args: tuple[Any, ...]) -> Iterable[tuple[Any, Use]]:
             yield indices, Use(table.shape[0])
         case "nll_loss_forward" | "nll_loss2d_forward", (scores, target, _, _, ignored, *_):
             yield target, Use(scores.shape[1 if scores.ndim > 1 else 0], ignored)
+        case "_pack_padded_sequence", (padded, lengths, batch_first):
+            yield lengths, Use(padded.shape[1 if batch_first else 0] + 1, lengths=True)
         case "_ctc_loss" | "_cudnn_ctc_loss", (scores, targets, *_):
             yield targets, Use(scores.shape[-1])
         case "gather" | "index_select" | "scatter" | "scatter_" | "scatter_add" | "index_add", (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from gpipe_compiler.cluster import DEFAULT_HOST, Cluster, Link
 from gpipe_compiler.compile import Compiled, CompileOptions
@@ -148,6 +149,34 @@ def test_floats_are_other_numbers_of_the_same_domain() -> None:
     assert not any(torch.allclose(row, own) for row in batch["p"] for own in shares)
     assert set(batch["m"].flatten().tolist()) == {0.0, 1.0}
     assert len(batch["z"].unique()) > 5
+
+
+class Packs(nn.Module):
+    def __init__(self, *, sorts: bool) -> None:
+        super().__init__()
+        self.cell, self.sorts = nn.LSTM(4, 3, batch_first=True), sorts
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), True, enforce_sorted=not self.sorts)
+        return self.cell(packed)[1][0][0]
+
+
+@pytest.mark.parametrize("sorts", [False, True])
+def test_lengths_of_packed_sequences_stay_possible(sorts: bool) -> None:
+    """From one step to all, at other numbers of steps too, and sorted, as torch may demand."""
+    args = torch.randn(8, LENGTH, 4), torch.full((8,), LENGTH)
+    entry = Entry(Subject("packs", Packs(sorts=sorts), args, training=False), training=False)
+    fewer = args[0][:, :3], args[1].clamp(max=3)
+    shorter = Entry(Subject("packs", Packs(sorts=sorts), fewer, training=False), training=False)
+    resized = [({"x.1": 3}, shorter.signature)]
+
+    found = [*other_batches(entry, [(64, 2), (8, 2)], seed=0, resized=resized)]
+
+    for batch, most in zip(found[:3:2], (3, LENGTH), strict=True):
+        x, lengths = batch.inputs
+        assert x.shape == (64, most, 4)
+        assert set(lengths.tolist()) == set(range(1, most + 1))
+        assert bool((lengths.diff() <= 0).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
