@@ -3,18 +3,20 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import ModuleType
 
 DIRECTORY = Path(__file__).resolve().parent
 NAME = "conv_net_x3"
 
 
-def load_package():
+def load_package() -> ModuleType:
     """The package in this folder, whatever the folder is called and wherever it lies."""
     spec = importlib.util.spec_from_file_location(
         NAME, DIRECTORY / "__init__.py", submodule_search_locations=[str(DIRECTORY)]
     )
+    assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = package
+    sys.modules[NAME] = package
     spec.loader.exec_module(package)
     return package
 
