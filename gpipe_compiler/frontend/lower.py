@@ -41,6 +41,7 @@ from gpipe_compiler.ir import (
     StateRef,
 )
 from gpipe_compiler.ir.arguments import map_argument, value_names
+from gpipe_compiler.ir.interpret import construct
 from gpipe_compiler.ir.legality import check
 from gpipe_compiler.ir.ops import SeenName
 from gpipe_compiler.runtime.core.packed import PACKED
@@ -261,9 +262,10 @@ class _Lowering:
                     f"the module {path} ({type(module).__name__}) cannot be constructed anew",
                     location=node.meta["source"],
                 )
-            state = {
-                local: self._state(f"{target}.{local}", tensor)
-                for local, tensor in named_state(module)
+            held = dict(named_state(module))
+            state = {  # in the order of the constructor; a model may have set its weights later
+                local: self._state(f"{target}.{local}", held[local])
+                for local, _ in named_state(construct(spec))
             }
             self.modules[path] = dataclasses.replace(spec, state=state)
         spec = self.modules[path]

@@ -27,24 +27,36 @@ class Packed(rnn.PackedSequence):
     """Stands for a packed sequence in a trace; nothing can be read of it.
 
     Attributes:
-        padded: what was packed, or what a layer made of it; what lies behind the ends is 0 there.
+        padded: what was packed, or what a layer made of it.
         lengths: of the sequences.
         batch_first: whether samples come first in `padded`.
         enforce_sorted: whether they have to be sorted.
+        ends_in_zeros: whether what lies behind the ends is 0 in `padded`, as layers make it.
     """
 
     padded: torch.Tensor
     lengths: torch.Tensor
     batch_first: bool
     enforce_sorted: bool
+    ends_in_zeros: bool
 
     @classmethod
     def of(
-        cls, padded: torch.Tensor, lengths: torch.Tensor, batch_first: bool, enforce_sorted: bool
+        cls,
+        padded: torch.Tensor,
+        lengths: torch.Tensor,
+        batch_first: bool,
+        enforce_sorted: bool,
+        *,
+        ends_in_zeros: bool = False,
     ) -> Self:
         made = tuple.__new__(cls, (None,) * 4)
         vars(made).update(
-            padded=padded, lengths=lengths, batch_first=batch_first, enforce_sorted=enforce_sorted
+            padded=padded,
+            lengths=lengths,
+            batch_first=batch_first,
+            enforce_sorted=enforce_sorted,
+            ends_in_zeros=ends_in_zeros,
         )
         return made
 
@@ -79,12 +91,11 @@ def pad(
             hint="pass the steps of what was packed: total_length=x.shape[1], or x.shape[0] where "
             "steps come first",
         )
-    if padding_value:
-        raise TraceError(
-            "pad_packed_sequence puts another number than 0 behind the ends of sequences",
-            location=calling_line(),
-            hint="put it there by a mask: torch.where(mask, output, value)",
-        )
+    if padding_value or not sequence.ends_in_zeros:
+        ends = sequence.lengths.to(padded.device).unsqueeze(1)
+        behind = torch.arange(steps, device=padded.device) >= ends
+        behind = behind if batch_first else behind.transpose(0, 1)
+        padded = padded.masked_fill(behind[(...,) + (None,) * (padded.ndim - 2)], padding_value)
     return padded, sequence.lengths.to(torch.int64)
 
 

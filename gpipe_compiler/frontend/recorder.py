@@ -316,7 +316,8 @@ class Recorder(GrowingGraph, TorchFunctionMode):
             return own(layer, *args, **{key: kwargs[key] for key in named})
 
         made, ended = self._leaf(path, run, module, args, {**named, **told})
-        return sequence.of(made, sequence.lengths, batch_first, sequence.enforce_sorted), ended
+        sorts = sequence.enforce_sorted
+        return sequence.of(made, sequence.lengths, batch_first, sorts, ends_in_zeros=True), ended
 
     def _takes(self, args: Any, kwargs: Any) -> bool:
         """Whether a call of a module can be written down."""

@@ -19,7 +19,8 @@ DIM = 6
 
 
 class Block(nn.Module):
-    """Registers in another order than it uses, and, where asked, in a third."""
+    """Registers in another order than it uses, and, where asked, in a third; one of its layers has
+    got its weight after its bias."""
 
     def __init__(self, *, late: bool) -> None:
         super().__init__()
@@ -28,6 +29,8 @@ class Block(nn.Module):
         self.down, self.up = nn.Linear(8, DIM), nn.Linear(DIM, 8)
         if not late:
             self.norm = nn.LayerNorm(DIM)
+        del self.up.weight
+        self.up.weight = nn.Parameter(torch.rand(8, DIM))
         self.unread = nn.Parameter(torch.ones(2))
         self.scale = nn.Parameter(torch.rand(DIM))
         self.register_buffer("level", torch.zeros(()))

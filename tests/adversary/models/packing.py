@@ -97,15 +97,18 @@ class ToTheLongest(nn.Module):
 
 
 class Filled(nn.Module):
+    """Other numbers than a layer's behind the ends: of what it made, and of what was packed."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.cell = nn.LSTM(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed, _ = self.cell(pack_padded_sequence(x, lengths, True, enforce_sorted=False))
-        x, _ = pad_packed_sequence(packed, True, -9.0, x.shape[1])  # refused: filled
-        return self.head(x.amax(1))
+        packed = pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        own, _ = pad_packed_sequence(packed, True, total_length=x.shape[1])
+        made, _ = pad_packed_sequence(self.cell(packed)[0], False, -9.0, x.shape[1])
+        return self.head(made.amax(0) + own.sum(1))
 
 
 class Dropped(nn.Module):
@@ -123,6 +126,10 @@ class Dropped(nn.Module):
 
 def sequences(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 5, WIDTH), torch.randint(1, 6, (samples,))
+
+
+def unpadded(samples: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(samples, 5, WIDTH), torch.full((samples,), 5)
 
 
 def in_order(samples: int) -> tuple[Tensor, Tensor]:
@@ -168,6 +175,6 @@ CASES = (
         ToTheLongest,
         expect=Refused(("longest sequence",), ("total_length=x.shape[1]",)),
     ),
-    simple("filled", Filled, expect=Refused(("another number than 0",), ("torch.where",))),
+    simple("filled", Filled, inputs=unpadded, later_inputs=sequences),
     simple("rows", Dropped, expect=Refused(("packs sequences",), ("pack_padded_sequence", "mask"))),
 )
