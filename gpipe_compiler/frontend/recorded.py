@@ -56,7 +56,7 @@ from gpipe_compiler.frontend.own_functions import own_functions_carried
 from gpipe_compiler.frontend.precisions import SAME, Account, account, follow, only_in
 from gpipe_compiler.frontend.raising_branches import checks_passed
 from gpipe_compiler.frontend.recompute import activations_kept
-from gpipe_compiler.frontend.recorder import Recorder
+from gpipe_compiler.frontend.recorder import Recorder, recording
 from gpipe_compiler.frontend.state import named_state
 from gpipe_compiler.frontend.subject import Subject
 from gpipe_compiler.frontend.surroundings import ambient, as_exported, kind_of
@@ -302,8 +302,11 @@ def _refuse_new_state(entry: Entry) -> None:
 
 @contextlib.contextmanager
 def _of_any_size() -> Iterator[None]:
-    """Around a run on sizes that are free, such as the steps of a recurrent layer."""
-    with general(), recurrent_forms():
+    """Around a run on sizes that are free, such as the steps of a recurrent layer.
+
+    Of a layer that is not called whole all steps are recorded.
+    """
+    with general(), recurrent_forms(lambda: recording() is None):
         yield
 
 

@@ -280,21 +280,24 @@ def with_a_momentum(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recurrent_forms() -> Iterator[None]:
+def recurrent_forms(where: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Around tensors without numbers: recurrent layers run one step, and give its form for all.
 
     The host computes all but LSTMs step by step, each of them some ten kernels.
+
+    Args:
+        where: asked at every call; all steps are run where it says no.
     """
     with contextlib.ExitStack() as around:
         for name in ("gru", "lstm", "rnn_relu", "rnn_tanh"):
             own = getattr(torch._VF, name)
-            around.enter_context(mock.patch.object(torch._VF, name, _by_one_step(own)))
+            around.enter_context(mock.patch.object(torch._VF, name, _by_one_step(own, where)))
         yield
 
 
-def _by_one_step(layer: Callable[..., Any]) -> Callable[..., Any]:
+def _by_one_step(layer: Callable[..., Any], where: Callable[[], bool]) -> Callable[..., Any]:
     def run(taken: torch.Tensor, state: Any, weights: Any, *others: Any) -> Any:
-        if not isinstance(weights, list):  # of a packed sequence: the states
+        if not where() or not isinstance(weights, list):  # of a packed sequence: the states
             return layer(taken, state, weights, *others)
         dim = 1 if others[-1] else 0
         made, *states = layer(taken.narrow(dim, 0, 1), state, weights, *others)

@@ -22,6 +22,14 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+class OwnLSTM(nn.LSTM):
+    """A class of the user's, whose kernel is called by its op."""
+
+
+class OwnGRU(nn.GRU):
+    """A class of the user's, which is computed step by step."""
+
+
 class Stacked(nn.Module):
     """Two LSTMs, the second one starting from the states of the first."""
 
@@ -156,4 +164,6 @@ CASES = (
     simple("by_fft", Convolved),
     simple("of_any_length", OfAnyLength, later_inputs=of_other_lengths),
     simple("lstm_of_any_length", Recurrent, later_inputs=of_other_lengths),
+    simple("own_lstm", lambda: Recurrent(OwnLSTM), later_inputs=of_other_lengths),
+    simple("own_gru", lambda: Recurrent(OwnGRU)),
 )
