@@ -141,7 +141,10 @@ class SizeNodes:
         if expression in here:
             return self._node("size", here[expression], expression)
         if expression.is_Add:
-            return self._sum(expression)
+            times, size = expression.as_content_primitive()
+            return (
+                self._folded(operator.mul, [size, times]) if size in here else self._sum(expression)
+            )
         if expression.is_Mul:
             factors = sorted(expression.args, key=lambda item: item.is_number)
             return self._folded(operator.mul, _as_product(expression, list(here)) or factors)
