@@ -101,6 +101,8 @@ class SizeNodes:
             source = self._position.origin()["source"]
             for key in new:
                 self._lines[key] = source, found[key[0]][1]
+                if not key[0].is_Symbol:  # what is called from here may read it
+                    self._node("size", found[key[0]], key[0])
                 if key in self._written:
                     self._tell_line(key)
 
@@ -140,6 +142,9 @@ class SizeNodes:
         here = self._sizes.get(self._position.place, {})
         if expression in here:
             return self._node("size", here[expression], expression)
+        around = self._asked_around(expression)
+        if around is not None:
+            return around
         if expression.is_Add:
             times, size = expression.as_content_primitive()
             return (
@@ -156,6 +161,12 @@ class SizeNodes:
             f"the model computes {expression} of sizes, which no graph holds",
             location=calling_line(),
         )
+
+    def _asked_around(self, expression: Any) -> fx.Node | None:
+        """Where a module that calls this one has asked a tensor for a size."""
+        place = self._position.place
+        keys = ((expression, place[:depth]) for depth in reversed(range(1, len(place))))
+        return next((self._written[key] for key in keys if key in self._lines), None)
 
     def _asked(self, symbol: Any) -> fx.Node:
         if symbol not in self._symbols:

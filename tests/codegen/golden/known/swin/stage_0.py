@@ -103,9 +103,10 @@ class SwinLayerPart(nn.Module):
         )
 
         # attention (modeling_swin.py:425-446, sdpa_attention.py:193)
-        q_proj_out = self.attention.q_proj(hidden_states_windows)  # (64*B, 16, 16)
         size = hidden_states_windows.shape[0]
-        query_states = q_proj_out.view(size, 16, -1, 8).transpose(1, 2)  # (64*B, 2, 16, 8)
+        query_states = (
+            self.attention.q_proj(hidden_states_windows).view(size, 16, -1, 8).transpose(1, 2)
+        )
         key_states = (
             self.attention.k_proj(hidden_states_windows).view(size, 16, -1, 8).transpose(1, 2)
         )
