@@ -235,3 +235,62 @@ def test_items_of_what_a_module_is_given_have_its_names(planned: Callable[..., P
     names = [[given.split(":")[0].strip() for given in head.split(",")] for head in heads]
     assert {*names[0]} == {"maps_0", "maps_1", "scale", "given_shift"}, text
     assert {*names[-1]} == {"scores", "boxes", "labels", "places"}, text
+
+
+class Table(nn.Module):
+    """Gives as many of its rows as it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.rand(40, 4))
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, length: int) -> Tensor:
+        scaled: Tensor = self.scale(self.rows[:length]).tanh()
+        return scaled
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = Table(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        own = self.table(length).expand(samples, length, width)
+        mixed: Tensor = self.mix(x * own) + x
+        return mixed
+
+
+class Subsampled(nn.Module):
+    """Asks for sizes that follow from those of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Conv2d(1, 2, 3, stride=2)
+        self.out = nn.Linear(8, 4)
+        self.layers = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(x.unsqueeze(1))
+        samples, channels, length, bands = x.size()
+        x = self.out(x.permute(0, 2, 1, 3).reshape(samples, length, channels * bands)[..., :8])
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_sizes_that_follow_from_the_input_are_read_where_the_user_asks_for_them(
+    planned: Callable[..., Plan],
+) -> None:
+    model, x = Subsampled(), torch.rand(2, 13, 11)
+    text = text_of(planned(copy.deepcopy(model), x, count=1))
+
+    stage = module_of(text)
+    stage.load_state_dict(model.state_dict())
+    for rows in (x, torch.rand(3, 21, 15)):
+        torch.testing.assert_close(stage(rows), model(rows))
+    block = text.partition("class Attending(")[2].partition("\n\n\n")[0]
+    assert "length = x.shape[1]" in block, text
+    assert "def forward(self, x: Tensor) -> Tensor:" in block, text
+    assert ".reshape(samples, length, bands * 2)" in text, text
