@@ -32,6 +32,7 @@ class Packed(rnn.PackedSequence):
         batch_first: whether samples come first in `padded`.
         enforce_sorted: whether they have to be sorted.
         ends_in_zeros: whether what lies behind the ends is 0 in `padded`, as layers make it.
+        versions: of `padded` and `lengths`, as they were packed.
     """
 
     padded: torch.Tensor
@@ -39,6 +40,7 @@ class Packed(rnn.PackedSequence):
     batch_first: bool
     enforce_sorted: bool
     ends_in_zeros: bool
+    versions: tuple[int, int]
 
     @classmethod
     def of(
@@ -57,11 +59,22 @@ class Packed(rnn.PackedSequence):
             batch_first=batch_first,
             enforce_sorted=enforce_sorted,
             ends_in_zeros=ends_in_zeros,
+            versions=(padded._version, lengths._version),
         )
         return made
 
     def laid_out(self, *, batch_first: bool) -> torch.Tensor:
-        """The padded sequences in a layout."""
+        """The padded sequences in a layout.
+
+        Raises:
+            TraceError: when they or their lengths were written to, which torch would have copied.
+        """
+        if self.versions != (self.padded._version, self.lengths._version):
+            raise TraceError(
+                "the model writes to what it has packed before the packed sequences are read",
+                location=calling_line(),
+                hint="write out of place, as x = x * 2, or before pack_padded_sequence",
+            )
         return self.padded if self.batch_first is batch_first else self.padded.transpose(0, 1)
 
     data = batch_sizes = sorted_indices = unsorted_indices = property(_refuse)

@@ -124,6 +124,17 @@ class Dropped(nn.Module):
         return self.head(self.cell(packed)[1][0][-1])
 
 
+class WrittenTo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, True, enforce_sorted=False)
+        lengths.fill_(1)
+        return self.head(self.cell(packed)[1][-1])  # refused: written_to
+
+
 def sequences(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 5, WIDTH), torch.randint(1, 6, (samples,))
 
@@ -177,4 +188,9 @@ CASES = (
     ),
     simple("filled", Filled, inputs=unpadded, later_inputs=sequences),
     simple("rows", Dropped, expect=Refused(("packs sequences",), ("pack_padded_sequence", "mask"))),
+    simple(
+        "written_to",
+        WrittenTo,
+        expect=Refused(("writes to what it has packed",), ("before pack_padded_sequence",)),
+    ),
 )
