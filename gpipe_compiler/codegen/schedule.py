@@ -29,6 +29,7 @@ from gpipe_compiler.passes.free_sizes import required
 from gpipe_compiler.passes.joined_outputs import joined_outputs
 from gpipe_compiler.passes.loss_divisors import per_sample
 from gpipe_compiler.plan import Plan
+from gpipe_compiler.runtime.core.calls import registered_names
 from gpipe_compiler.runtime.limits import NO_GROUP
 from gpipe_compiler.runtime.schedule import Joint
 from gpipe_compiler.runtime.schedule.actions import Orders, Phase, format_order, split_stages
@@ -184,7 +185,7 @@ def _pipeline(
         "placement": _unless_in_order(plan.placement, len(stages)),
         "device_order": _unless_in_order(plan.slots, len(plan.orders)),
         "aliases": aliases,
-        "reordered": tuple(reordered(graph, [stage.state.values() for stage in stages])),
+        "reordered": tuple(reordered(graph, [stage.state.values() for stage in stages], aliases)),
         "batchnorm": plan.batchnorm,
         "precision": plan.precision,
         "replicas": plan.replicas,
@@ -210,20 +211,20 @@ def _pipeline(
         raise EmitError(f"the model's outputs cannot be written down: {error}") from error
 
 
-def reordered(graph: Graph, stages: Iterable[Iterable[str]]) -> Iterator[str]:
+def reordered(
+    graph: Graph, stages: Iterable[Iterable[str]], aliases: Mapping[str, str]
+) -> Iterator[str]:
     """The members of modules that stand otherwise stage by stage than in the model, in its order.
 
     So `parameters()` of a pipeline gives them as the model does.
 
     Args:
         stages: the names of the tensors of each, in the order of its modules.
+        aliases: further names of tied tensors to these.
     """
     held = dict.fromkeys(itertools.chain.from_iterable(stages))
-    tied = {name: graph.state[name].aliases for name in held}
     found: dict[tuple[str, StateKind | None], dict[str, None]] = {}
-    # As `runtime/core/calls.py` arranges what a process holds.
-    names = sorted(held, key=lambda name: not tied[name])
-    for name in (*names, *itertools.chain.from_iterable(tied.values())):
+    for name in registered_names(held, aliases):
         for path in prefixes(name):
             kind = graph.state[name].kind if path in graph.state else None
             found.setdefault((path.rpartition(".")[0], kind), {})[path] = None

@@ -19,6 +19,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gpipe_compiler.errors import ModelError, summary
+from gpipe_compiler.frontend.growing_graph import sources_of
 from gpipe_compiler.runtime.core.assembly import Assembly
 from gpipe_compiler.runtime.wording import counted
 
@@ -141,14 +142,7 @@ def _assembly(
     made: fx.Node, place: Mapping[fx.Node, int], called: Mapping[fx.Node, str]
 ) -> Assembly:
     """How a node's tensor is made of the named ones; `place` orders all nodes."""
-    needed: set[fx.Node] = set()
-    pending = [made]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    order = sorted(needed, key=place.__getitem__)
+    order = sorted((made, *sources_of(made)), key=place.__getitem__)
     of = [node for node in order if node in called]
     names = {node: f"%{place}" for place, node in enumerate(of)}
     steps: list[tuple[Any, ...]] = []

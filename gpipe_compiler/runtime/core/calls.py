@@ -4,7 +4,7 @@ a module of torch, for what takes models, such as averages of weights."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -130,13 +130,26 @@ class ModelNames(nn.Module):
         return self
 
 
+def registered_names(held: Collection[str], aliases: Mapping[str, str]) -> list[str]:
+    """All names of some tensors, in the order in which a pipeline registers them.
+
+    Of several names of a tensor torch's modules give the first: that is to be the model's.
+
+    Args:
+        held: the model's names, stage by stage.
+        aliases: further names of tied tensors to these.
+    """
+    tied = set(aliases.values())
+    further = (alias for alias, name in aliases.items() if name in held)
+    return [*sorted(held, key=lambda name: name not in tied), *further]
+
+
 def _tree_of(stages: LocalStages) -> nn.Module:
     """Modules within modules, as the model's names say, around the tensors of these stages."""
     tree, state, held = nn.Module(), stages.state_dict(), stages.tensors()
-    aliases = {alias: held[name] for alias, name in stages.spec.aliases.items() if name in held}
-    # Of several names of a tensor torch's modules give the first: that is to be the model's.
-    first = set(stages.spec.aliases.values())
-    for name, tensor in sorted((held | aliases).items(), key=lambda item: item[0] not in first):
+    aliases = stages.spec.aliases
+    for name in registered_names(held, aliases):
+        tensor = held[aliases.get(name, name)]
         *path, own = name.split(".")
         holder = tree
         for part in path:
